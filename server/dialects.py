@@ -35,8 +35,8 @@ from .errors import (
     ErrorKind,
     TeiErrorBody,
     error_kind_and_message,
+    quote,
     retry_headers,
-    shown,
     status_kind,
     validation_message,
 )
@@ -252,12 +252,12 @@ def install_error_handlers(app: FastAPI) -> None:
         path: str = request.scope["path"]
         message, headers = str(error.detail), error.headers
         if error.status_code == 404:
-            message = f"There is no {shown(path)} on this server; /docs lists its routes."
+            message = f"There is no {quote(path)} on this server; /docs lists its routes."
         elif error.status_code == 405:
             # The router reports only one route of the path, but GET and HEAD of a health route are two routes.
             allowed = ", ".join(method for method in _METHODS if _takes(app, request, method))
             headers = {"allow": allowed}
-            message = f"{shown(path)} takes {allowed}, not {request.method}."
+            message = f"{quote(path)} takes {allowed}, not {request.method}."
         return dialect_of(request.scope).status_error(error.status_code, message, headers)
 
     app.add_exception_handler(EngineError, _releasing(on_engine_error))

@@ -147,36 +147,36 @@ def retry_headers(error: EngineError, status: int) -> dict[str, str] | None:
     return {"retry-after": "1"} if status == 503 else None
 
 
-def validation_message(errors: Sequence[Any], given: Collection[str] | None) -> tuple[str, str | None]:
+def validation_message(errors: Sequence[Any], keys: Collection[str] | None) -> tuple[str, str | None]:
     """Returns the message for the errors of one body, and the name of the first invalid field.
 
     Args:
         errors: pydantic's error dictionaries.
-        given: The keys of the body; None if it could not be parsed.
+        keys: The keys of the body; None if it could not be parsed.
     """
-    messages = [_sentence(error, given or ()) for error in errors[:MAX_SHOWN_ERRORS]]
+    messages = [_sentence(error, keys or ()) for error in errors[:MAX_SHOWN_ERRORS]]
     more = len(errors) - len(messages)
     if more > 0:
         messages.append(f"and {more} more.")
     return " ".join(messages), _field(_untagged(errors[0]["loc"])[:2]) or None
 
 
-def _sentence(error: dict[str, Any], given: Collection[str]) -> str:
+def _sentence(error: dict[str, Any], keys: Collection[str]) -> str:
     kind, field = error["type"], _field(_untagged(error["loc"]))
     if kind == "json_invalid":
         return f"The body is not valid JSON: {error['ctx']['error']} (byte {error['loc'][-1]})."
     if not field:
         if kind == "missing":
             return "The body is empty; send a JSON object."
-        return f"The body must be a JSON object, not {shown(error['input'])}."
+        return f"The body must be a JSON object, not {quote(error['input'])}."
     if kind == "missing":
-        return f"{field} is missing; the body {f'has {shown_names(given)}' if given else 'is empty'}."
+        return f"{field} is missing; the body {f'has {quote_names(keys)}' if keys else 'is empty'}."
     reason = (
         error["msg"].removeprefix("Value error, ").removesuffix(".")
     )  # one period only: truncated lists of names end in three
     if kind in ("value_error", "unknown_key", EMPTY_TEXT):
         return f"{field} {reason}."
-    return f"{field}: {reason}, not {shown(error['input'])}."
+    return f"{field}: {reason}, not {quote(error['input'])}."
 
 
 def _untagged(loc: Sequence[str | int]) -> list[str | int]:
@@ -195,7 +195,7 @@ def _field(loc: Sequence[str | int]) -> str:
     return path
 
 
-def shown(value: object) -> str:
+def quote(value: object) -> str:
     """Returns a JSON value for a message, shortened if it is long or deep."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -203,7 +203,7 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
 
 
-def shown_names(names: Collection[str]) -> str:
+def quote_names(names: Collection[str]) -> str:
     """Returns up to _MAX_NAMES field names for a message; "nothing" if there are none."""
     few = itertools.islice(names, _MAX_NAMES)
     first = [name if len(name) <= _MAX_CHARS else name[:_MAX_CHARS] + "..." for name in few]

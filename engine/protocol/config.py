@@ -95,7 +95,7 @@ class PoolerConfig:
         """Raises ValueError that names the field and its value."""
         for name in (*_ENUM_FIELDS, "returned_token_ids"):
             object.__setattr__(self, name, _checked(name, getattr(self, name)))
-        check_least(self, 1, "dimensions", "max_embed_len")
+        check_minimum(self, 1, "dimensions", "max_embed_len")
         for name in ("logit_mean", "logit_sigma", "logit_bias", "logit_scale"):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
@@ -115,7 +115,7 @@ class PoolerConfig:
                 raise ValueError(f"{name} is {kind}; that pools {'the sequence' if is_token_level else 'the tokens'}.")
         self._rename("logit_bias", "logit_mean", self.logit_bias)
         self._rename("logit_scale", "logit_sigma", None if self.logit_scale is None else 1 / self.logit_scale)
-        check_least(self, 0, "attention_head", "step_tag_id", "chunk_overlap")
+        check_minimum(self, 0, "attention_head", "step_tag_id", "chunk_overlap")
         for name in ("max_embed_len", "chunk_overlap", "chunked_processing_mode"):
             if getattr(self, name) is not None and not self.enable_chunked_processing:
                 raise ValueError(f"{name} needs enable_chunked_processing: true.")
@@ -145,12 +145,12 @@ class PoolerConfig:
         return cls(**{name: _checked(name, value) for name, value in fields.items()})
 
 
-def check_least(config: object, least: int, *names: str) -> None:
-    """Raises ValueError if one of the fields is set and below `least`."""
+def check_minimum(config: object, minimum: int, *names: str) -> None:
+    """Raises ValueError if one of the fields is set and below `minimum`."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and not value >= least:
-            raise ValueError(f"{name} is {value}; it must be {f'at least {least}' if least else '0 or more'}.")
+        if value is not None and not value >= minimum:
+            raise ValueError(f"{name} is {value}; it must be {f'at least {minimum}' if minimum else '0 or more'}.")
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -217,17 +217,17 @@ class SchedulerConfig:
         "Tokens in one forward; default: 2,048 on CPU, 16,384 on CUDA, 32,768 on GPUs of 40 GB or more.",
         "Limits",
         "TOKENS",
-        least=1,
+        min_value=1,
     )
     max_num_seqs: int | None = setting(
-        None, "Sequences in one forward; default: 512 on CPU, 2,048 on CUDA.", "Limits", "N", least=1
+        None, "Sequences in one forward; default: 512 on CPU, 2,048 on CUDA.", "Limits", "N", min_value=1
     )
     max_queued_tokens: int = setting(
         4_000_000,
         "Waiting and running tokens at which new requests are rejected with 429. No request may have more.",
         "Limits",
         "TOKENS",
-        least=1,
+        min_value=1,
     )
     max_queue_s: float = setting(
         60.0,
@@ -236,8 +236,8 @@ class SchedulerConfig:
         "for example to 6. 0: no limit.",
         "Limits",
         "SECONDS",
-        least=0,
-        most=inf,
+        min_value=0,
+        max_value=inf,
     )
     max_wait_s: float = 0.5
     enable_chunked_prefill: bool = setting(
@@ -250,13 +250,13 @@ class SchedulerConfig:
         "Tokens of a chunk of causal models; default: adapts to the speed of the device and to the queue.",
         "Memory",
         "TOKENS",
-        least=1,
+        min_value=1,
     )
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and its value."""
         check_settings(self)
-        check_least(self, 0, "max_wait_s")
+        check_minimum(self, 0, "max_wait_s")
         if self.max_queue_s == 0:
             object.__setattr__(self, "max_queue_s", inf)
 
@@ -301,8 +301,8 @@ class ChunkedPrefillConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and its value."""
-        check_least(self, 1, "chunk_size", "min_chunk_size")
-        check_least(self, 0, "threshold", "max_retries", "ageing_s")
+        check_minimum(self, 1, "chunk_size", "min_chunk_size")
+        check_minimum(self, 0, "threshold", "max_retries", "ageing_s")
 
     def sized(self, chunk_size: int, memory_pressure: float) -> int:
         """Returns the tokens of a chunk under memory pressure, a multiple of the smallest chunk.
@@ -346,9 +346,9 @@ class CacheConfig:
         "Memory",
         "SHARE",
         above=0,
-        most=1,
+        max_value=1,
     )
-    kv_block_size: int = setting(16, "Tokens of a block of the KV cache.", "Memory", "TOKENS", least=1)
+    kv_block_size: int = setting(16, "Tokens of a block of the KV cache.", "Memory", "TOKENS", min_value=1)
     enable_prefix_caching: bool = setting(
         True, "Keep keys and values of past inputs for later inputs with the same beginning.", "Memory"
     )
@@ -401,7 +401,7 @@ class EngineConfig:
         "--devices, else one.",
         "Model",
         "N",
-        least=1,
+        min_value=1,
     )
     dtype: str = setting(
         "auto",
@@ -411,7 +411,7 @@ class EngineConfig:
         choices=DTYPES,
     )
     max_model_len: int | None = setting(
-        None, "Tokens of the longest input; default: the model's own.", "Limits", "TOKENS", least=1
+        None, "Tokens of the longest input; default: the model's own.", "Limits", "TOKENS", min_value=1
     )
     auto_truncate: bool = setting(False, "Cut over-long inputs instead of rejecting them.", "Model")
     empty_input: str = setting(
@@ -451,8 +451,8 @@ class EngineConfig:
         "CPU threads of the forward of each replica; default: all cores, divided among models and replicas.",
         "Model",
         "N",
-        least=1,
-        most=1024,
+        min_value=1,
+        max_value=1024,
     )
     num_engines: int = 1
     cores: tuple[int, ...] | None = None
@@ -466,13 +466,13 @@ class EngineConfig:
     cuda_graphs: bool = setting(
         True, "Run small batches of encoders on CUDA with CUDA graphs, which are captured at start.", "Model"
     )
-    tokenizer_workers: int = setting(2, "Threads that tokenize.", "Model", "N", least=1)
+    tokenizer_workers: int = setting(2, "Threads that tokenize.", "Model", "N", min_value=1)
     max_queued_chars: int = setting(
         64_000_000,
         "Characters that may wait for tokenization; a request above the limit is rejected with 429.",
         "Limits",
         "CHARACTERS",
-        least=1,
+        min_value=1,
     )
     in_process: bool = setting(
         False, "Run the engine in a thread of this process instead of a supervised process.", "Model"
@@ -482,7 +482,7 @@ class EngineConfig:
         "Seconds without a response after which the engine process is replaced; 0: never.",
         "Model",
         "SECONDS",
-        least=0,
+        min_value=0,
     )
     step_timeout_s: float = setting(
         60.0,
@@ -490,7 +490,7 @@ class EngineConfig:
         "than this and 10 times as long as the longest forward before it; 0: never.",
         "Model",
         "SECONDS",
-        least=0,
+        min_value=0,
     )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -500,4 +500,4 @@ class EngineConfig:
         check_settings(self)
         if self.arithmetic not in ARITHMETICS:
             raise ValueError(f"arithmetic is {self.arithmetic!r}; it must be float32, bfloat16 or None.")
-        check_least(self, 1, "num_engines")
+        check_minimum(self, 1, "num_engines")

@@ -31,9 +31,9 @@ class Setting:
         group: Heading of the help text that lists the field.
         metavar: Placeholder of the value in the help text; empty for booleans and for fields with choices.
         choices: Allowed values; empty: any.
-        least: Minimum; None: no minimum.
+        min_value: Minimum; None: no minimum.
         above: Exclusive minimum; None: no minimum.
-        most: Maximum; None: any finite number.
+        max_value: Maximum; None: any finite number.
         rule: Checks a value. Returns a text such as "must be cpu or cuda" for an invalid value, None for a valid one.
         parse: Converts a text or a value of the configuration file, for types without a standard conversion. Raises
             ValueError.
@@ -43,9 +43,9 @@ class Setting:
     group: str
     metavar: str = ""
     choices: tuple[str, ...] = ()
-    least: float | None = None
+    min_value: float | None = None
     above: float | None = None
-    most: float | None = None
+    max_value: float | None = None
     rule: Callable[[Any], str | None] | None = None
     parse: Callable[[Any], Any] | None = None
 
@@ -59,14 +59,14 @@ class Setting:
             return self.rule(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        if self.most is None and not math.isfinite(value):
+        if self.max_value is None and not math.isfinite(value):
             return "must be a finite number"
-        if self.least is not None and not value >= self.least:
-            return f"must be at least {self.least}"
+        if self.min_value is not None and not value >= self.min_value:
+            return f"must be at least {self.min_value}"
         if self.above is not None and not value > self.above:
             return f"must be above {self.above}"
-        if self.most is not None and not value <= self.most:
-            return f"must be at most {self.most}"
+        if self.max_value is not None and not value <= self.max_value:
+            return f"must be at most {self.max_value}"
         return None
 
 

@@ -42,7 +42,7 @@ _KEY_REVOKED: Final = 401
 """Status if the owner's API key is no longer valid. The batch ends."""
 _MAX_LOSSES: Final = 3
 """Attempts of a line that exceeds the server's deadline or loses its engine, before it fails."""
-MOST_CRASHES: Final = 2
+MAX_CRASHES: Final = 2
 """Number of kills of the server while a line runs alone, or a file is checked, before the line or batch fails."""
 _MAX_REJECTED: Final = 16
 """Maximum number of rejected lines that wait. At this number the batch starts no other lines."""
@@ -57,7 +57,7 @@ _NOT_RUN: Final = {
 }
 _CRASHED: Final = LineError(
     "server_crashed",
-    f"The server was killed {MOST_CRASHES} times while it answered this request alone, for example for lack of memory. "
+    f"The server was killed {MAX_CRASHES} times while it answered this request alone, for example for lack of memory. "
     "Send less in one request.",
 )
 
@@ -201,8 +201,8 @@ class BatchRun:
         """
         store, batch_id = self._context.store, self.batch.id
         num_crashes = self._crashes.lines.get(_CHECK_LINE, 0)
-        if num_crashes >= MOST_CRASHES:
-            message = f"The server was killed {MOST_CRASHES} times while it checked this file; send shorter lines."
+        if num_crashes >= MAX_CRASHES:
+            message = f"The server was killed {MAX_CRASHES} times while it checked this file; send shorter lines."
             return CheckResult(0, [LineError("server_crashed", message)])
         async with self._context.lone_line if num_crashes else contextlib.nullcontext(), self._context.reading_file:
             await store.begin_lone_line(batch_id, _CHECK_LINE)
@@ -286,7 +286,7 @@ class BatchRun:
 
     async def _run_line(self, span: LineSpan, *, runs_alone: bool) -> None:
         """Runs a line until it has a response. Returns when that is on the disk."""
-        if self._crashes.lines.get(span.number, 0) >= MOST_CRASHES:
+        if self._crashes.lines.get(span.number, 0) >= MAX_CRASHES:
             logger.error("line %d of %s is not run: the server was killed with it", span.number, self.batch.id)
             async with self._context.limiter.released(span.num_bytes):
                 ((number, custom_id),) = await self._retry_disk(lambda: self._custom_ids([span]))

@@ -24,8 +24,8 @@ from penstock.engine.client.own_files import check_folder, open_own, secret_of, 
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError, UnknownObjectError
 
 from ..admission import LimitError, ServerRejectionReason
-from ..errors import shown
-from ..schemas.batch_bodies import LEAST_EXPIRY_S, MOST_EXPIRY_S
+from ..errors import quote
+from ..schemas.batch_bodies import MAX_EXPIRY_S, MIN_EXPIRY_S
 from ..settings import UsageError
 from .records import FileRecord, new_file_id
 from .store import Store
@@ -34,7 +34,7 @@ from .uploads import Upload
 PART: Final = ".part"
 PURPOSE: Final = "batch"
 OUTPUT_PURPOSE: Final = "batch_output"
-MOST_LARGE_FILES: Final = 100
+MAX_LARGE_FILES: Final = 100
 """Limit of an owner's bytes as a number of files of maximum size: 20 GB by default. Outputs of batches count."""
 RESERVED_BYTES: Final = 2**30
 """Disk space that uploads leave free, for the output of batches and for the database."""
@@ -160,7 +160,7 @@ class Files:
         """Returns a file of an owner. Raises UnknownObjectError."""
         file = await self._store.file(file_id, owner, int(self._now()))
         if file is None:
-            raise UnknownObjectError(f"There is no file {shown(file_id)}.", param="file_id")
+            raise UnknownObjectError(f"There is no file {quote(file_id)}.", param="file_id")
         return file
 
     async def remove(self, file: FileRecord) -> None:
@@ -213,10 +213,10 @@ class Files:
             raise InvalidRequestError("The form has no file; send it as the part `file`.", param="file")
         for name in upload.fields:
             if name not in _FIELDS:
-                raise InvalidRequestError(f"{shown(name)} has no use here; leave it out.", param=name[:64])
+                raise InvalidRequestError(f"{quote(name)} has no use here; leave it out.", param=name[:64])
         purpose = upload.fields.get("purpose")
         if purpose != PURPOSE:
-            raise InvalidRequestError(f"purpose is {shown(purpose)}; it must be '{PURPOSE}'.", param="purpose")
+            raise InvalidRequestError(f"purpose is {quote(purpose)}; it must be '{PURPOSE}'.", param="purpose")
         created_at = int(self._now())
         return FileRecord(
             id=file_id,
@@ -239,10 +239,10 @@ class Files:
         arriving = self._arriving[owner]
         arriving = arriving[: arriving.index(upload) + 1]
         self._check_count(count + len(arriving))
-        num_bytes += num_stored + sum(each.num_bytes for each in arriving)
-        if num_bytes > (most := MOST_LARGE_FILES * self.max_bytes):
+        num_bytes += num_stored + sum(upload.num_bytes for upload in arriving)
+        if num_bytes > (limit := MAX_LARGE_FILES * self.max_bytes):
             raise _too_much(
-                f"would take {num_bytes} bytes; the limit is {most}, {MOST_LARGE_FILES} of the largest files"
+                f"would take {num_bytes} bytes; the limit is {limit}, {MAX_LARGE_FILES} of the largest files"
             )
 
     def _check_count(self, count: int) -> None:
@@ -289,14 +289,14 @@ def _too_much(reason: str) -> LimitError:
 def _expiry_s(fields: dict[str, str]) -> int:
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
-        return MOST_EXPIRY_S
+        return MAX_EXPIRY_S
     if anchor != "created_at":
         raise InvalidRequestError(
-            f"expires_after[anchor] is {shown(anchor)}; it must be 'created_at'.", param="expires_after"
+            f"expires_after[anchor] is {quote(anchor)}; it must be 'created_at'.", param="expires_after"
         )
-    if not (seconds or "").isdecimal() or not LEAST_EXPIRY_S <= int(seconds or 0) <= MOST_EXPIRY_S:
+    if not (seconds or "").isdecimal() or not MIN_EXPIRY_S <= int(seconds or 0) <= MAX_EXPIRY_S:
         raise InvalidRequestError(
-            f"expires_after[seconds] is {shown(seconds)}; it must be {LEAST_EXPIRY_S} to {MOST_EXPIRY_S}.",
+            f"expires_after[seconds] is {quote(seconds)}; it must be {MIN_EXPIRY_S} to {MAX_EXPIRY_S}.",
             param="expires_after",
         )
     return int(seconds or 0)

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 import orjson
 
-from ..errors import shown
+from ..errors import quote
 from ..http.json_reader import count_values
 from .records import LineError
 
@@ -92,7 +92,7 @@ class BatchInput:
                     line = self._parsed(self._text(span, file))
                     custom_id = line["custom_id"]
                     if (first := seen.setdefault(custom_id, span.number)) != span.number:
-                        message = f"custom_id is {shown(custom_id)}, as in line {first}; each line needs its own."
+                        message = f"custom_id is {quote(custom_id)}, as in line {first}; each line needs its own."
                         raise _LineError("duplicate_custom_id", message, "custom_id")
                     if self._counts_inputs:
                         num_inputs += _num_inputs(line["body"])
@@ -171,21 +171,21 @@ class BatchInput:
         except orjson.JSONDecodeError as error:
             raise _LineError("invalid_json_line", f"The line is not valid JSON: {error}.") from None
         if not isinstance(line, dict):
-            raise _LineError("invalid_json_line", f"The line is {shown(line)}; it must be an object.")
+            raise _LineError("invalid_json_line", f"The line is {quote(line)}; it must be an object.")
         custom_id, body = line.get("custom_id"), line.get("body")
         for name in ("custom_id", "method", "url", "body"):
             if line.get(name) is None:
                 raise _LineError("missing_required_parameter", f"{name} is missing.", name)
         if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
-            message = f"custom_id is {shown(custom_id)}; it must be a text of 1 to {MAX_ID_CHARS} characters."
+            message = f"custom_id is {quote(custom_id)}; it must be a text of 1 to {MAX_ID_CHARS} characters."
             raise _LineError("invalid_custom_id", message, "custom_id")
         if line["method"] != "POST":
-            raise _LineError("invalid_method", f"method is {shown(line['method'])}; it must be 'POST'.", "method")
+            raise _LineError("invalid_method", f"method is {quote(line['method'])}; it must be 'POST'.", "method")
         if line["url"] != self._endpoint:
-            message = f"url is {shown(line['url'])}; the batch's endpoint is {self._endpoint!r}."
+            message = f"url is {quote(line['url'])}; the batch's endpoint is {self._endpoint!r}."
             raise _LineError("mismatched_url", message, "url")
         if not isinstance(body, dict):
-            raise _LineError("invalid_body", f"body is {shown(body)}; it must be an object.", "body")
+            raise _LineError("invalid_body", f"body is {quote(body)}; it must be an object.", "body")
         return line
 
 

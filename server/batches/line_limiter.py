@@ -22,9 +22,9 @@ QUIET_S: Final = 0.02
 count as a constant load."""
 AHEAD_S: Final = 0.05
 """Target duration in seconds of the lines that run at once. A client request may wait that long."""
-MOST_LINES: Final = 64
+MAX_CONCURRENT_LINES: Final = 64
 """Maximum number of lines that run at once, of all batches together."""
-LONGEST_PAUSE_S: Final = 60.0
+MAX_PAUSE_S: Final = 60.0
 """Maximum pause in seconds between two lines under a constant load of clients."""
 _MORE: Final = 0.25
 """Added to the number of lines at once after a line that took less than AHEAD_S."""
@@ -131,7 +131,7 @@ class LineLimiter:
         self.num_lines = 0
         self.num_bytes = 0
         self._traffic = traffic
-        self._most = 1.0  # maximum number of lines at once without client requests
+        self._max_lines = 1.0  # maximum number of lines at once without client requests
         self._busy_share = busy_share
         self._max_bytes = max_bytes
         self._clock_s = clock_s
@@ -176,11 +176,11 @@ class LineLimiter:
         finally:
             ended_s = self._clock_s()
             took_s = ended_s - began_s
-            self._pause_until_s = ended_s + min(took_s * (1 / self._busy_share - 1), LONGEST_PAUSE_S)
+            self._pause_until_s = ended_s + min(took_s * (1 / self._busy_share - 1), MAX_PAUSE_S)
             if took_s > AHEAD_S:
-                self._most = max(self._most * _FEWER, 1.0)
+                self._max_lines = max(self._max_lines * _FEWER, 1.0)
             else:
-                self._most = min(self._most + _MORE, MOST_LINES)
+                self._max_lines = min(self._max_lines + _MORE, MAX_CONCURRENT_LINES)
 
     @contextlib.contextmanager
     def count_response(self, num_bytes: int) -> Iterator[None]:
@@ -194,7 +194,7 @@ class LineLimiter:
 
     def reject(self) -> None:
         """Halves the number of lines at once after a full or starting server has rejected a line."""
-        self._most = max(self._most / 2, 1.0)
+        self._max_lines = max(self._max_lines / 2, 1.0)
 
     def has_capacity(self, num_bytes: int) -> bool:
         """Whether a line of `num_bytes` may run now."""
@@ -202,7 +202,7 @@ class LineLimiter:
             return False
         if self._traffic.quiet_in_s:
             return self.num_lines == 0 and self._clock_s() >= self._pause_until_s
-        return self.num_lines < int(self._most)
+        return self.num_lines < int(self._max_lines)
 
     def _add(self, num_bytes: int) -> None:
         self.num_lines += 1

@@ -23,9 +23,9 @@ from penstock.engine.protocol.errors import (
 )
 
 from ..admission import ServerRejectionReason
-from ..errors import shown
+from ..errors import quote
 from ..routing import BatchUse
-from ..schemas.batch_bodies import MOST_EXPIRY_S, MOST_HOURS, BatchRequest
+from ..schemas.batch_bodies import MAX_EXPIRY_S, MAX_HOURS, BatchRequest
 from ..settings import ServerSettings
 from .batch_run import BatchRun, RunContext
 from .file_store import DataDir, Files
@@ -39,7 +39,7 @@ from .uploads import OVERHEAD_BYTES
 
 logger = logging.getLogger(__name__)
 
-MOST_UNFINISHED: Final = 32
+MAX_UNFINISHED: Final = 32
 """Maximum number of unfinished batches of one owner."""
 SWEEP_EVERY_S: Final = 60.0
 _RETRY_AFTER_S: Final = 60.0
@@ -144,11 +144,11 @@ class Batches:
         """
         if body.endpoint not in self._batch_uses:
             known = ", ".join(self._batch_uses)
-            message = f"endpoint is {shown(body.endpoint)}; lines of batches may call {known}."
+            message = f"endpoint is {quote(body.endpoint)}; lines of batches may call {known}."
             raise InvalidRequestError(message, param="endpoint")
         hours = int(body.completion_window.removesuffix("h"))
-        if hours > MOST_HOURS:
-            message = f"completion_window is {hours}h; it must be 1h to {MOST_HOURS}h."
+        if hours > MAX_HOURS:
+            message = f"completion_window is {hours}h; it must be 1h to {MAX_HOURS}h."
             raise InvalidRequestError(message, param="completion_window")
         created_at, expiry = int(self._now()), body.output_expires_after
         async with self._changing:
@@ -157,8 +157,8 @@ class Batches:
                 message = f"{file.id} has the purpose {file.purpose!r}; an input file has 'batch'."
                 raise InvalidRequestError(message, param="input_file_id")
             num_unfinished = sum(run.batch.owner == owner for run, _ in self._runs.values())
-            if num_unfinished >= MOST_UNFINISHED:
-                message = f"{MOST_UNFINISHED} batches have not ended; wait for one of them."
+            if num_unfinished >= MAX_UNFINISHED:
+                message = f"{MAX_UNFINISHED} batches have not ended; wait for one of them."
                 raise EngineOverloadedError(
                     message, retry_after_s=_RETRY_AFTER_S, reason=ServerRejectionReason.UNFINISHED_BATCHES
                 )
@@ -174,7 +174,7 @@ class Batches:
                 error_id=new_file_id(),
                 completion_window=body.completion_window,
                 metadata=body.metadata,
-                output_expires_s=min(MOST_EXPIRY_S if expiry is None else expiry.seconds, self._retention_s),
+                output_expires_s=min(MAX_EXPIRY_S if expiry is None else expiry.seconds, self._retention_s),
                 created_at=created_at,
                 expires_at=created_at + 3600 * hours,
             )
@@ -186,7 +186,7 @@ class Batches:
         """Returns a batch of an owner as stored. Raises UnknownObjectError."""
         batch = await self._store.batch(batch_id, owner)
         if batch is None:
-            raise UnknownObjectError(f"There is no batch {shown(batch_id)}.", param="batch_id")
+            raise UnknownObjectError(f"There is no batch {quote(batch_id)}.", param="batch_id")
         return batch
 
     async def page(self, owner: str, page: Page) -> list[BatchRecord]:

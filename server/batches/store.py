@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError
 
-from ..errors import shown
+from ..errors import quote
 from ..settings import UsageError
 from .records import BatchRecord, FileRecord
 
@@ -286,18 +286,18 @@ class Store:
         order, beyond = ("ASC", ">") if page.is_ascending else ("DESC", "<")
 
         def read(database: sqlite3.Connection) -> list[Record]:
-            place = ""
+            condition = ""
             more: list[object] = [owner, *values]
             if page.after is not None:
                 query = f"SELECT seq FROM {table} WHERE id = ? AND owner = ?"  # noqa: S608 - constants only
                 row = database.execute(query, (page.after, owner)).fetchone()
                 if row is None:
                     raise InvalidRequestError(
-                        f"after is {shown(page.after)}, which is not an entry of this list.", param="after"
+                        f"after is {quote(page.after)}, which is not an entry of this list.", param="after"
                     )
-                place = f"AND seq {beyond} ?"
+                condition = f"AND seq {beyond} ?"
                 more.append(row[0])
-            query = f"SELECT record FROM {table} WHERE owner = ? AND {where} {place} ORDER BY seq {order} LIMIT ?"  # noqa: S608
+            query = f"SELECT record FROM {table} WHERE owner = ? AND {where} {condition} ORDER BY seq {order} LIMIT ?"  # noqa: S608
             return _decoded(kind, database.execute(query, (*more, page.limit + 1)))
 
         return await self._do(read)

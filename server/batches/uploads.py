@@ -15,7 +15,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError
 
 from ..admission import LimitError, ServerRejectionReason
-from ..errors import shown
+from ..errors import quote
 
 MULTIPART: Final = "multipart/form-data"
 _PIECE_BYTES: Final = 512 * 1024
@@ -48,7 +48,7 @@ class Upload:
         media, options = parse_options_header(content_type)
         boundary = options.get(b"boundary", b"")
         if media != MULTIPART.encode() or not boundary:
-            raise HTTPException(415, f"Content-Type is {shown(content_type)}; send {MULTIPART} with a boundary.")
+            raise HTTPException(415, f"Content-Type is {quote(content_type)}; send {MULTIPART} with a boundary.")
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self.num_bytes = 0
@@ -147,7 +147,7 @@ class Upload:
             return
         self._value += data[start:end]
         if len(self._value) > _MAX_FIELD_BYTES:
-            raise InvalidRequestError(f"{shown(self._name)} is longer than {_MAX_FIELD_BYTES} bytes.")
+            raise InvalidRequestError(f"{quote(self._name)} is longer than {_MAX_FIELD_BYTES} bytes.")
 
     def _end_part(self) -> None:
         if self._value is not None:

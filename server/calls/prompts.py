@@ -14,7 +14,7 @@ from penstock.engine import ModelInfo
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.tokenization.input_encoder import instructed_prompt
 
-from ..errors import shown
+from ..errors import quote
 
 Role = tuple[str, ...]
 
@@ -112,17 +112,17 @@ def find_prompt(info: ModelInfo, purpose: str, *, param: str) -> tuple[str | Non
             return named[0], role
     if role[-1] in _SIDES or (len(role) == 1 and role[0] in _SYMMETRIC):
         return None, role
-    own = f", or a prompt of {info.name}: {', '.join(info.prompts)}" if info.prompts else ""
+    prompts_hint = f", or a prompt of {info.name}: {', '.join(info.prompts)}" if info.prompts else ""
     raise InvalidRequestError(
-        f"{param} is {shown(purpose)}; send query, document, classification, clustering or similarity in the words of "
-        f"Cohere, Jina or Voyage{own}.",
+        f"{param} is {quote(purpose)}; send query, document, classification, clustering or similarity in the words of "
+        f"Cohere, Jina or Voyage{prompts_hint}.",
         param=param,
     )
 
 
 def _no_adapter_error(info: ModelInfo, purpose: str, param: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{param} is {shown(purpose)}; {info.name} has one LoRA adapter per task ({', '.join(info.adapters)}),"
+        f"{param} is {quote(purpose)}; {info.name} has one LoRA adapter per task ({', '.join(info.adapters)}),"
         " and this "
         f"server applies no adapters. Leave {param} out to get vectors of the base weights, or serve a model "
         "with merged "

@@ -57,8 +57,8 @@ async def truncate_texts(call: Call, texts: Sequence[str], max_num_tokens: int |
     """
     if not max_num_tokens or max_num_tokens >= call.info.max_model_len:
         return list(texts)
-    most_chars = max(_MAX_CHARS_PER_TOKEN * max_num_tokens, _MIN_CHARS)
-    read = [text[:most_chars] for text in texts]
+    max_chars = max(_MAX_CHARS_PER_TOKEN * max_num_tokens, _MIN_CHARS)
+    read = [text[:max_chars] for text in texts]
     token_ids: list[list[int]] = []
     for start in range(
         0, len(read), _TEXTS_PER_CALL

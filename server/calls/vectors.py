@@ -118,8 +118,8 @@ def _bytes_headers(
         return headers
     data, start = [], 0
     for i, (shape, num_bytes) in enumerate(shapes):
-        place = {"start": start, "end": start + num_bytes, "shape": shape}
-        data.append({"index": i, "embed_dtype": encoding.element, "endianness": encoding.endianness, **place})
+        location = {"start": start, "end": start + num_bytes, "shape": shape}
+        data.append({"index": i, "embed_dtype": encoding.element, "endianness": encoding.endianness, **location})
         start += num_bytes
     metadata = {"id": head["id"], "created": head["created"], "model": head["model"], "data": data}
     # ASCII, because request id and model name may contain letters that headers do not allow.

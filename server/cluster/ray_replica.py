@@ -131,11 +131,11 @@ class RayReplica:
         """Returns the LoadReport for LeastTokensRouter as a dictionary."""
         engines = self._engines()
         stats = [engine.stats() for engine in engines]
-        num_tokens, num_requests = sum(each.num_tokens for each in stats), sum(each.num_requests for each in stats)
+        num_tokens, num_requests = sum(item.num_tokens for item in stats), sum(item.num_requests for item in stats)
         if num_requests:
             self._request_tokens = num_tokens / num_requests
         takes_requests = engines and all(engine.state is EngineState.READY for engine in engines)
-        done_tokens = sum(each.num_batched_tokens_total for each in stats)
+        done_tokens = sum(item.num_batched_tokens_total for item in stats)
         report = LoadReport(num_tokens if takes_requests else math.inf, done_tokens, self._request_tokens)
         return report._asdict()
 

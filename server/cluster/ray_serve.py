@@ -180,7 +180,7 @@ def deployment_options(settings: RayServeSettings) -> dict[str, Any]:
 def _cause(mount: Mount, error: RuntimeError) -> str:
     """Returns the last error line of Ray's messages about a deployment, without the traceback."""
     status = serve.status().applications.get(mount.app)
-    messages = [each.message for each in status.deployments.values()] if status is not None else []
+    messages = [deployment.message for deployment in status.deployments.values()] if status is not None else []
     lines = [line.strip() for text in messages for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "Error: " in line]
     return str((errors or lines or [error])[-1])

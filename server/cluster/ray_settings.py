@@ -36,15 +36,15 @@ class ClusterSettings(CommandSettings):
         "Cluster",
         "ADDRESS",
     )
-    min_replicas: int = setting(1, "Minimum number of engines.", "Cluster", "N", least=1)
+    min_replicas: int = setting(1, "Minimum number of engines.", "Cluster", "N", min_value=1)
     max_replicas: int | None = setting(
-        None, "Maximum number of engines; default: --min-replicas.", "Cluster", "N", least=1
+        None, "Maximum number of engines; default: --min-replicas.", "Cluster", "N", min_value=1
     )
     replica_cpus: float = setting(
         1.0, "Cores that Ray reserves for an engine; also its --num-threads, rounded up.", "Cluster", "N", above=0
     )
     replica_gpus: float = setting(
-        0.0, "GPUs, or a share of one, that Ray reserves for an engine.", "Cluster", "N", least=0
+        0.0, "GPUs, or a share of one, that Ray reserves for an engine.", "Cluster", "N", min_value=0
     )
 
     def on_replica(self, config: EngineConfig) -> EngineConfig:
@@ -58,8 +58,10 @@ class ClusterSettings(CommandSettings):
             config = dataclasses.replace(config, model=str(Path(config.model).resolve()))
         if not config.num_threads:
             config = dataclasses.replace(config, num_threads=math.ceil(self.replica_cpus))
-        places = config.devices or (config.device,)
-        is_on_gpu = any(place.startswith("cuda") for place in places) or (places == ("auto",) and self.replica_gpus > 0)
+        devices = config.devices or (config.device,)
+        is_on_gpu = any(device.startswith("cuda") for device in devices) or (
+            devices == ("auto",) and self.replica_gpus > 0
+        )
         if config.dtype == "auto" and not is_on_gpu:
             logger.info("%s: --dtype auto is float32 on the CPUs of a cluster", config.name or config.model)
             config = dataclasses.replace(config, dtype="float32")
@@ -79,24 +81,28 @@ class RayServeSettings(ClusterSettings, ServerSettings):
         1.0, "Seconds of queued work per engine above which engines are added.", "Cluster", "SECONDS", above=0
     )
     upscale_delay_s: float = setting(
-        10.0, "Seconds for which more engines must be needed before engines are added.", "Cluster", "SECONDS", least=0
+        10.0,
+        "Seconds for which more engines must be needed before engines are added.",
+        "Cluster",
+        "SECONDS",
+        min_value=0,
     )
     downscale_delay_s: float = setting(
         300.0,
         "Seconds for which fewer engines must be enough before engines are removed.",
         "Cluster",
         "SECONDS",
-        least=0,
+        min_value=0,
     )
     max_ongoing_requests: int = setting(
-        512, "Maximum number of concurrent requests per engine.", "Cluster", "N", least=1
+        512, "Maximum number of concurrent requests per engine.", "Cluster", "N", min_value=1
     )
     max_queued_requests: int = setting(
         1024,
         "Maximum number of waiting requests in each Ray proxy; further requests are rejected with 429.",
         "Cluster",
         "N",
-        least=1,
+        min_value=1,
     )
     proxy_location: str = setting(
         "EveryNode",
@@ -117,7 +123,7 @@ class RayEmbedSettings(ClusterSettings, EmbedSettings):
         "Number of rows per shard. A shard is one output file and the unit of work after an interruption.",
         "Cluster",
         "ROWS",
-        least=1,
+        min_value=1,
     )
 
 

@@ -135,8 +135,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _serve(given: dict[str, Any]) -> int:
-    settings, plans = planned(given, ServerSettings)
+def _serve(arguments: dict[str, Any]) -> int:
+    settings, plans = planned(arguments, ServerSettings)
     with _engine_process(plans[0].config.in_process or not plans[0].is_preloaded) as process:
         from .serve import serve
 
@@ -159,15 +159,15 @@ def _engine_process(in_process: bool) -> Iterator[EngineProcess | None]:
     """
     received: list[int] = []
     stops = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
-    for each in stops:  # a partly started process could not be stopped
-        signal.signal(each, lambda number, _: received.append(number))
+    for stop_signal in stops:  # a partly started process could not be stopped
+        signal.signal(stop_signal, lambda number, _: received.append(number))
     with contextlib.ExitStack() as stack:
         process = None
         if not in_process:
             with contextlib.suppress(OSError):
                 process = stack.enter_context(EngineProcess())
-        for each in stops:
-            signal.signal(each, _stop)
+        for stop_signal in stops:
+            signal.signal(stop_signal, _stop)
         for number in received:
             _stop(number, None)
         yield process
@@ -179,9 +179,9 @@ def _stop(number: int, _: FrameType | None) -> None:
     sys.exit(0)
 
 
-def _embed(given: dict[str, Any]) -> int:
-    file = given.pop("file")
-    settings = load(EmbedSettings, given)
+def _embed(arguments: dict[str, Any]) -> int:
+    file = arguments.pop("file")
+    settings = load(EmbedSettings, arguments)
     model, names = model_and_names(settings.model)
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -199,9 +199,9 @@ def _terminate(*_: object) -> None:
     raise TerminatedError
 
 
-def _info(given: dict[str, Any]) -> int:
-    as_json = given.pop("json")
-    settings = load(InfoSettings, given, positional=("model",))
+def _info(arguments: dict[str, Any]) -> int:
+    as_json = arguments.pop("json")
+    settings = load(InfoSettings, arguments, positional=("model",))
     model, names = model_and_names(settings.model)
     from penstock.engine.checkpoint.files import check_weights
     from penstock.engine.model_files.resolve import format_table, resolve_model, resolved_table
@@ -229,9 +229,9 @@ def _info(given: dict[str, Any]) -> int:
     return 0
 
 
-def _models(given: dict[str, Any]) -> int:
-    models = models_for(given["task"])
-    print(json.dumps(as_json(models), indent=2) if given["json"] else as_table(models))
+def _models(arguments: dict[str, Any]) -> int:
+    models = models_for(arguments["task"])
+    print(json.dumps(as_json(models), indent=2) if arguments["json"] else as_table(models))
     return 0
 
 

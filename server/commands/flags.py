@@ -49,22 +49,30 @@ def add_flags(parser: argparse.ArgumentParser, kind: type, *, positional: str = 
     """
     settings = declared_settings(kind).values()
     for title in GROUPS:
-        if not any(each.setting.group == title for each in settings):
+        if not any(declared.setting.group == title for declared in settings):
             continue
         group = parser.add_argument_group(title)
-        for each in settings:
-            if each.setting.group != title:
+        for declared in settings:
+            if declared.setting.group != title:
                 continue
-            default = " (required)" if each.is_required else each.shown_default and f" (default: {each.shown_default})"
-            text = f"{each.setting.help}{default} [{environment_variable(each.name)}]".replace("%", "%%")
+            default = (
+                " (required)"
+                if declared.is_required
+                else declared.shown_default and f" (default: {declared.shown_default})"
+            )
+            text = f"{declared.setting.help}{default} [{environment_variable(declared.name)}]".replace("%", "%%")
             options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
-            if each.name == positional:
-                group.add_argument(each.name, metavar=each.metavar, nargs=nargs, **options)
-            elif each.kind is bool:
-                group.add_argument(flag_of(each.name), dest=each.name, action=argparse.BooleanOptionalAction, **options)
+            if declared.name == positional:
+                group.add_argument(declared.name, metavar=declared.metavar, nargs=nargs, **options)
+            elif declared.kind is bool:
+                group.add_argument(
+                    flag_of(declared.name), dest=declared.name, action=argparse.BooleanOptionalAction, **options
+                )
             else:
-                action = "append" if each.is_list else "store"
-                group.add_argument(flag_of(each.name), dest=each.name, action=action, metavar=each.metavar, **options)
+                action = "append" if declared.is_list else "store"
+                group.add_argument(
+                    flag_of(declared.name), dest=declared.name, action=action, metavar=declared.metavar, **options
+                )
 
 
 _NO_CACHE: Final = "memory is allocated as needed; --kv-cache-memory limits the memory for long inputs."

@@ -60,23 +60,23 @@ class ModelPlan:
     ttl_s: float = inf
 
 
-def planned(given: dict[str, Any], kind: type[Settings]) -> tuple[Settings, list[ModelPlan]]:
+def planned(arguments: dict[str, Any], kind: type[Settings]) -> tuple[Settings, list[ModelPlan]]:
     """Returns the settings of the server and its models, from the command line, the environment and the file.
 
     Args:
-        given: Values of flags; `model` is a list of models.
+        arguments: Values of flags; `model` is a list of models.
         kind: The settings of the command.
 
     Raises:
         UsageError: See `load`, `read_config` and `plan_models`.
     """
-    words = given.pop("model", [])
+    words = arguments.pop("model", [])
     if len(words) == 1:
-        given["model"] = words[0]
-    settings, file = load(kind, given, positional=("model",)), None
+        arguments["model"] = words[0]
+    settings, file = load(kind, arguments, positional=("model",)), None
     if settings.config is not None:
         file = read_config(settings.config)
-        settings = load(kind, given, positional=("model",), file=file.settings, file_location=f"{file.path}: ")
+        settings = load(kind, arguments, positional=("model",), file=file.settings, file_location=f"{file.path}: ")
     return settings, plan_models(settings, words if len(words) > 1 else (), file)
 
 
@@ -123,17 +123,19 @@ def plan_models(settings: ServerSettings, words: Sequence[str | None], file: Con
         )
     if tables and settings.served_model_name:
         raise UsageError("--served-model-name: set `name` and `aliases` in the table of the model")
-    most = settings.max_loaded_models or max(len(tables), len(words), 1)
+    max_loaded = settings.max_loaded_models or max(len(tables), len(words), 1)
     if len(words) > 1 and settings.served_model_name:
         raise UsageError(
             "--served-model-name: there are several models; set `name` in the table of each in --config FILE"
         )
     if file is None or not tables:
         plans = [_of_word(settings, word) for word in words or (settings.model,)]
-        plans = [replace(plan, is_preloaded=i < most) for i, plan in enumerate(plans)]
+        plans = [replace(plan, is_preloaded=i < max_loaded) for i, plan in enumerate(plans)]
     else:
-        plans = [_of_table(settings, table, f"{file.path}: models[{i}]", i < most) for i, table in enumerate(tables)]
-        _check_max_loaded(plans, most)
+        plans = [
+            _of_table(settings, table, f"{file.path}: models[{i}]", i < max_loaded) for i, table in enumerate(tables)
+        ]
+        _check_max_loaded(plans, max_loaded)
     _check_names(plans)
     return plans
 
@@ -144,30 +146,30 @@ def _of_word(settings: ServerSettings, word: str | None) -> ModelPlan:
     return ModelPlan(names, config, settings.default_prompt_name)
 
 
-def _of_table(settings: ServerSettings, table: Mapping[str, Any], place: str, is_preloaded: bool) -> ModelPlan:
+def _of_table(settings: ServerSettings, table: Mapping[str, Any], location: str, is_preloaded: bool) -> ModelPlan:
     own_keys, server_keys = declared_settings(ModelSettings), declared_settings(ServerSettings)
     for key in table:
         if key in NOT_IN_FILE and key not in own_keys:
-            raise UsageError(f"{place}.{key}: is not allowed in a table: {NOT_IN_FILE[key]}")
+            raise UsageError(f"{location}.{key}: is not allowed in a table: {NOT_IN_FILE[key]}")
         if key not in own_keys and key in server_keys:
-            raise UsageError(f"{place}.{key}: is a setting of the server; write it above the tables")
+            raise UsageError(f"{location}.{key}: is a setting of the server; write it above the tables")
         if key not in own_keys:
-            raise UsageError(f"{place}.{key}: is not a setting of a model{near_name(key, own_keys)}")
+            raise UsageError(f"{location}.{key}: is not a setting of a model{near_name(key, own_keys)}")
     base = ModelSettings(engine=settings.engine, default_prompt_name=settings.default_prompt_name)
-    own = load(ModelSettings, {}, file=table, file_location=f"{place}.", base=base)
-    if own.model is None:
-        raise UsageError(f"{place}.model: is missing; name a local folder or a hub id")
-    if own.pin and own.ttl is not None:
-        raise UsageError(f"{place}.ttl: a pinned model is never unloaded; leave pin or ttl out")
-    model, names = model_and_names(own.model)
-    names = tuple(dict.fromkeys((own.name, *own.aliases) if own.name else (*names, *own.aliases)))
+    loaded = load(ModelSettings, {}, file=table, file_location=f"{location}.", base=base)
+    if loaded.model is None:
+        raise UsageError(f"{location}.model: is missing; name a local folder or a hub id")
+    if loaded.pin and loaded.ttl is not None:
+        raise UsageError(f"{location}.ttl: a pinned model is never unloaded; leave pin or ttl out")
+    model, names = model_and_names(loaded.model)
+    names = tuple(dict.fromkeys((loaded.name, *loaded.aliases) if loaded.name else (*names, *loaded.aliases)))
     return ModelPlan(
         names,
-        replace(own.engine, model=model, name=names[0]),
-        own.default_prompt_name,
-        is_preloaded=is_preloaded if own.preload is None else own.preload,
-        is_pinned=own.pin,
-        ttl_s=inf if own.ttl is None else own.ttl,
+        replace(loaded.engine, model=model, name=names[0]),
+        loaded.default_prompt_name,
+        is_preloaded=is_preloaded if loaded.preload is None else loaded.preload,
+        is_pinned=loaded.pin,
+        ttl_s=inf if loaded.ttl is None else loaded.ttl,
     )
 
 
@@ -183,14 +185,14 @@ def _check_names(plans: Sequence[ModelPlan]) -> None:
         seen.update(dict.fromkeys(plan.names, plan.config.model))
 
 
-def _check_max_loaded(plans: Sequence[ModelPlan], most: int) -> None:
+def _check_max_loaded(plans: Sequence[ModelPlan], max_loaded: int) -> None:
     for key, chosen in (
         ("preload", [plan for plan in plans if plan.is_preloaded]),
         ("pin", [plan for plan in plans if plan.is_pinned]),
     ):
-        if len(chosen) > most:
-            raise UsageError(f"--max-loaded-models: at most {most}, but {len(chosen)} models have {key} = true")
-    if len(plans) > most and sum(plan.is_pinned for plan in plans) == most:
+        if len(chosen) > max_loaded:
+            raise UsageError(f"--max-loaded-models: at most {max_loaded}, but {len(chosen)} models have {key} = true")
+    if len(plans) > max_loaded and sum(plan.is_pinned for plan in plans) == max_loaded:
         raise UsageError(
             "--max-loaded-models: all of these are pinned, so no other model could be loaded; raise it or pin"
             " fewer models"

@@ -38,8 +38,8 @@ def add_ray(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     embed.set_defaults(run=_embed)
 
 
-def _serve(given: dict[str, Any]) -> int:
-    settings, plans = planned(given, RayServeSettings)
+def _serve(arguments: dict[str, Any]) -> int:
+    settings, plans = planned(arguments, RayServeSettings)
     check_flags(settings)
     for plan in plans:
         if plan.is_pinned or plan.ttl_s < math.inf:
@@ -62,9 +62,9 @@ def _serve(given: dict[str, Any]) -> int:
     return 0
 
 
-def _embed(given: dict[str, Any]) -> int:
-    source = given.pop("file")
-    settings = load(RayEmbedSettings, given, positional=("output",))
+def _embed(arguments: dict[str, Any]) -> int:
+    source = arguments.pop("file")
+    settings = load(RayEmbedSettings, arguments, positional=("output",))
     check_flags(settings)
     require_ray()
     model, names = model_and_names(settings.model)
@@ -93,12 +93,12 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
     check_options(settings, info)
     inputs, folder = parquet_inputs(source, settings.field), Path(settings.output).resolve()
     if inside := [
-        each.path for each in inputs if each.path.resolve().is_relative_to(folder)
+        rows.path for rows in inputs if rows.path.resolve().is_relative_to(folder)
     ]:  # --overwrite would delete it
         raise UsageError(f"OUT: {settings.output} holds the input {inside[0]}; name another folder")
     shards: list[Shard] = []
-    for each in inputs:
-        shards += each.shards(settings.piece_rows, len(shards))
+    for rows in inputs:
+        shards += rows.shards(settings.piece_rows, len(shards))
     from ..cluster.ray_embed import EmbedderConfig, embed_on_ray
 
     recipe = EmbedderConfig(

@@ -79,11 +79,11 @@ A table `[[models]]` of the TOML file describes one model. It takes the engine s
 def config_template() -> str:
     """Returns a TOML file with every setting as a comment with its default, grouped as in the help."""
     lines = [_FILE_HEAD]
-    settings = [each for each in declared_settings(ServerSettings).values() if each.name not in NOT_IN_FILE]
+    settings = [declared for declared in declared_settings(ServerSettings).values() if declared.name not in NOT_IN_FILE]
     for group in GROUPS:
-        if members := [each for each in settings if each.setting.group == group]:
+        if members := [declared for declared in settings if declared.setting.group == group]:
             lines += [f"# ---- {group} ".ljust(120, "-"), ""]
-            lines += [_comment(each) + f"# {each.name} = {_toml_default(each)}\n" for each in members]
+            lines += [_comment(declared) + f"# {declared.name} = {_toml_default(declared)}\n" for declared in members]
     lines.append(_FILE_MODELS)
     table = declared_settings(ModelSettings)
     lines += [_comment(table[name]) + f"# {name} = {_EXAMPLES.get(name, 'false')}\n" for name in _TABLE_KEYS]
@@ -93,13 +93,15 @@ def config_template() -> str:
 def reference_page() -> str:
     """Returns docs/reference/settings.md."""
     commands = {command: declared_settings(kind) for command, kind in _COMMANDS.items()}
-    settings = {(name, each.setting.help): each for found in commands.values() for name, each in found.items()}
+    settings = {
+        (name, declared.setting.help): declared for found in commands.values() for name, declared in found.items()
+    }
     parts = [_PAGE_HEAD]
     for group in GROUPS:
         rows = [
-            _row(each, [command for command, found in commands.items() if found.get(each.name) == each])
-            for each in settings.values()
-            if each.setting.group == group
+            _row(declared, [command for command, found in commands.items() if found.get(declared.name) == declared])
+            for declared in settings.values()
+            if declared.setting.group == group
         ]
         parts.append(
             "\n".join([f"## {group}\n", "| flag | variable | default | meaning |", "|---|---|---|---|", *rows, ""])
@@ -109,32 +111,32 @@ def reference_page() -> str:
     return "\n".join([*parts, _TABLES_HEAD + "\n".join(rows) + "\n"])
 
 
-def _row(each: DeclaredSetting, commands: Sequence[str]) -> str:
-    word = f" {each.metavar}" if each.metavar else ""
+def _row(declared: DeclaredSetting, commands: Sequence[str]) -> str:
+    word = f" {declared.metavar}" if declared.metavar else ""
     whose = "" if "info" in commands else f" ({', '.join(commands)})"
-    flag, variable = f"`{flag_of(each.name)}{word}`{whose}", f"`{environment_variable(each.name)}`"
-    return f"| {flag} | {variable} | {_page_default(each)} | {_cell(each)} |"
+    flag, variable = f"`{flag_of(declared.name)}{word}`{whose}", f"`{environment_variable(declared.name)}`"
+    return f"| {flag} | {variable} | {_page_default(declared)} | {_cell(declared)} |"
 
 
-def _page_default(each: DeclaredSetting) -> str:
-    return "required" if each.is_required else f"`{each.shown_default}`" if each.shown_default else ""
+def _page_default(declared: DeclaredSetting) -> str:
+    return "required" if declared.is_required else f"`{declared.shown_default}`" if declared.shown_default else ""
 
 
-def _cell(each: DeclaredSetting) -> str:
-    return each.setting.help.replace("|", r"\|")
+def _cell(declared: DeclaredSetting) -> str:
+    return declared.setting.help.replace("|", r"\|")
 
 
-def _comment(each: DeclaredSetting) -> str:
-    return textwrap.fill(each.setting.help, 118, initial_indent="# ", subsequent_indent="# ") + "\n"
+def _comment(declared: DeclaredSetting) -> str:
+    return textwrap.fill(declared.setting.help, 118, initial_indent="# ", subsequent_indent="# ") + "\n"
 
 
-def _toml_default(each: DeclaredSetting) -> str:
+def _toml_default(declared: DeclaredSetting) -> str:
     """Returns a default as a TOML value; the metavar if there is none."""
-    if each.default is None or each.default == ():
-        return f"<{each.metavar}>"
-    if each.setting.parse is parse_size:
-        return json.dumps(shown_size(each.default))
-    return json.dumps(each.default) if isinstance(each.default, bool | int | float | str) else "{}"
+    if declared.default is None or declared.default == ():
+        return f"<{declared.metavar}>"
+    if declared.setting.parse is parse_size:
+        return json.dumps(shown_size(declared.default))
+    return json.dumps(declared.default) if isinstance(declared.default, bool | int | float | str) else "{}"
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class ColumnType:
         self._kind = ""
         self._line = 0
         self._is_float = False
-        self._least, self._most = (0, 0), (0, 0)  # smallest and largest integer, each with its line
+        self._smallest, self._largest = (0, 0), (0, 0)  # smallest and largest integer, each with its line
         self._items: ColumnType | None = None
         self._fields: dict[str, ColumnType] = {}
 
@@ -70,7 +70,7 @@ class ColumnType:
         if isinstance(value, float):
             self._is_float = True
         elif isinstance(value, int) and not isinstance(value, bool):
-            self._least, self._most = min(self._least, (value, line)), max(self._most, (value, line))
+            self._smallest, self._largest = min(self._smallest, (value, line)), max(self._largest, (value, line))
         elif isinstance(value, list):
             self._items = self._items or ColumnType(f"{self._column}[]", self._depth + 1)
             for item in value:
@@ -107,15 +107,15 @@ class ColumnType:
     def _number(self) -> Any:
         import pyarrow as pa
 
-        (least, least_line), (most, most_line) = self._least, self._most
-        largest, line = max((-least, least_line), (most, most_line))
+        (smallest, smallest_line), (largest, largest_line) = self._smallest, self._largest
+        widest, line = max((-smallest, smallest_line), (largest, largest_line))
         if self._is_float:
-            if largest > _EXACT:
+            if widest > _EXACT:
                 raise ColumnError(line, self._column, "holds an integer above 2**53 beside fractions")
             return pa.float64()
-        if least >= -(1 << 63) and most < 1 << 63:
+        if smallest >= -(1 << 63) and largest < 1 << 63:
             return pa.int64()
-        if least >= 0 and most < 1 << 64:
+        if smallest >= 0 and largest < 1 << 64:
             return pa.uint64()
         raise ColumnError(line, self._column, "holds an integer that does not fit into 64 bits")
 

@@ -273,11 +273,11 @@ class ParquetRows(InputFile):
                 yield batch
                 num_rows += batch.num_rows
 
-    def shards(self, most_rows: int, first: int) -> list[Shard]:
-        """Returns all rows in shards of `most_rows`, without reading rows. The last shard may be shorter.
+    def shards(self, max_rows: int, first: int) -> list[Shard]:
+        """Returns all rows in shards of `max_rows`, without reading rows. The last shard may be shorter.
 
         Args:
-            most_rows: Maximum number of rows per shard.
+            max_rows: Maximum number of rows per shard.
             first: Number of the first shard.
         """
         from pyarrow import parquet
@@ -285,8 +285,8 @@ class ParquetRows(InputFile):
         with self._errors(0):
             total = parquet.read_metadata(self.path).num_rows
         return [
-            Shard(first + i, str(self.path), start, min(most_rows, total - start))
-            for i, start in enumerate(range(0, total, most_rows))
+            Shard(first + i, str(self.path), start, min(max_rows, total - start))
+            for i, start in enumerate(range(0, total, max_rows))
         ]
 
     def table(self, shard: Shard) -> Any:
@@ -342,7 +342,7 @@ def _plain(value: object) -> str:
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
-def parquet_inputs(place: str, field: str) -> list[ParquetRows]:
+def parquet_inputs(path: str, field: str) -> list[ParquetRows]:
     """Returns one Parquet file, or all Parquet files of a folder sorted by name.
 
     Raises:
@@ -350,21 +350,21 @@ def parquet_inputs(place: str, field: str) -> list[ParquetRows]:
             differ.
         BadRowError: One cannot be read.
     """
-    root = Path(place).resolve()
+    root = Path(path).resolve()
     inputs = [ParquetRows(path, field) for path in ([root] if root.is_file() else sorted(root.glob("*.parquet")))]
     if not inputs:
-        raise UsageError(f"IN: there is no Parquet file at {place}")
+        raise UsageError(f"IN: there is no Parquet file at {path}")
     first = inputs[0].schema().remove_metadata()
-    for each in inputs:
-        each.check_no_vectors()
-        if not each.schema().remove_metadata().equals(first):
-            raise UsageError(f"{each.path} has other columns than {inputs[0].path}; embed each file separately")
+    for rows in inputs:
+        rows.check_no_vectors()
+        if not rows.schema().remove_metadata().equals(first):
+            raise UsageError(f"{rows.path} has other columns than {inputs[0].path}; embed each file separately")
     return inputs
 
 
 def stat_digest(inputs: Iterable[InputFile]) -> str:
     """Returns a digest of names, sizes and modification times, to avoid reading large files."""
-    stats = [(str(each.path), status.st_size, status.st_mtime_ns) for each in inputs for status in [each.path.stat()]]
+    stats = [(str(rows.path), status.st_size, status.st_mtime_ns) for rows in inputs for status in [rows.path.stat()]]
     return hashlib.sha256(repr(stats).encode()).hexdigest()
 
 

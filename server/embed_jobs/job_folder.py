@@ -217,17 +217,17 @@ class ShardVectors:
         """Returns the vectors [len(numbers), D] of rows in ascending order; NaN for rows without a vector."""
         found = np.full((len(numbers), self.width), np.nan, np.float32)
         wanted = np.asarray(numbers, np.int64)
-        places = np.searchsorted(self._starts, wanted, "right") - 1
-        for place in np.unique(places):
-            of_shard = places == place
-            vectors = self._of(int(place))
+        indices = np.searchsorted(self._starts, wanted, "right") - 1
+        for index in np.unique(indices):
+            of_shard = indices == index
+            vectors = self._of(int(index))
             if vectors.shape[1]:
-                found[of_shard] = vectors[wanted[of_shard] - self._starts[place]]
+                found[of_shard] = vectors[wanted[of_shard] - self._starts[index]]
         return found
 
-    def _of(self, place: int) -> NDArray[np.float32]:
-        if self._open is None or self._open[0] != place:
-            self._open = (place, np.load(self._job.path(self._shards[place])))
+    def _of(self, index: int) -> NDArray[np.float32]:
+        if self._open is None or self._open[0] != index:
+            self._open = (index, np.load(self._job.path(self._shards[index])))
         return self._open[1]
 
 

@@ -52,15 +52,15 @@ class ShardResult:
 
     Args:
         shard: The shard.
-        num_left: Number of rows that have not run.
+        num_pending_rows: Number of rows that have not run.
 
     Attributes:
         vectors: [N, D] float32, one row per row of the shard, NaN without a vector. D is 0 before the first `add`.
         rejected: Index in the shard to the reason why the model rejected the row.
     """
 
-    def __init__(self, shard: Shard, num_left: int) -> None:
-        self.shard, self.num_left = shard, num_left
+    def __init__(self, shard: Shard, num_pending_rows: int) -> None:
+        self.shard, self.num_pending_rows = shard, num_pending_rows
         self.vectors = np.zeros((shard.num_rows, 0), np.float32)
         self.rejected: dict[int, str] = {}
 
@@ -121,7 +121,7 @@ async def _run(
     settings: EmbedSettings,
     config: EngineConfig,
 ) -> None:
-    summarize = _summarize(source, output, columns, settings)
+    summary = _summarize(source, output, columns, settings)
     engine = await AsyncEngine.start(config, log_level=settings.log_level.upper(), log_format=settings.log_format)
     try:
         check_options(settings, engine.info)
@@ -129,16 +129,16 @@ async def _run(
         job = JobFolder(output.with_name(output.name + ".partial"), ".npy", "delete the folder")
         with job.locked():
             job.begin(identity)
-            with Progress(summarize.lengths, engine.info) as progress:
-                await _embed_shards(engine, source, job, summarize.shards, progress, settings)
-            rejected = _rejected(job, summarize.shards)
-            num_kept = summarize.lengths.total() - len(rejected)
+            with Progress(summary.lengths, engine.info) as progress:
+                await _embed_shards(engine, source, job, summary.shards, progress, settings)
+            rejected = _rejected(job, summary.shards)
+            num_kept = summary.lengths.total() - len(rejected)
             if not num_kept:
                 job.remove()
                 line, reason = _first_rejected(source, rejected)
                 raise source.row_error(line, f"{reason}; no row of the file can be embedded")
-            vectors = ShardVectors(job, summarize.shards)
-            num_skipped = summarize.num_rows - num_kept
+            vectors = ShardVectors(job, summary.shards)
+            num_skipped = summary.num_rows - num_kept
             write_output(output, write, source, Results(vectors, rejected, num_skipped, columns))
             job.remove()
     finally:
@@ -157,15 +157,15 @@ def _summarize(source: InputFile, output: Path, columns: JsonColumns | None, set
             columns.add(row)
 
     is_npy = output.suffix.lower() == ".npy"
-    summarize = source.summarize(visit, skip_bad=settings.on_bad_row == "skip")
-    if not summarize.num_rows:
+    summary = source.summarize(visit, skip_bad=settings.on_bad_row == "skip")
+    if not summary.num_rows:
         raise BadRowError(f"{source.path} holds no rows")
-    if not summarize.lengths:
+    if not summary.lengths:
         line, reason = _first_rejected(source, {})
         raise source.row_error(line, f"{reason}; no row of the file can be embedded")
     if columns is not None:
         columns.fields()
-    return summarize
+    return summary
 
 
 def _first_rejected(source: InputFile, rejected: Mapping[int, str]) -> tuple[int, str]:
@@ -217,7 +217,7 @@ def _requests(
     source: InputFile, job: JobFolder, shards: Sequence[Shard], progress: Progress, batch_size: int
 ) -> Iterator[EmbedRequest]:
     """Yields the rows of unfinished shards, in requests of at most REQUEST_ROWS and REQUEST_CHARS."""
-    most_rows = min(max(batch_size // 2, 1), REQUEST_ROWS)
+    max_rows = min(max(batch_size // 2, 1), REQUEST_ROWS)
     left = {shard.number for shard in job.left(shards)}
     for shard, rows in source.read_shards(shards):
         good = [(index, row) for index, row in enumerate(rows) if isinstance(row, Row)]
@@ -229,7 +229,7 @@ def _requests(
             _save(job, request.result)
         num_chars = 0
         for index, row in good:
-            if request.rows and (len(request.rows) == most_rows or num_chars + len(row.text) > REQUEST_CHARS):
+            if request.rows and (len(request.rows) == max_rows or num_chars + len(row.text) > REQUEST_CHARS):
                 yield request
                 request, num_chars = EmbedRequest(request.result, [], []), 0
             request.indices.append(index)
@@ -269,8 +269,8 @@ async def _embed(
     except (EngineError, OSError) as failure:
         return start + index, failure
     progress.update(row.text for row in request.rows)
-    result.num_left -= len(request.rows)
-    if not result.num_left:
+    result.num_pending_rows -= len(request.rows)
+    if not result.num_pending_rows:
         _save(job, result)
     return None
 
@@ -281,7 +281,7 @@ def _save(job: JobFolder, result: ShardResult) -> None:
         path = job.path(result.shard)
         if result.rejected:
             reasons = orjson.dumps(list(result.rejected.items()))
-            job.write(_rejected_path(path), lambda place: place.write_bytes(reasons))
+            job.write(_rejected_path(path), lambda path: path.write_bytes(reasons))
         else:
             _rejected_path(path).unlink(missing_ok=True)  # from an interrupted run
         job.write_vectors(result.shard, result.vectors)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, GetJsonSchemaHandler,
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from ..errors import COHERE_TAG, DEFAULT_TAG, MAX_SHOWN_ERRORS, TEI_TAG, shown_names
+from ..errors import COHERE_TAG, DEFAULT_TAG, MAX_SHOWN_ERRORS, TEI_TAG, quote_names
 
 
 class JsonBody(BaseModel):
@@ -51,7 +51,7 @@ class JsonBody(BaseModel):
             errors = [
                 {
                     "type": "unknown_key",
-                    "loc": ("body", self.tag, shown_names((name,))),
+                    "loc": ("body", self.tag, quote_names((name,))),
                     "msg": self._hint(name),
                 }
                 for name in names[:MAX_SHOWN_ERRORS]
@@ -62,12 +62,12 @@ class JsonBody(BaseModel):
 
     @classmethod
     def _hint(cls, name: str) -> str:
-        fields = [field.alias or own for own, field in cls.model_fields.items()]
+        fields = [field.alias or name for name, field in cls.model_fields.items()]
         meant = difflib.get_close_matches(name[:100], fields, n=1)
         return (
             f"is not known here; did you mean {meant[0]}? Otherwise leave it out"
             if meant
-            else f"has no use here; leave it out. This request takes {shown_names(fields)}"
+            else f"has no use here; leave it out. This request takes {quote_names(fields)}"
         )
 
     @classmethod
@@ -120,8 +120,8 @@ class BodyParser:
 def invalid_body(error: ValidationError, body: object) -> RequestValidationError:
     """Returns the same error that FastAPI raises for invalid bodies."""
     errors = [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors(include_url=False)]
-    given = [name for name, value in body.items() if value is not None] if isinstance(body, dict) else []
-    return RequestValidationError(errors, body=given)
+    keys = [name for name, value in body.items() if value is not None] if isinstance(body, dict) else []
+    return RequestValidationError(errors, body=keys)
 
 
 def tag_rule(schema: Any) -> Callable[[Any], str]:

@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.types import Receive, Scope
 
 from ..admission import SMALL_BODY_BYTES, AdmissionController, LimitError, ServerRejectionReason
-from ..errors import shown
+from ..errors import quote
 from .connection import SLOW_BODY
 
 WEIGHT: Final = 8
@@ -181,7 +181,7 @@ def check_media(
     media = content_type.partition(";")[0].strip().lower()
     if media == "application/json" or (media.startswith("application/") and media.endswith("+json")):
         return
-    problem = f"Content-Type is {shown(media)}" if media else "The request has no Content-Type"
+    problem = f"Content-Type is {quote(media)}" if media else "The request has no Content-Type"
     if is_from_other_origin(headers, origins):
         raise HTTPException(415, f"{problem}; a web page of another origin must send application/json.")
     if media and not takes_any:

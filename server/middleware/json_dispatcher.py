@@ -20,7 +20,7 @@ from penstock.engine.protocol.request import CLIENT
 
 from ..calls.context import ClientWatch
 from ..dialects import DIALECT, dialect_of
-from ..errors import HIDDEN_MESSAGE, shown
+from ..errors import HIDDEN_MESSAGE, quote
 from ..http.json_bodies import BodyParser, JsonBody
 from ..http.json_reader import check_media
 from ..http.request_head import LIMITS, limits_of
@@ -142,7 +142,7 @@ async def _read_body(request: Request, route: Route, parser: BodyParser) -> Any:
     except RequestValidationError:
         encoding = coding.decode("latin-1").strip().lower()
         if encoding not in ("", "identity"):
-            raise HTTPException(415, f"Content-Encoding is {shown(encoding)}; send the body uncompressed.") from None
+            raise HTTPException(415, f"Content-Encoding is {quote(encoding)}; send the body uncompressed.") from None
         raise
     if isinstance(content, dict):
         for key, dialect in route.by_key.items():

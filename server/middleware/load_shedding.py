@@ -38,7 +38,7 @@ from ..routing import Route, RouteTable
 from .auth import ApiKeys, keys_in_headers
 
 TICK_S: Final = 0.05
-PER_TICK: Final = 10
+REJECTIONS_PER_TICK: Final = 10
 """Rejections per tick, which is 200 per second. Rejections that reach their latest time are sent in addition."""
 MAX_DELAY_S: Final = 2.0
 """Maximum delay of a rejection in seconds. The smallest Retry-After is 1 s."""
@@ -90,7 +90,7 @@ class RejectionQueue:
 
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
-        now_s, num_due = loop.time(), max(PER_TICK, len(self._waiting) - self._max_waiting)
+        now_s, num_due = loop.time(), max(REJECTIONS_PER_TICK, len(self._waiting) - self._max_waiting)
         try:
             while self._waiting and (num_due > 0 or self._waiting[0].latest_s <= now_s):
                 num_due -= heapq.heappop(self._waiting).send()

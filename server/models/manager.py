@@ -96,7 +96,7 @@ class ModelManager:
                 f"There is no memory for {entry.name} while other models are in use.",
                 reason=ServerRejectionReason.MODEL_MEMORY,
             )
-        if sum(len(each.waiters) for each in self.entries) >= MAX_WAITING:
+        if sum(len(entry.waiters) for entry in self.entries) >= MAX_WAITING:
             raise EngineUnavailableError(
                 f"{MAX_WAITING} requests wait for models. Please try again in a moment.",
                 reason=ServerRejectionReason.MODEL_LOADING,
@@ -209,23 +209,23 @@ class ModelManager:
         """
         ends_s = time.monotonic() + MIN_LOADED_S + max(self._limits.wait_s, self._limits.drain_timeout_s)
         while self._exceeds_limits(entry):
-            others = [each for each in self.entries if each.uses_memory and not each.model.is_pinned]
-            if not others:
+            candidates = [other for other in self.entries if other.uses_memory and not other.model.is_pinned]
+            if not candidates:
                 raise EngineUnavailableError(
                     "There is no memory for it beside the pinned models.",
                     reason=ServerRejectionReason.MODEL_MEMORY,
                 )
-            loaded = [each for each in others if each.status is ModelStatus.LOADED]
-            idle = [each for each in loaded if each.is_idle]
-            settled = [each for each in loaded if time.monotonic() - each.loaded_s >= MIN_LOADED_S]
+            loaded = [other for other in candidates if other.status is ModelStatus.LOADED]
+            idle = [other for other in loaded if other.is_idle]
+            past_min_time = [other for other in loaded if time.monotonic() - other.loaded_s >= MIN_LOADED_S]
             if idle:
-                await self._drain_and_unload(min(idle, key=lambda each: each.last_used_s), f"for {entry.name}")
+                await self._drain_and_unload(min(idle, key=lambda other: other.last_used_s), f"for {entry.name}")
             elif time.monotonic() >= ends_s:
                 raise EngineUnavailableError(
                     "All models in memory are in use.", reason=ServerRejectionReason.MODEL_MEMORY
                 )
-            elif settled:
-                await self._drain_and_unload(min(settled, key=lambda each: each.loaded_s), f"for {entry.name}")
+            elif past_min_time:
+                await self._drain_and_unload(min(past_min_time, key=lambda other: other.loaded_s), f"for {entry.name}")
             else:
                 await self._change(MIN_LOADED_S)
 
@@ -234,17 +234,17 @@ class ModelManager:
         if self._loads:
             return entry.name in self._loads  # another loading model may need the space
         long_ago_s = time.monotonic() - RECENT_USE_S
-        idle = (each for each in self.entries if each.is_idle and not each.model.is_pinned)
-        return not self._exceeds_limits(entry, without=[each for each in idle if each.last_used_s <= long_ago_s])
+        idle = (other for other in self.entries if other.is_idle and not other.model.is_pinned)
+        return not self._exceeds_limits(entry, without=[other for other in idle if other.last_used_s <= long_ago_s])
 
     def _exceeds_limits(self, entry: ModelEntry, without: Sequence[ModelEntry] = ()) -> bool:
-        there = [each for each in self.entries if each.uses_memory and each not in without]
+        loaded = [other for other in self.entries if other.uses_memory and other not in without]
         max_loaded, max_bytes = self._limits.max_loaded, self._limits.max_bytes
-        if max_loaded is not None and len(there) >= max_loaded:
+        if max_loaded is not None and len(loaded) >= max_loaded:
             return True
         # A model larger than max_bytes may be loaded alone: it was rejected at the start if its size was known.
-        total = entry.num_bytes + sum(each.num_bytes for each in there)
-        return max_bytes is not None and bool(there) and total > max_bytes
+        total = entry.num_bytes + sum(other.num_bytes for other in loaded)
+        return max_bytes is not None and bool(loaded) and total > max_bytes
 
     async def _drain_and_unload(self, entry: ModelEntry, why: str, *, is_forced: bool = False) -> bool:
         """Unloads a model when its requests have ended. Returns False if they do not end in time.

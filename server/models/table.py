@@ -14,7 +14,7 @@ from penstock.engine.protocol.errors import EngineUnavailableError, ModelNotFoun
 from penstock.engine.protocol.model_info import ModelKind
 
 from ..admission import ServerRejectionReason
-from ..errors import shown, shown_names
+from ..errors import quote, quote_names
 from ..observability.timing import REQUEST
 from .manager import ModelManager
 from .served_model import ModelEntry, ModelStatus
@@ -143,10 +143,10 @@ class ModelTable:
         if entry is not None:
             return entry
         if not name or name == UNNAMED:
-            made_for_it = (each for each in self.entries if each.info is not None and each.info.kind in kinds)
-            return next(made_for_it, self.entries[0])
-        served = shown_names([entry.name for entry in self.entries])
-        raise ModelNotFoundError(f"The model {shown(name)} does not exist; this server has {served}.", param="model")
+            of_kinds = (entry for entry in self.entries if entry.info is not None and entry.info.kind in kinds)
+            return next(of_kinds, self.entries[0])
+        served = quote_names([entry.name for entry in self.entries])
+        raise ModelNotFoundError(f"The model {quote(name)} does not exist; this server has {served}.", param="model")
 
     def describe(self, name: str | None) -> ModelDescription:
         """Describes a served model without loading it. Raises the errors of `find`."""

@@ -243,7 +243,9 @@ class Metrics(Collector):
 def _cores(engine: AsyncEngine, model: str) -> list[_Core]:
     """Returns the cores of an engine, labelled with their index if there are several."""
     replicas = enumerate(engine.replicas)
-    several = [_Core((model, str(number)), each.state, each.num_restarts, each.stats) for number, each in replicas]
+    several = [
+        _Core((model, str(number)), replica.state, replica.num_restarts, replica.stats) for number, replica in replicas
+    ]
     return several or [_Core((model,), engine.state, engine.num_restarts, engine.stats())]
 
 

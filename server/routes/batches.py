@@ -18,7 +18,7 @@ from ..batches.store import Page
 from ..batches.uploads import too_large
 from ..calls.context import context_of
 from ..dialects import OPENAI, Responses
-from ..errors import ErrorBody, shown
+from ..errors import ErrorBody, quote
 from ..http.json_reader import is_from_other_origin, receive_part
 from ..http.json_responses import json_response
 from ..routing import Router
@@ -111,7 +111,7 @@ async def get_file_content(request: Request, file_id: FileId) -> Response:
     try:
         opened = await asyncio.to_thread(files.path(file.id).open, "rb")
     except FileNotFoundError:  # it has been removed since it was found
-        raise UnknownObjectError(f"There is no file {shown(file_id)}.", param="file_id") from None
+        raise UnknownObjectError(f"There is no file {quote(file_id)}.", param="file_id") from None
     return OpenFileResponse(opened, media_type="application/jsonl", filename=file.filename)
 
 

@@ -94,9 +94,9 @@ class ClassifyRequest(InputFields, PoolingBody):
 
     def check_given(self) -> None:
         """Raises InvalidRequestError unless the body has exactly one of `input`, `messages` and `inputs`."""
-        given = [name for name in ("input", "messages", "inputs") if getattr(self, name) is not None]
-        if len(given) != 1:
-            has = f"both {' and '.join(given)}" if given else "neither"
+        sources = [name for name in ("input", "messages", "inputs") if getattr(self, name) is not None]
+        if len(sources) != 1:
+            has = f"both {' and '.join(sources)}" if sources else "neither"
             raise InvalidRequestError(
                 f"Give one of input or messages (vLLM) and inputs (Cohere); the body has {has}.",
                 param="input",
@@ -316,7 +316,7 @@ async def _classify_tokens(call: Call, body: ClassifyRequest) -> Response:
     texts, options = await engine_inputs(call, body, options)
     result = await call.engine.token_classify(texts, body.pooling_params(), options)
     call.count(PoolingTask.TOKEN_CLASSIFY, result)
-    ids = sorted({token_id for own in result.token_ids for token_id in own})
+    ids = sorted({token_id for row_ids in result.token_ids for token_id in row_ids})
     words = await call.engine.detokenize([[token_id] for token_id in ids], skip_special_tokens=False)
     rows = _token_rows(result, dict(zip(ids, words, strict=True)))
     return call.respond({**call.response_fields("classify"), "labels": result.labels, "data": rows})
@@ -364,12 +364,12 @@ def _token_rows(result: TokenResult, texts: Mapping[int, str]) -> Iterator[dict[
 def _tokens(
     scores: NDArray[np.float32], ids: Sequence[int], labels: Sequence[str], texts: Mapping[int, str]
 ) -> Iterator[dict[str, Any]]:
-    for own, token_id in zip(np.ascontiguousarray(scores), ids, strict=True):
-        best = int(own.argmax())
+    for row, token_id in zip(np.ascontiguousarray(scores), ids, strict=True):
+        best = int(row.argmax())
         yield {
             "token": texts[token_id],
             "token_id": token_id,
             "label": labels[best],
-            "score": own[best],
-            "probs": own,
+            "score": row[best],
+            "probs": row,
         }

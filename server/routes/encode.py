@@ -38,12 +38,12 @@ def trained_outputs(model: ModelInfo) -> list[Output]:
     """
     heads = model.token_heads
     has_vectors = model.multi_vector is not None or (heads is not None and heads.vectors_file is not None)
-    given: dict[Output, bool] = {
+    requested: dict[Output, bool] = {
         "dense": PoolingTask.EMBED in model.tasks,
         "sparse": model.sparse is not None,
         "multi_vector": has_vectors,
     }
-    return [output for output, is_given in given.items() if is_given]
+    return [output for output, is_requested in requested.items() if is_requested]
 
 
 class EncodeRequest(EncodingOptions, InputFields, EmbeddingBody):

@@ -26,7 +26,7 @@ from ..calls.context import ServerContext, context_of
 from ..calls.sizes import size_of_numbers
 from ..calls.vectors import vector_width
 from ..dialects import OLLAMA, OPENAI, keys_ignored_by
-from ..errors import shown
+from ..errors import quote
 from ..http.json_bodies import JsonBody
 from ..http.json_responses import json_response
 from ..models.served_model import ModelEntry
@@ -50,7 +50,7 @@ def _seconds(value: object) -> object:
         sign = -1 if value[0] == "-" else 1
         seconds = sign * sum(float(number) * _UNIT_S[unit] for number, unit in parts) if parts else float(value)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        raise ValueError(f"must be seconds or a duration such as 5m, not {shown(value)}; below 0 is for ever")
+        raise ValueError(f"must be seconds or a duration such as 5m, not {quote(value)}; below 0 is for ever")
     return inf if seconds < 0 else seconds
 
 

@@ -227,18 +227,18 @@ class ScoreRequest(PairBody):
 
     def field_names(self) -> Mapping[str, str]:
         """See JsonBody."""
-        given = self._given()
-        return dict(zip(_PAIRS[0], given[0], strict=True)) if len(given) == 1 else {}
+        pairs = self._given_pairs()
+        return dict(zip(_PAIRS[0], pairs[0], strict=True)) if len(pairs) == 1 else {}
 
     def sides(self) -> tuple[str, str]:
         """Returns the field names of the two sides. Raises InvalidRequestError unless the body has exactly one pair."""
-        given = self._given()
-        if len(given) != 1:
+        pairs = self._given_pairs()
+        if len(pairs) != 1:
             names = "; ".join(f"{a} and {b}" for a, b in _PAIRS)
             raise InvalidRequestError(f"Give exactly one of these pairs of fields: {names}.", param="text_1")
-        return given[0]
+        return pairs[0]
 
-    def _given(self) -> list[tuple[str, str]]:
+    def _given_pairs(self) -> list[tuple[str, str]]:
         return [(a, b) for a, b in _PAIRS if getattr(self, a) and getattr(self, b)]
 
 

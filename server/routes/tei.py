@@ -36,7 +36,7 @@ from ..calls.sizes import (
 )
 from ..calls.vectors import vector_width
 from ..dialects import TEI
-from ..errors import COHERE_TAG, TEI_TAG, shown
+from ..errors import COHERE_TAG, TEI_TAG, quote
 from ..http.json_bodies import embed_dialect
 from ..http.json_responses import json_array, json_response
 from ..routing import Access, BatchUse, Router, respond_as
@@ -347,9 +347,9 @@ def _probabilities(scores: Scores, model: ModelInfo) -> Scores:
 
 def prediction_rows(scores: Scores, labels: Sequence[str], top_k: int | None = None) -> Iterator[list[dict[str, Any]]]:
     """Yields the classes of each input, best first."""
-    for own in scores:
-        best = np.argsort(-own, kind="stable")[: top_k or None]
-        yield [{"score": own[i], "label": labels[i]} for i in best.tolist()]
+    for row in scores:
+        best = np.argsort(-row, kind="stable")[: top_k or None]
+        yield [{"score": row[i], "label": labels[i]} for i in best.tolist()]
 
 
 def _rank_rows(scores: Scores, texts: Sequence[str] | None, top_n: int | None) -> Iterator[dict[str, Any]]:
@@ -384,7 +384,7 @@ def _prompt(model: ModelInfo, name: str | None) -> str:
         return ""
     if name not in model.prompts:
         known = ", ".join(model.prompts) or "none"
-        raise InvalidRequestError(f"prompt_name is {shown(name)}; the model has: {known}.", param="prompt_name")
+        raise InvalidRequestError(f"prompt_name is {quote(name)}; the model has: {known}.", param="prompt_name")
     return model.prompts[name]
 
 

@@ -38,7 +38,7 @@ from ..calls.sizes import (
 )
 from ..calls.vectors import BYTES_RESPONSE, check_bytes, vector_width, vectors_response
 from ..dialects import TEI, VLLM, keys_ignored_by
-from ..errors import COHERE_TAG, DEFAULT_TAG, TEI_TAG, shown_names
+from ..errors import COHERE_TAG, DEFAULT_TAG, TEI_TAG, quote_names
 from ..http.encoding import Encoding, Rows, check_width
 from ..http.json_bodies import by_keys
 from ..http.json_responses import json_response
@@ -374,7 +374,7 @@ async def invocations(
     if not has & {"input", "messages"}:
         raise InvalidRequestError(
             "The body fits no route. Send input or messages, query with documents, text_1 with text_2, or inputs; "
-            f"it has {shown_names(body)}.",
+            f"it has {quote_names(body)}.",
             param="input",
         )
     if body.get("task") in ("embed", "classify", "token_embed", "token_classify"):

@@ -7,15 +7,15 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
 
-from ..errors import shown
+from ..errors import quote
 from ..http.json_bodies import JsonBody
 from .json_schema import documented
 from .options import Count
 
-LEAST_EXPIRY_S: Final = 3600
-MOST_EXPIRY_S: Final = 30 * 24 * 3600
+MIN_EXPIRY_S: Final = 3600
+MAX_EXPIRY_S: Final = 30 * 24 * 3600
 """Also the default for files."""
-MOST_HOURS: Final = 168
+MAX_HOURS: Final = 168
 _HOURS: Final = r"^[1-9][0-9]{0,2}h$"
 
 Metadata = Annotated[
@@ -31,12 +31,12 @@ class ExpiresAfter(BaseModel):
     """When a file expires."""
 
     anchor: Literal["created_at"] = Field(description="Start of the period: the creation of the file.")
-    seconds: Annotated[Count, Field(ge=LEAST_EXPIRY_S, le=MOST_EXPIRY_S)]
+    seconds: Annotated[Count, Field(ge=MIN_EXPIRY_S, le=MAX_EXPIRY_S)]
 
 
 def _hours(value: Any) -> Any:
     if isinstance(value, str) and re.fullmatch(_HOURS, value) is None:
-        raise ValueError(f"must be 1h to {MOST_HOURS}h, such as 24h, not {shown(value)}")
+        raise ValueError(f"must be 1h to {MAX_HOURS}h, such as 24h, not {quote(value)}")
     return value
 
 
@@ -53,7 +53,7 @@ class BatchRequest(JsonBody):
     input_file_id: str = Field(description="An uploaded file of JSON lines.")
     endpoint: str = Field(description="The route of all lines.")
     completion_window: CompletionWindow = Field(
-        description=f"Hours after which the batch expires, from 1h to {MOST_HOURS}h. OpenAI's clients send 24h."
+        description=f"Hours after which the batch expires, from 1h to {MAX_HOURS}h. OpenAI's clients send 24h."
     )
     metadata: Metadata | None = Field(None, description="Notes of the client. Responses return them.")
     output_expires_after: ExpiresAfter | None = Field(
@@ -175,8 +175,8 @@ UPLOAD: Final[dict[str, Any]] = {
                         "expires_after[anchor]": {"const": "created_at"},
                         "expires_after[seconds]": {
                             "type": "integer",
-                            "minimum": LEAST_EXPIRY_S,
-                            "maximum": MOST_EXPIRY_S,
+                            "minimum": MIN_EXPIRY_S,
+                            "maximum": MAX_EXPIRY_S,
                             "description": "Seconds after which the file expires. Absent: 30 days.",
                         },
                     },

@@ -10,7 +10,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.templates import ChatOptions
 
-from ..errors import shown
+from ..errors import quote
 from . import json_schema
 from .inputs import Inputs, Text
 from .options import Flag, RequestBody
@@ -28,7 +28,7 @@ def parse_conversations(value: Any) -> Conversations:
         return [_messages(value, "")]
     for i, entry in enumerate(value):
         if not isinstance(entry, list) or not entry:
-            raise ValueError(f"holds chats, so every entry must be a list of messages; entry {i} is {shown(entry)}")
+            raise ValueError(f"holds chats, so every entry must be a list of messages; entry {i} is {quote(entry)}")
     return [_messages(entry, f" of chat {i}") for i, entry in enumerate(value)]
 
 
@@ -38,7 +38,7 @@ def _messages(entries: list[Any], where: str) -> list[dict[str, Any]]:
 
 def _message(entry: Any, name: str) -> dict[str, Any]:
     if not isinstance(entry, dict):
-        raise ValueError(f"holds {shown(entry)}, but {name} must be an object with role and content")
+        raise ValueError(f"holds {quote(entry)}, but {name} must be an object with role and content")
     if not isinstance(entry.get("role"), str):
         raise ValueError(f"holds a message without a role; {name} must be an object with role and content")
     content = entry.get("content")

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..errors import EMPTY_TEXT, shown, shown_names
+from ..errors import EMPTY_TEXT, quote, quote_names
 from . import json_schema
 from .options import Listed
 
@@ -181,12 +181,12 @@ def parse_contents(value: Any) -> list[str]:
 def parse_documents(value: Any) -> list[Document]:
     """Checks a list of texts and objects, and returns it unchanged."""
     if not isinstance(value, list):
-        raise ValueError(f"must be a list of texts or objects, not {shown(value)}")
+        raise ValueError(f"must be a list of texts or objects, not {quote(value)}")
     if not value:
         raise ValueError("is an empty list; give at least one text")
     for i, entry in enumerate(value):
         if not isinstance(entry, str | dict):
-            raise ValueError(f'must hold texts or objects {{"text": ...}}; entry {i} is {shown(entry)}')
+            raise ValueError(f'must hold texts or objects {{"text": ...}}; entry {i} is {quote(entry)}')
         if isinstance(entry, dict) and not _can_be_written(entry):
             raise ValueError(f"nests values too deeply in entry {i}")
     return value
@@ -210,7 +210,7 @@ def _object_text(document: dict[str, Any], rank_fields: Sequence[str] | None, in
         if not values:
             raise InvalidRequestError(
                 f"documents: entry {index} is an object without any of the rank_fields "
-                f"{shown_names(rank_fields)}; it has {shown_names(document)}.",
+                f"{quote_names(rank_fields)}; it has {quote_names(document)}.",
                 param="documents",
             )
         return "\n".join(value if isinstance(value, str) else orjson.dumps(value).decode() for value in values)
@@ -223,7 +223,7 @@ def _object_text(document: dict[str, Any], rank_fields: Sequence[str] | None, in
         except ValueError as error:
             raise InvalidRequestError(f"documents: entry {index} {error}.", param="documents") from None
     raise InvalidRequestError(
-        f"documents: entry {index} is an object without a text; it has {shown_names(document)}. "
+        f"documents: entry {index} is an object without a text; it has {quote_names(document)}. "
         "Send the text as text, or name the fields to rank in rank_fields.",
         param="documents",
     )

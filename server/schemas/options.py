@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, Field, StrictBool, WithJsonSche
 
 from penstock.engine import PoolingParams
 
-from ..errors import shown, shown_names
+from ..errors import quote, quote_names
 from ..http.json_bodies import JsonBody
 from ..http.request_head import MAX_PRIORITY
 from . import json_schema
@@ -30,7 +30,7 @@ def parse_flag(value: Any) -> Any:
 def parse_whole_number(value: Any) -> Any:
     """Returns 5 for 5.0, which is the same number in JSON. Raises ValueError for true and "5"."""
     if isinstance(value, bool | str):
-        raise ValueError(f"must be a whole number, not {shown(value)}")
+        raise ValueError(f"must be a whole number, not {quote(value)}")
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -44,9 +44,9 @@ def parse_width_or_zero(value: Any) -> Any:
     return check_width(parse_whole_number(value), 0)
 
 
-def check_width(value: Any, least: int) -> Any:
-    """Returns the value. Raises ValueError, with one message for all widths, if it is an integer below `least`."""
-    if isinstance(value, int) and value < least:
+def check_width(value: Any, min_width: int) -> Any:
+    """Returns the value. Raises ValueError, with one message for all widths, if it is an integer below `min_width`."""
+    if isinstance(value, int) and value < min_width:
         raise ValueError(f"must be at least 1, not {value}")
     return value
 
@@ -152,7 +152,7 @@ class EmbeddingBody(PoolingBody):
 def _only_one(value: Any) -> Any:
     """Rejects an object of several keys with one error: pydantic makes an error for each key."""
     if isinstance(value, dict) and len(value) > 1:
-        raise ValueError(f"may hold instruction alone; it has {shown_names(value)}")
+        raise ValueError(f"may hold instruction alone; it has {quote_names(value)}")
     return value
 
 

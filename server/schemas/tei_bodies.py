@@ -61,12 +61,12 @@ class TeiModelBody(TeiBody):
     def _with_parameters(cls, body: Any) -> Any:
         if not isinstance(body, dict) or not isinstance(parameters := body.get("parameters"), dict):
             return body
-        own, others = (
+        fields, others = (
             {name: value for name, value in part.items() if value is not None} for part in (body, parameters)
         )
-        if own.keys() & others.keys():  # fields of the body have precedence, but `parameters` must be valid too
-            cls.model_validate({**own, **others, "parameters": None})
-        return {**others, **own}
+        if fields.keys() & others.keys():  # fields of the body have precedence, but `parameters` must be valid too
+            cls.model_validate({**fields, **others, "parameters": None})
+        return {**others, **fields}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

@@ -97,7 +97,9 @@ class EmbedSettings(CommandSettings):
     output: str = setting(REQUIRED, "File to write: .parquet, .jsonl or .npy.", "Input and output", "FILE")
     overwrite: bool = setting(False, "Replace an existing output.", "Input and output")
     field: str = setting("text", "JSONL or Parquet field with the text.", "Input and output", "NAME")
-    batch_size: int = setting(512, "Maximum number of rows in the engine at once.", "Input and output", "ROWS", least=1)
+    batch_size: int = setting(
+        512, "Maximum number of rows in the engine at once.", "Input and output", "ROWS", min_value=1
+    )
     on_bad_row: str = setting(
         "fail",
         "If a row cannot be read, has no text, or is rejected by the model: stop with an error, or skip the row and "
@@ -110,7 +112,7 @@ class EmbedSettings(CommandSettings):
         "Number of dimensions (Matryoshka); default: all dimensions of the model.",
         "Input and output",
         "N",
-        least=1,
+        min_value=1,
     )
     normalize: bool | None = setting(None, "L2-normalise; default: as the model's files state.", "Input and output")
     prompt_name: str | None = setting(
@@ -144,7 +146,7 @@ class ServerSettings(CommandSettings):
         "NAME",
     )
     max_inputs_per_request: int = setting(
-        4096, "Maximum number of texts, documents or pairs in one request.", "Limits", "N", least=1
+        4096, "Maximum number of texts, documents or pairs in one request.", "Limits", "N", min_value=1
     )
     max_body_bytes: int = setting(
         16 * 1024 * 1024, "Maximum size of a request body.", "Limits", "SIZE", above=0, parse=parse_size
@@ -154,7 +156,7 @@ class ServerSettings(CommandSettings):
         "Maximum number of JSON values in one request body. A text, list, object or key counts as 8, others as 1.",
         "Limits",
         "N",
-        least=1,
+        min_value=1,
     )
     min_transfer_rate: int = setting(
         16 * 1024,
@@ -163,7 +165,7 @@ class ServerSettings(CommandSettings):
         "body is rejected with 408; the connection of a slower response is reset. 0: no limit.",
         "Limits",
         "SIZE",
-        least=0,
+        min_value=0,
         parse=parse_size,
     )
     transfer_grace_s: float = setting(
@@ -174,24 +176,24 @@ class ServerSettings(CommandSettings):
         above=0,
     )
     request_timeout_s: float = setting(
-        600.0, "Seconds after which a request fails with 504; 0: never.", "Limits", "SECONDS", least=0
+        600.0, "Seconds after which a request fails with 504; 0: never.", "Limits", "SECONDS", min_value=0
     )
     drain_timeout_s: float = setting(
         30.0,
         "Seconds for running requests to finish after SIGTERM or SIGHUP; 0: stop at once.",
         "Limits",
         "SECONDS",
-        least=0,
+        min_value=0,
     )
     host: str = setting("0.0.0.0", "Address to listen on.", "HTTP", "ADDRESS")
-    port: int = setting(8000, "Port to listen on; 0: a free port.", "HTTP", "PORT", least=0, most=65535)
+    port: int = setting(8000, "Port to listen on; 0: a free port.", "HTTP", "PORT", min_value=0, max_value=65535)
     api_workers: int = setting(
         1,
         "Number of HTTP processes that share the port and the engines. Each has its own tokenizer.",
         "HTTP",
         "N",
-        least=1,
-        most=256,
+        min_value=1,
+        max_value=256,
     )
     api_key: tuple[str, ...] = setting(
         (), "API keys for data routes. Default: no key is needed.", "HTTP", "KEY,...", parse=_parse_keys, is_secret=True
@@ -240,7 +242,7 @@ class ServerSettings(CommandSettings):
         "used model is unloaded. Default: no limit.",
         "Several models",
         "N",
-        least=1,
+        min_value=1,
     )
     model_memory: int | None = setting(
         None,
@@ -258,7 +260,7 @@ class ServerSettings(CommandSettings):
         " may retry.",
         "Several models",
         "SECONDS",
-        least=0,
+        min_value=0,
     )
     data_dir: Path | None = setting(
         None,
@@ -275,7 +277,7 @@ class ServerSettings(CommandSettings):
         "Maximum number of files of one API key, and of its completed batches that are kept.",
         "Batches",
         "N",
-        least=1,
+        min_value=1,
     )
     batch_share: float = setting(
         0.02,
@@ -283,7 +285,7 @@ class ServerSettings(CommandSettings):
         "Batches",
         "SHARE",
         above=0,
-        most=1,
+        max_value=1,
     )
     batch_memory: int = setting(
         64 * 1024 * 1024,
@@ -298,7 +300,7 @@ class ServerSettings(CommandSettings):
         "Seconds after its end after which a batch and its input, output and error files are removed.",
         "Batches",
         "SECONDS",
-        least=1,
+        min_value=1,
     )
     response_memory: int = setting(
         512 * 1024 * 1024,
@@ -363,7 +365,7 @@ class ModelSettings:
         "Seconds without a request after which the model is unloaded. Default: never.",
         "Model",
         "SECONDS",
-        least=0,
+        min_value=0,
     )
     default_prompt_name: str | None = setting(
         None, "Overrides the server's setting of the same name for this model.", "Model", "NAME"

@@ -122,7 +122,7 @@ def declared_settings(kind: Any) -> Mapping[str, DeclaredSetting]:
 
 def load(
     kind: type[SettingsT],
-    given: Mapping[str, Any],
+    flags: Mapping[str, Any],
     *,
     positional: Collection[str] = (),
     file: Mapping[str, Any] = MappingProxyType({}),
@@ -133,7 +133,7 @@ def load(
 
     Args:
         kind: The dataclass that declares them.
-        given: Values of flags by name.
+        flags: Values of flags by name.
         positional: Settings that are positional arguments on the command line.
         file: Values of the file by name.
         file_location: Prefix of names of file values in messages.
@@ -146,12 +146,12 @@ def load(
     for name, declared in declared_settings(kind).items():
         word = name.upper() if name in positional else flag_of(name)
         variable = environment_variable(name)
-        if name in given:
-            place, value = word, given[name]
+        if name in flags:
+            source, value = word, flags[name]
         elif base is None and _is_set(variable, declared):
-            place, value = variable, os.environ[variable]
+            source, value = variable, os.environ[variable]
         elif name in file:
-            place, value = file_location + name, file[name]
+            source, value = file_location + name, file[name]
         elif base is None and declared.is_required:
             raise UsageError(f"{word} is required (or set {variable})")
         else:
@@ -159,7 +159,7 @@ def load(
         try:
             values[name] = declared.convert(value)
         except ValueError as error:
-            raise UsageError(f"{place}: {error} (got {_shown(value)})") from error
+            raise UsageError(f"{source}: {error} (got {_shown(value)})") from error
     built: SettingsT = _built(kind, values, base)
     return built
 
@@ -215,7 +215,7 @@ def _is_set(variable: str, declared: DeclaredSetting) -> bool:
 def _plain_type(hint: Any) -> type:
     """Returns a type without None and type arguments: `tuple` for `tuple[str, ...] | None`."""
     if type(None) in get_args(hint):
-        hint = next(each for each in get_args(hint) if each is not type(None))
+        hint = next(option for option in get_args(hint) if option is not type(None))
     plain: type = get_origin(hint) or hint
     return plain
 

@@ -101,9 +101,9 @@ class Acceptor:
         self._read(False)
         if self._retry is not None:
             self._retry.cancel()
-        for each in (self._listener, self._waiting):
-            if each is not None:
-                each.close()
+        for sock in (self._listener, self._waiting):
+            if sock is not None:
+                sock.close()
 
     def _read(self, is_wanted: bool) -> None:
         if is_wanted != self._is_reading:

@@ -256,13 +256,15 @@ class WorkerSupervisor:
     def _handle_worker_end(self, worker: HttpProcess) -> None:
         self._ended_metrics = sum_metrics([self._ended_metrics, cumulative(worker.metrics)])
         worker.metrics = []
-        if not self._is_stopping.is_set() and all(each.has_failed for each in self._workers):
+        if not self._is_stopping.is_set() and all(worker.has_failed for worker in self._workers):
             self._fail(NothingServedError())
 
     async def _send_metrics(self, send: Send, question: int) -> None:
-        await asyncio.gather(*(each.update_metrics(_METRICS_TIMEOUT_S) for each in self._workers))
-        own = to_families(self._models.metrics.families())
-        families = merge_metrics(own, [self._ended_metrics, *(each.metrics for each in self._workers)])
+        await asyncio.gather(*(worker.update_metrics(_METRICS_TIMEOUT_S) for worker in self._workers))
+        supervisor_families = to_families(self._models.metrics.families())
+        families = merge_metrics(
+            supervisor_families, [self._ended_metrics, *(worker.metrics for worker in self._workers)]
+        )
         send(MetricsReport(question, families))
 
     def _send_all(self, message: FromSupervisor) -> None:
@@ -279,7 +281,7 @@ def sum_metrics(parts: Iterable[Sequence[MetricFamily]]) -> list[MetricFamily]:
     """Returns the sums of metrics with equal names and labels: gauges, counters, and the buckets of histograms."""
     families: dict[str, MetricFamily] = {}
     sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-    for family in (each for part in parts for each in part):
+    for family in (family for part in parts for family in part):
         families.setdefault(family.name, family)
         values = sums.setdefault(family.name, {})
         for name, labels, value in family.samples:
@@ -300,9 +302,9 @@ def cumulative(families: Iterable[MetricFamily]) -> list[MetricFamily]:
 
 def merge_metrics(supervisor: Sequence[MetricFamily], workers: Iterable[Sequence[MetricFamily]]) -> list[MetricFamily]:
     """Returns the metrics of a server. Metrics of processes, such as memory, are sums over the processes."""
-    own = [family for family in supervisor if _is_supervisor_metric(family)]
+    supervisor_families = [family for family in supervisor if _is_supervisor_metric(family)]
     others = [[family for family in part if not _is_supervisor_metric(family)] for part in (supervisor, *workers)]
-    return [*sum_metrics(others), *own]
+    return [*sum_metrics(others), *supervisor_families]
 
 
 def _is_supervisor_metric(family: MetricFamily) -> bool:

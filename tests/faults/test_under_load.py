@@ -16,7 +16,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from penstock.server.middleware.load_shedding import MAX_DELAY_S, PER_TICK, TICK_S
+from penstock.server.middleware.load_shedding import MAX_DELAY_S, REJECTIONS_PER_TICK, TICK_S
 
 from ..servers import MIB, Launch, Server
 from ..waiting import until
@@ -121,7 +121,7 @@ async def test_overload_is_rejected_in_bounded_memory(small_queue: Server, num_c
         f"{1000 * np.median(rejected):.1f} ms, up to {max(rejected):.1f} s"
     )
     # The limit of rejections per tick, and clients with the longest delay.
-    assert len(answered) < len(rejected) < PEAK_S * (PER_TICK / TICK_S + num_clients / MAX_DELAY_S) * 1.1
+    assert len(answered) < len(rejected) < PEAK_S * (REJECTIONS_PER_TICK / TICK_S + num_clients / MAX_DELAY_S) * 1.1
     assert load.seconds.keys() <= {200, 429}
     assert min(load.retry_after_s) >= 1
     assert server.metric("penstock_engine_requests") == 0

@@ -35,15 +35,15 @@ class Routes:
         self.gate.set()
         self.engine_dies = False
         self.received: Counter[int] = Counter()
-        self.most_at_once = self.most_bytes_at_once = 0
+        self.max_at_once = self.max_bytes_at_once = 0
         self._running: list[int] = []
 
     async def send(self, path: str, content: bytes, owner: str, name: str) -> RouteResponse:
         number = json.loads(content)["input"]
         self.received[number] += 1
         self._running.append(len(content))
-        self.most_at_once = max(self.most_at_once, len(self._running))
-        self.most_bytes_at_once = max(self.most_bytes_at_once, sum(self._running))
+        self.max_at_once = max(self.max_at_once, len(self._running))
+        self.max_bytes_at_once = max(self.max_bytes_at_once, sum(self._running))
         try:
             await asyncio.sleep(0)
             if self.holds(number):

@@ -4,8 +4,8 @@ import pytest
 
 from penstock.server.batches.line_limiter import (
     AHEAD_S,
-    LONGEST_PAUSE_S,
-    MOST_LINES,
+    MAX_CONCURRENT_LINES,
+    MAX_PAUSE_S,
     QUIET_S,
     LineLimiter,
     LiveTraffic,
@@ -53,7 +53,7 @@ async def test_quick_lines_raise_the_number_of_lines(limiter: LineLimiter, clock
     for _ in range(1000):
         run(limiter, clock, 0.5 * AHEAD_S)
     await enter_all(limiter)
-    assert limiter.num_lines == MOST_LINES
+    assert limiter.num_lines == MAX_CONCURRENT_LINES
 
 
 async def test_slow_or_rejected_lines_lower_the_number_of_lines(limiter: LineLimiter, clock: Clock) -> None:
@@ -104,7 +104,7 @@ async def test_lines_run_in_their_share_of_a_constant_load(wide_limiter, traffic
     assert await enter_all(wide_limiter) == 1
     run(wide_limiter, clock, 1000.0)
     wide_limiter.release(1)
-    clock.now_s += LONGEST_PAUSE_S - 0.1
+    clock.now_s += MAX_PAUSE_S - 0.1
     assert not wide_limiter.has_capacity(1)
     clock.now_s += 0.2
     assert wide_limiter.has_capacity(1)

@@ -13,7 +13,7 @@ from fastapi import HTTPException
 from penstock.engine.protocol.errors import EngineOverloadedError, StorageError, UnknownObjectError
 from penstock.server.admission import LimitError
 from penstock.server.batches.records import BatchRecord, BatchStatus
-from penstock.server.batches.service import MOST_UNFINISHED
+from penstock.server.batches.service import MAX_UNFINISHED
 from penstock.server.batches.store import Page
 
 from ...waiting import until
@@ -25,7 +25,7 @@ def num_files(batches) -> int:
 
 
 async def test_bytes_of_an_owner_are_limited(running, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.server.batches.file_store.MOST_LARGE_FILES", 3)
+    monkeypatch.setattr("penstock.server.batches.file_store.MAX_LARGE_FILES", 3)
     async with running(Routes(), max_file_bytes=1024) as batches:
         files = [await upload(batches, bytes(1000)) for _ in range(3)]
         with pytest.raises(HTTPException, match=r"would take 3100 bytes; the limit is 3072.*delete some") as rejected:
@@ -76,12 +76,12 @@ async def test_number_of_unfinished_batches_is_limited(running) -> None:
     async with running(routes) as batches:
         file_id = await upload(batches, lines(range(1)))
         created = await asyncio.gather(*(create(batches, file_id) for _ in range(40)), return_exceptions=True)
-        assert Counter(type(each) for each in created) == {BatchRecord: MOST_UNFINISHED, EngineOverloadedError: 8}
+        assert Counter(type(each) for each in created) == {BatchRecord: MAX_UNFINISHED, EngineOverloadedError: 8}
         assert {each.retry_after_s for each in created if isinstance(each, EngineOverloadedError)} == {60}
         other = await upload(batches, lines(range(1)), owner="other")
         assert isinstance(await create(batches, other, owner="other"), BatchRecord)
         await batches.cancel(next(each.id for each in created if isinstance(each, BatchRecord)), "me")
-        await until(lambda: sum(batches.num_unfinished().values()) == MOST_UNFINISHED)
+        await until(lambda: sum(batches.num_unfinished().values()) == MAX_UNFINISHED)
         assert isinstance(await create(batches, file_id), BatchRecord)
 
 

@@ -22,10 +22,10 @@ def write(path: Path, rows: range, group: int = 1000, **columns: list[object]) -
     return path
 
 
-def shards_of(inputs: list[ParquetRows], most_rows: int) -> list[Shard]:
+def shards_of(inputs: list[ParquetRows], max_rows: int) -> list[Shard]:
     shards: list[Shard] = []
-    for each in inputs:
-        shards += each.shards(most_rows, len(shards))
+    for rows in inputs:
+        shards += rows.shards(max_rows, len(shards))
     return shards
 
 
@@ -33,10 +33,10 @@ def read(shard: Shard) -> pa.Table:
     return ParquetRows(Path(shard.path), "text").table(shard)
 
 
-@pytest.mark.parametrize(("most_rows", "most_chars"), [(5, 10**6), (1000, 60), (1, 1)])
-def test_shards_are_bounded_in_rows_and_characters(most_rows: int, most_chars: int, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(input_module, "SHARD_ROWS", most_rows)
-    monkeypatch.setattr(input_module, "SHARD_CHARS", most_chars)
+@pytest.mark.parametrize(("max_rows", "max_chars"), [(5, 10**6), (1000, 60), (1, 1)])
+def test_shards_are_bounded_in_rows_and_characters(max_rows: int, max_chars: int, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(input_module, "SHARD_ROWS", max_rows)
+    monkeypatch.setattr(input_module, "SHARD_CHARS", max_chars)
     texts = [f"text number {i}" for i in range(23)] + ["", "naïve 東京"]
     (tmp_path / "in.txt").write_text("\n".join(texts))
     source = open_input(tmp_path / "in.txt", "text")
@@ -45,21 +45,21 @@ def test_shards_are_bounded_in_rows_and_characters(most_rows: int, most_chars: i
     assert [text for shard in shards for text in shard] == texts
     assert summarize.num_rows == len(texts)
     for shard in shards:
-        assert len(shard) == 1 or (len(shard) <= most_rows and sum(map(len, shard)) <= most_chars)
+        assert len(shard) == 1 or (len(shard) <= max_rows and sum(map(len, shard)) <= max_chars)
     for before, after in itertools.pairwise(shards):
-        assert len(before) == most_rows or sum(map(len, before)) + len(after[0]) > most_chars
+        assert len(before) == max_rows or sum(map(len, before)) + len(after[0]) > max_chars
 
 
-@pytest.mark.parametrize(("group", "most_rows"), [(7, 10), (1000, 10), (3, 100), (10, 10), (1, 4)])
-def test_every_parquet_row_is_in_one_shard(tmp_path: Path, group: int, most_rows: int) -> None:
+@pytest.mark.parametrize(("group", "max_rows"), [(7, 10), (1000, 10), (3, 100), (10, 10), (1, 4)])
+def test_every_parquet_row_is_in_one_shard(tmp_path: Path, group: int, max_rows: int) -> None:
     write(tmp_path / "b.parquet", range(50, 73), group)
     write(tmp_path / "a.parquet", range(50), group)
-    shards = shards_of(parquet_inputs(str(tmp_path), "text"), most_rows)
+    shards = shards_of(parquet_inputs(str(tmp_path), "text"), max_rows)
     tables = [read(shard) for shard in shards]
     assert pa.concat_tables(tables).column("id").to_pylist() == list(range(73))
     assert [len(table) for table in tables] == [shard.num_rows for shard in shards]
     assert [shard.number for shard in shards] == list(range(len(shards)))
-    assert all(1 <= shard.num_rows <= most_rows for shard in shards)
+    assert all(1 <= shard.num_rows <= max_rows for shard in shards)
 
 
 def test_unusable_parquet_inputs_are_rejected(tmp_path: Path) -> None:

@@ -10,7 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.server.middleware import load_shedding
-from penstock.server.middleware.load_shedding import MAX_DELAY_S, PER_TICK, TICK_S, RejectionQueue, max_delay_s
+from penstock.server.middleware.load_shedding import (
+    MAX_DELAY_S,
+    REJECTIONS_PER_TICK,
+    TICK_S,
+    RejectionQueue,
+    max_delay_s,
+)
 
 
 class Clock:
@@ -67,7 +73,12 @@ def sizes(ticks: list[list[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("number", "expected"), [(1, [1]), (PER_TICK, [PER_TICK]), (2 * PER_TICK + 3, [PER_TICK, PER_TICK, 3])]
+    ("number", "expected"),
+    [
+        (1, [1]),
+        (REJECTIONS_PER_TICK, [REJECTIONS_PER_TICK]),
+        (2 * REJECTIONS_PER_TICK + 3, [REJECTIONS_PER_TICK, REJECTIONS_PER_TICK, 3]),
+    ],
 )
 def test_each_tick_releases_a_bounded_number_in_order(clock: Clock, number: int, expected: list[int]) -> None:
     pace = RejectionQueue(max_waiting=1000)
@@ -78,14 +89,14 @@ def test_each_tick_releases_a_bounded_number_in_order(clock: Clock, number: int,
 
 
 def test_rejections_above_the_maximum_are_sent_at_once(clock: Clock) -> None:
-    assert sizes(released(RejectionQueue(max_waiting=15), clock, 100)) == [85, PER_TICK, 5]
+    assert sizes(released(RejectionQueue(max_waiting=15), clock, 100)) == [85, REJECTIONS_PER_TICK, 5]
 
 
 async def test_cancelled_requests_use_no_place(clock: Clock) -> None:
     pace = RejectionQueue(max_waiting=1000)
-    turns = [asyncio.ensure_future(pace.wait()) for _ in range(2 * PER_TICK + 1)]
+    turns = [asyncio.ensure_future(pace.wait()) for _ in range(2 * REJECTIONS_PER_TICK + 1)]
     turns[0].cancel()
-    for num_done in (PER_TICK, 2 * PER_TICK):
+    for num_done in (REJECTIONS_PER_TICK, 2 * REJECTIONS_PER_TICK):
         assert clock.tick()
         assert sum(turn.done() and not turn.cancelled() for turn in turns) == num_done
     assert not clock.due

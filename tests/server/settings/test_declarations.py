@@ -42,7 +42,7 @@ def plain(default: object) -> object:
 
 def pinned(declared: DeclaredSetting, flags: list[str]) -> dict[str, object]:
     found: dict[str, object] = {"words": flags, "default": plain(declared.default)}
-    bounds = [declared.setting.least, declared.setting.above, declared.setting.most]
+    bounds = [declared.setting.min_value, declared.setting.above, declared.setting.max_value]
     if bounds != [None, None, None]:
         found["bounds"] = bounds
     if declared.is_secret:
