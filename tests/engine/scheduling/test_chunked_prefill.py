@@ -210,7 +210,8 @@ def test_all_tokens_run_once_and_in_order(total: int, limits: list[int], pressur
         manager.complete_chunk(chunk.chunk_id, list(chunk.tokens))
         step += 1
     assert manager.merge_chunks("a") == prompt
-    assert manager.statistics().completed_chunks == step
+    statistics = manager.statistics()
+    assert (statistics.completed_chunks, statistics.completed_requests) == (step, 1)
 
 
 # States

@@ -16,7 +16,7 @@ from penstock.engine.protocol.errors import (
     RejectionReason,
     RequestCancelledError,
 )
-from penstock.engine.protocol.request import CLIENT
+from penstock.engine.protocol.request import CLIENT, STAGE_TIMES, Stage, StageTimes
 from penstock.engine.tokenization.jobs import LONG_JOB, TokenizerJobs
 from penstock.engine.tokenization.model_tokenizer import IsCancelled, portions
 
@@ -38,6 +38,16 @@ def thread(_: IsCancelled) -> int:
 
 async def test_each_caller_gets_the_result_of_its_job(jobs: TokenizerJobs) -> None:
     assert await asyncio.gather(*(jobs.run(work_of(i), i) for i in range(100))) == list(range(100))
+
+
+async def test_time_of_a_job_is_recorded(jobs: TokenizerJobs) -> None:
+    times = StageTimes()
+    token = STAGE_TIMES.set(times)
+    try:
+        await jobs.run(work_of(0), 1)
+    finally:
+        STAGE_TIMES.reset(token)
+    assert list(times.seconds()) == [Stage.TOKENIZATION]
 
 
 @pytest.mark.parametrize("num_texts", [None, 1])  # in a thread, at once

@@ -1,0 +1,35 @@
+"""Hang-ups of clients behind an ASGI server other than ours."""
+
+import asyncio
+
+import pytest
+from starlette.requests import Request
+from starlette.types import Message
+
+from penstock.engine.protocol.errors import RequestCancelledError
+from penstock.server.calls import context
+
+
+def request_of(messages: "asyncio.Queue[Message]") -> Request:
+    return Request({"type": "http"}, receive=messages.get)
+
+
+@pytest.fixture(autouse=True)
+def watches_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "WATCH_AFTER_S", 0.0)
+
+
+async def test_no_task_remains_after_a_request() -> None:
+    before = asyncio.all_tasks()
+    with context.ClientWatch(request_of(asyncio.Queue())):
+        while asyncio.all_tasks() == before:
+            await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before
+
+
+async def test_hang_up_cancels_the_request() -> None:
+    messages: asyncio.Queue[Message] = asyncio.Queue()
+    messages.put_nowait({"type": "http.disconnect"})
+    with pytest.raises(RequestCancelledError), context.ClientWatch(request_of(messages)):
+        await asyncio.Event().wait()
