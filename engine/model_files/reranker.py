@@ -1,8 +1,8 @@
 """Detects generative rerankers, and resolves their answer tokens and their prompt for pairs.
 
-Order of sources: the operator (`--hf-overrides`, with vLLM's keys), sentence-transformers' files, then the recipes of
-published rerankers. Recipes are selected by the model's name, because the config.json of such models does not mention a
-reranker. Each recipe names its source.
+Order of sources: the operator (`--hf-overrides`, with vLLM's keys), sentence-transformers' files, then the presets of
+published rerankers. Presets are selected by the model's name, because the config.json of such models does not mention a
+reranker. Each preset names its source.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RerankerRecipe:
+class RerankerPreset:
     """Facts about one published series of rerankers.
 
     Attributes:
@@ -79,7 +79,7 @@ class RerankerRecipe:
 
 # Model card of Qwen/Qwen3-Reranker-0.6B, "Transformers Usage": the user message is tokenized as one text and truncated,
 # then the tokens before and after it are added.
-QWEN3_RERANKER: Final = RerankerRecipe(
+QWEN3_RERANKER: Final = RerankerPreset(
     name="qwen3-reranker",
     pattern=r"qwen3-reranker",
     model_type="qwen3",
@@ -95,11 +95,11 @@ QWEN3_RERANKER: Final = RerankerRecipe(
         instruction="Given a web search query, retrieve relevant passages that answer the query",
     ),
 )
-RECIPES: Final = (
+PRESETS: Final = (
     QWEN3_RERANKER,
     # mixedbread-ai/mxbai-rerank, mxbai_rerank_v2.py: every part is tokenized separately. Its optional normalisation
     # subtracts 4.5 (base) or 6 (large) before the sigmoid: logit_mean of --pooler-config.
-    RerankerRecipe(
+    RerankerPreset(
         name="mxbai-rerank-v2",
         pattern=r"mxbai-rerank-\w+-v2",
         model_type="qwen2",
@@ -121,7 +121,7 @@ RECIPES: Final = (
     # Model card of BAAI/bge-reranker-v2-gemma, "LLM-based reranker": get_inputs; its `prompt` is the instruction. The
     # scores of the card are logits (use_activation false). By default penstock applies a sigmoid, as FlagEmbedding
     # does with normalize=True.
-    RerankerRecipe(
+    RerankerPreset(
         name="bge-reranker-v2-gemma",
         pattern=r"bge-reranker-v2-gemma",
         model_type="gemma",
@@ -136,12 +136,12 @@ RECIPES: Final = (
 )
 
 
-def find_recipe(model_type: str, names: Iterable[str]) -> RerankerRecipe | None:
-    """Returns the recipe of a model by its type and names."""
+def find_preset(model_type: str, names: Iterable[str]) -> RerankerPreset | None:
+    """Returns the preset of a model by its type and names."""
     lowered = [name.lower() for name in names]
-    for recipe in RECIPES:
-        if recipe.model_type == model_type and any(re.search(recipe.pattern, name) for name in lowered):
-            return recipe
+    for preset in PRESETS:
+        if preset.model_type == model_type and any(re.search(preset.pattern, name) for name in lowered):
+            return preset
     return None
 
 
@@ -169,8 +169,8 @@ def find_answers(draft: ModelDraft, architecture: str) -> Answers | None:
             return Answers((score.true_token_id,), ClassifierMethod.NO_POST_PROCESSING, score.source)
         tokens = (score.false_token_id, score.true_token_id)
         return Answers(tokens, ClassifierMethod.FROM_2_WAY_SOFTMAX, score.source)
-    recipe = None if architecture.endswith("ForSequenceClassification") else _recipe_of(draft)
-    return None if recipe is None else Answers(recipe.tokens, recipe.method, _source_of(recipe))
+    preset = None if architecture.endswith("ForSequenceClassification") else _preset_of(draft)
+    return None if preset is None else Answers(preset.tokens, preset.method, _source_of(preset))
 
 
 def resolve_answers(draft: ModelDraft, answers: Answers | None) -> None:
@@ -211,8 +211,8 @@ def resolve_score_template(draft: ModelDraft, *, is_pair_model: bool) -> None:
         draft.set("score_template", QWEN3_RERANKER.template, draft.source_of(_QWEN3_KEY))
     elif files is not None and files.pair_chat is not None:
         draft.set("pair_chat", files.pair_chat, f"{files.transformer_source}: modality_config")
-    elif (recipe := _recipe_of(draft)) is not None:
-        draft.set("score_template", recipe.template, _source_of(recipe))
+    elif (preset := _preset_of(draft)) is not None:
+        draft.set("score_template", preset.template, _source_of(preset))
 
 
 def _listed_tokens(draft: ModelDraft) -> tuple[str | int, ...]:
@@ -273,25 +273,25 @@ def _token_id(tokenizer: Any, token: str | int, draft: ModelDraft, source: str) 
 def _given_template(draft: ModelDraft) -> ScoreTemplate:
     value, source = draft.config[_TEMPLATE_KEY], draft.source_of(_TEMPLATE_KEY)
     if isinstance(value, str):
-        recipe = next((recipe for recipe in RECIPES if recipe.name == value), None)
-        if recipe is None:
-            known = ", ".join(repr(recipe.name) for recipe in RECIPES)
+        preset = next((preset for preset in PRESETS if preset.name == value), None)
+        if preset is None:
+            known = ", ".join(repr(preset.name) for preset in PRESETS)
             raise ModelLoadError(f"{source} is {value!r}; known are {known}, or an object with parts.")
-        return recipe.template
+        return preset.template
     if not isinstance(value, dict):
-        raise ModelLoadError(f"{source} is {value!r}; it must be the name of a recipe or an object with parts.")
+        raise ModelLoadError(f"{source} is {value!r}; it must be the name of a preset or an object with parts.")
     try:
         return ScoreTemplate.from_dict(value)
     except ValueError as error:
         raise ModelLoadError(f"{source}: {error}") from error
 
 
-def _recipe_of(draft: ModelDraft) -> RerankerRecipe | None:
-    """Returns the recipe for the model's name; None if it has modules after the Transformer."""
+def _preset_of(draft: ModelDraft) -> RerankerPreset | None:
+    """Returns the preset for the model's name; None if it has modules after the Transformer."""
     files = draft.files
     if files is not None and (files.pooling is not None or files.dense or files.has_normalize):
         return None
-    return find_recipe(str(draft.config.get("model_type")), _names(draft))
+    return find_preset(str(draft.config.get("model_type")), _names(draft))
 
 
 def _names(draft: ModelDraft) -> Iterator[str]:
@@ -303,5 +303,5 @@ def _names(draft: ModelDraft) -> Iterator[str]:
             yield from (part for part in parts if part.startswith("models--"))
 
 
-def _source_of(recipe: RerankerRecipe) -> str:
-    return f"recipe {recipe.name}, by the model's name"
+def _source_of(preset: RerankerPreset) -> str:
+    return f"preset {preset.name}, by the model's name"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from penstock.engine.model_files.reranker import QWEN3_RERANKER, RECIPES
+from penstock.engine.model_files.reranker import PRESETS, QWEN3_RERANKER
 from penstock.engine.model_files.resolve import resolved_table
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError
 from penstock.engine.protocol.model_info import (
@@ -50,7 +50,7 @@ def resolve(folder: Path, **overrides: Any) -> ModelInfo:
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "tokens", "labels", "recipe"),
+    ("name", "config", "tokens", "labels", "preset"),
     [
         ("Qwen3-Reranker-0.6B", QWEN3, (0, 1), ("yes",), "qwen3-reranker"),
         ("models--Qwen--Qwen3-Reranker-8B/snapshots/0a1b", QWEN3, (0, 1), ("yes",), "qwen3-reranker"),
@@ -60,17 +60,17 @@ def resolve(folder: Path, **overrides: Any) -> ModelInfo:
     ],
 )
 def test_published_checkpoint_is_known_by_its_name(
-    name: str, config: dict[str, Any], tokens: tuple[int, ...], labels: tuple[str, ...], recipe: str, tmp_path: Path
+    name: str, config: dict[str, Any], tokens: tuple[int, ...], labels: tuple[str, ...], preset: str, tmp_path: Path
 ) -> None:
     info = resolve(write(tmp_path / name, config))
-    known = next(each for each in RECIPES if each.name == recipe)
+    known = next(each for each in PRESETS if each.name == preset)
     assert info.kind is ModelKind.CROSS_ENCODER
     assert info.tasks == (PoolingTask.SCORE,)
     assert (info.sequence_pooling, info.activation) == ((PoolingType.LAST,), Activation.SIGMOID)
     assert (info.classifier_tokens, info.classifier_method, info.labels) == (tokens, known.method, labels)
     assert (info.score_template, info.pair_chat) == (known.template, None)
-    assert recipe in info.sources["kind"]
-    assert recipe in info.sources["score_template"]
+    assert preset in info.sources["kind"]
+    assert preset in info.sources["score_template"]
     rows = {row[0]: row[1] for row in resolved_table(info)}
     assert "{document}" in rows["score_template"]
 

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from penstock.engine.families.registry import FAMILIES
-from penstock.engine.model_files.reranker import find_recipe
+from penstock.engine.model_files.reranker import find_preset
 from penstock.server.commands import cli
 from penstock.server.commands.known_models import KNOWN_MODELS, TASKS, models_for
 
@@ -29,8 +29,8 @@ def test_facts_of_a_model_are_complete(model) -> None:
     assert (model.dimensions is not None) == bool({"embed", "multi_vector"} & set(model.tasks))
     assert model.num_parameters > 10**7
     assert model.licence in {"Apache-2.0", "MIT"}
-    has_recipe = model.family.startswith("qwen") and "rerank" in model.tasks
-    assert (find_recipe(model.family, [model.name]) is not None) == has_recipe
+    has_preset = model.family.startswith("qwen") and "rerank" in model.tasks
+    assert (find_preset(model.family, [model.name]) is not None) == has_preset
 
 
 def test_command_lists_all_models(capsys: pytest.CaptureFixture[str]) -> None:
