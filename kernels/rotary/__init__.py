@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..backends import FLOAT_DTYPES, Backend, check_tensor, choose, describe
 
-__all__ = ["Backend", "HeadNorm", "KvSlots", "rotary"]
+__all__ = ["Backend", "HeadNorm", "KvDestination", "rotary"]
 
 
 class HeadNorm(NamedTuple):
@@ -28,7 +28,7 @@ class HeadNorm(NamedTuple):
     eps: float
 
 
-class KvSlots(NamedTuple):
+class KvDestination(NamedTuple):
     """Destination of keys and values in the KV cache.
 
     Attributes:
@@ -50,7 +50,7 @@ def rotary(
     num_rotated: int,
     *,
     norm: HeadNorm | None = None,
-    store: KvSlots | None = None,
+    store: KvDestination | None = None,
     backend: Backend | None = None,
 ) -> None:
     """Normalises and rotates the first heads of every row in place, and stores keys and values, in one pass.
@@ -84,7 +84,7 @@ def rotary(
 
 
 def _check(
-    qkv: Tensor, cos: Tensor, sin: Tensor, num_rotated: int, norm: HeadNorm | None, store: KvSlots | None
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_rotated: int, norm: HeadNorm | None, store: KvDestination | None
 ) -> None:
     """Runs once per layer and takes a few microseconds."""
     if qkv.dim() != 3 or qkv.dtype not in FLOAT_DTYPES or qkv.stride()[1:] != (qkv.shape[2], 1):
@@ -120,7 +120,7 @@ def _check(
 
 
 def _rotary_torch(
-    qkv: Tensor, cos: Tensor, sin: Tensor, num_rotated: int, norm: HeadNorm | None, store: KvSlots | None
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_rotated: int, norm: HeadNorm | None, store: KvDestination | None
 ) -> None:
     """Same as `rotary`. On CUDA, `store` synchronises host and device."""
     rotated_TUK = qkv[:, :num_rotated]

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..backends import on_device
-from . import HeadNorm, KvSlots
+from . import HeadNorm, KvDestination
 
 # Elements per program.
 BLOCK_SIZE = 2048
@@ -107,7 +107,7 @@ def _rotary_kernel(
 
 
 def rotary_triton(
-    qkv: Tensor, cos: Tensor, sin: Tensor, num_rotated: int, norm: HeadNorm | None, store: KvSlots | None
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_rotated: int, norm: HeadNorm | None, store: KvDestination | None
 ) -> None:
     """Same as `rotary`. Does not synchronise host and device."""
     num_rows, num_heads, head_size = qkv.shape

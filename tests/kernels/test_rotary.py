@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.kernels.rotary import HeadNorm, KvSlots, rotary
+from penstock.kernels.rotary import HeadNorm, KvDestination, rotary
 
 from .assertions import assert_close
 from .cases import RotaryCase, RotaryInputs, make_rotary_inputs
@@ -27,7 +27,7 @@ def rotate(
     """Inputs of the case after the kernel ran on them."""
     inputs = make_rotary_inputs(case, dtype, device)
     norm = HeadNorm(inputs.weight, 1e-6) if has_norm else None
-    store = KvSlots(inputs.k_cache, inputs.v_cache, inputs.slots) if has_store else None
+    store = KvDestination(inputs.k_cache, inputs.v_cache, inputs.slots) if has_store else None
     num_rotated = case.num_heads + case.num_kv_heads
     rotary(inputs.qkv, inputs.cos, inputs.sin, num_rotated, norm=norm, store=store, backend=backend)
     return inputs
@@ -88,8 +88,11 @@ def test_batch_without_rows_is_accepted() -> None:
         ({"cos": torch.ones(3, 5)}, r"cos must be float32 \[3, J\]"),
         ({"sin": torch.ones(3, 3)}, "equal strides"),
         ({"norm": HeadNorm(torch.ones(4, 8), 1e-6)}, "norm.weight must be"),
-        ({"store": KvSlots(torch.ones(1, 2, 2, 8), torch.ones(1, 2, 1, 8), torch.ones(3).long())}, "store.k_cache"),
-        ({"store": KvSlots(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8), torch.ones(2).long())}, "store.slots"),
+        (
+            {"store": KvDestination(torch.ones(1, 2, 2, 8), torch.ones(1, 2, 1, 8), torch.ones(3).long())},
+            "store.k_cache",
+        ),
+        ({"store": KvDestination(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8), torch.ones(2).long())}, "store.slots"),
         ({"backend": "cuda"}, "backend must be one of"),
     ],
 )

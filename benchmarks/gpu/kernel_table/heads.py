@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import attention, attention_paged
-from penstock.kernels.rotary import HeadNorm, KvSlots, rotary
+from penstock.kernels.rotary import HeadNorm, KvDestination, rotary
 
 from .work import Heads, Inputs, Work
 
@@ -82,7 +82,7 @@ def angles(inputs: Inputs, size: Heads) -> tuple[Tensor, Tensor]:
     return turns.cos(), turns.sin()
 
 
-def places(inputs: Inputs, size: Heads) -> KvSlots:
+def places(inputs: Inputs, size: Heads) -> KvDestination:
     """Returns empty blocks, twice as many as the tokens fill, and a slot for each token in disorder."""
     tokens, block = sum(size.lengths), 16
     num_blocks = 2 * -(-tokens // block)
@@ -90,4 +90,4 @@ def places(inputs: Inputs, size: Heads) -> KvSlots:
         torch.zeros(num_blocks, block, size.kv_heads, size.size, dtype=inputs.dtype, device=inputs.device) for _ in "kv"
     )
     slots = torch.randperm(num_blocks * block, generator=torch.Generator().manual_seed(0))[:tokens]
-    return KvSlots(*caches, slots.to(inputs.device))
+    return KvDestination(*caches, slots.to(inputs.device))
