@@ -85,7 +85,7 @@ class AsyncEngine:
         self._resolved = resolved
         self._encoder = InputEncoder(info, tokenizer, config)
         self._scorer = PairScorer(info, self._encoder, dispatcher)
-        self._combined = CombinedEmbedder(info, self._encoder, dispatcher, tokenizer.recipe_tokens)
+        self._combined = CombinedEmbedder(info, self._encoder, dispatcher, tokenizer.multi_vector_tokens)
 
     @classmethod
     async def start(

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..protocol.errors import UnsupportedTaskError
 from ..protocol.model_info import ModelInfo
-from ..protocol.multi_vector import QUERY_PROMPTS, RecipeTokens, SparseVector, remove_ids
+from ..protocol.multi_vector import QUERY_PROMPTS, MultiVectorTokens, SparseVector, remove_ids
 from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, Text, TokenizedInput
 from ..protocol.results import CombinedResult, EmbeddingResult
@@ -31,16 +31,16 @@ class CombinedEmbedder:
         info: The model.
         encoder: Encodes its inputs.
         dispatcher: Runs the inputs.
-        recipe_tokens: Token ids of a multi-vector model.
+        multi_vector_tokens: Token ids of a multi-vector model.
     """
 
     def __init__(
-        self, info: ModelInfo, encoder: InputEncoder, dispatcher: Dispatcher, recipe_tokens: RecipeTokens
+        self, info: ModelInfo, encoder: InputEncoder, dispatcher: Dispatcher, multi_vector_tokens: MultiVectorTokens
     ) -> None:
         self._info = info
         self._encoder = encoder
         self._dispatcher = dispatcher
-        self._recipe_tokens = recipe_tokens
+        self._multi_vector_tokens = multi_vector_tokens
 
     async def embed_late(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions
@@ -98,12 +98,12 @@ class CombinedEmbedder:
 
     def _token_ids(self, tokenized: Sequence[TokenizedInput], params: PoolingParams) -> list[list[int]]:
         """Returns, for each input, the ids of the tokens with a vector in the result."""
-        recipe, heads = self._info.multi_vector, self._info.token_heads
+        multi_vector, heads = self._info.multi_vector, self._info.token_heads
         if heads is not None and heads.vectors_file is not None:
             return [tokens.token_ids[1:].tolist() for tokens in tokenized]
         skip_ids: Sequence[int] = ()
-        if recipe is not None and recipe.skips(is_query=params.is_query):
-            skip_ids = self._recipe_tokens.skip_ids
+        if multi_vector is not None and multi_vector.skips(is_query=params.is_query):
+            skip_ids = self._multi_vector_tokens.skip_ids
         return [remove_ids(tokens.token_ids, skip_ids).tolist() for tokens in tokenized]
 
 

@@ -82,7 +82,7 @@ class Run:
         request_id: Number of the request in the engine.
         result: Future of the outputs of all inputs.
         outputs: Outputs of each input that have arrived.
-        num_left: Number of incomplete inputs.
+        num_incomplete: Number of incomplete inputs.
         sent_s: Time of sending in seconds, from time.perf_counter().
         num_tokens: Tokens of each input, 0 for complete inputs; None if there is only one replica.
         parts: Parts of incomplete outputs, by input and name.
@@ -92,7 +92,7 @@ class Run:
     request_id: int
     result: asyncio.Future[list[Arrays]]
     outputs: list[Arrays]
-    num_left: int
+    num_incomplete: int
     sent_s: float
     num_tokens: list[int] | None = None
     parts: dict[tuple[int, str], list[NDArray[np.float32]]] = field(default_factory=dict)
@@ -247,7 +247,7 @@ class Replica:
             case _:
                 raise TypeError(f"{type(message).__name__} is not for a Replica")
         self._count(message)
-        if message.num_tokens and message.load is not None and message.load.num_left:
+        if message.num_tokens and message.load is not None and message.load.num_deferred:
             self.rate.record(message.num_tokens, message.step_s)
         blocks = unpack_results(message, frames)
         for request_id, *seconds in message.finished:
@@ -268,11 +268,11 @@ class Replica:
                     continue
                 if len(blocks) > 1:
                     seen.add((request_id, index))
-                run.num_left -= 1
+                run.num_incomplete -= 1
                 if run.num_tokens is not None:
                     self.stats.num_tokens -= run.num_tokens[index]
                     run.num_tokens[index] = 0
-                if not run.num_left:
+                if not run.num_incomplete:
                     done.append(run)
         for run in done:
             self._settle(run.request_id, None)
@@ -363,11 +363,11 @@ class ReplicaRouter:
         """Yields the chosen replicas with their inputs, in the order of the inputs."""
         live = self._live()
         num_tokens = list(map(len, inputs))
-        least = max(_MIN_PART_TOKENS, live[0].stats.token_budget // _PARTS_PER_BATCH)
-        if len(inputs) == 1 or sum(num_tokens) < 2 * least:
+        min_share = max(_MIN_PART_TOKENS, live[0].stats.token_budget // _PARTS_PER_BATCH)
+        if len(inputs) == 1 or sum(num_tokens) < 2 * min_share:
             yield min(live, key=lambda replica: replica.stats.num_tokens), inputs
             return
-        shares = even_shares([replica.stats.num_tokens for replica in live], sum(num_tokens), least)
+        shares = even_shares([replica.stats.num_tokens for replica in live], sum(num_tokens), min_share)
         chosen = [(replica, share) for replica, share in zip(live, shares, strict=True) if share]
         last = chosen[-1][0]
         start, seen, due = 0, 0, 0.0
@@ -383,22 +383,22 @@ class ReplicaRouter:
             start = end
 
 
-def even_shares(queued: Sequence[int], num_tokens: int, least: int) -> list[float]:
+def even_shares(queued: Sequence[int], num_tokens: int, min_share: int) -> list[float]:
     """Divides the tokens of a request so that afterwards, if possible, all replicas have equally many queued tokens.
 
     Args:
         queued: Number of queued tokens of each replica.
         num_tokens: Number of tokens of the request.
-        least: Smallest share.
+        min_share: Smallest share.
 
     Returns:
-        The share of each replica: 0, all tokens, or at least `least`.
+        The share of each replica: 0, all tokens, or at least `min_share`.
     """
     chosen = sorted(range(len(queued)), key=queued.__getitem__)
     # Removes the replica with the longest queue until all shares are large enough or one replica is left.
     while True:
         level = (sum(queued[i] for i in chosen) + num_tokens) / len(chosen)
-        if len(chosen) == 1 or level - queued[chosen[-1]] >= least:
+        if len(chosen) == 1 or level - queued[chosen[-1]] >= min_share:
             break
         chosen.pop()
     shares = [0.0] * len(queued)

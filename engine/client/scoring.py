@@ -113,15 +113,15 @@ class PairScorer:
     async def _score_by_sparse_vectors(
         self, request: OpenRequest, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
-        recipe = self._info.sparse
-        assert recipe is not None, "only models with sparse vectors are scored by them"
+        sparse = self._info.sparse
+        assert sparse is not None, "only models with sparse vectors are scored by them"
         queries = await self._encoder.encode(left, params, self._query_options(options), param=None)
         documents = await self._encoder.encode(right, params, self._document_options(options), param=None)
         outputs = await request.run([*queries, *documents], params)
         vectors = [SparseVector.of(output["sparse"]) for output in outputs]
         own = vectors[: len(left)] if len(left) == len(right) else [vectors[0]] * len(right)
         scores = [
-            query.similarity(document, is_cosine=recipe.is_cosine)
+            query.similarity(document, is_cosine=sparse.is_cosine)
             for query, document in zip(own, vectors[len(left) :], strict=True)
         ]
         return ScoreResult(np.array(scores, np.float32), _count_pairs(map(len, documents), map(len, queries)))
@@ -130,8 +130,8 @@ class PairScorer:
         self, request: OpenRequest, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
         """Scores by MaxSim. Queries run first; the engine process then compares the documents with them."""
-        recipe = self._info.multi_vector
-        assert recipe is not None, "only multi-vector models are scored late"
+        multi_vector = self._info.multi_vector
+        assert multi_vector is not None, "only multi-vector models are scored late"
         of_query = params.clone(is_query=True)
         texts = list(dict.fromkeys(left))
         queries = await self._encoder.encode(texts, of_query, self._query_options(options), param=None)
@@ -145,7 +145,7 @@ class PairScorer:
             compared = [replace(document, query=query) for document, query in zip(documents, own, strict=True)]
             outputs = await run_admitted(compared, params.clone(is_compared=True))
         scores = [
-            late_score(output["similarities"], len(query), averages=recipe.averages)
+            late_score(output["similarities"], len(query), averages=multi_vector.averages)
             for output, query in zip(outputs, own, strict=True)
         ]
         lengths = dict(zip(texts, map(len, queries), strict=True))

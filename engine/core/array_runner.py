@@ -24,7 +24,7 @@ from .device.sequence_memory import KvSlots
 from .loading.cpu_kernels import load_array_dense, load_array_encoder, load_array_maps
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
-from .runner import DeviceMemoryError, EndedForward, ForwardTime, PoolingRunner, has_allocation, num_chunk_tokens
+from .runner import DeviceMemoryError, EndedForward, ForwardTime, PoolingRunner, has_allocation, num_long_tokens
 from .warm_up import warm_up
 
 
@@ -112,7 +112,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         request at once.
         """
         began_s = time.perf_counter()
-        chunk_tokens = num_chunk_tokens(chunks)
+        chunk_tokens = num_long_tokens(chunks)
         try:
             if not has_allocation(chunks):
                 return self._begin(chunks, PackedArrays.build([c.sequence.prompt for c in chunks]), began_s)
@@ -144,7 +144,7 @@ class ArrayRunner(PoolingRunner[Floats]):
     def _begin(self, chunks: Sequence[PrefillChunk], batch: PackedArrays, began_s: float) -> ArrayForward:
         metadata = self._pooling_metadata(chunks, batch, in_chunks=batch.past is not None)
         running = self._encoder.begin(batch, need_attention=self._pooler.needs_attention(metadata.params))
-        chunk_tokens = num_chunk_tokens(chunks)
+        chunk_tokens = num_long_tokens(chunks)
         whole_tokens = batch.num_tokens - chunk_tokens
         return ArrayForward(running, partial(self._finish, running, metadata, began_s, chunk_tokens, whole_tokens))
 

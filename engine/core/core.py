@@ -318,9 +318,9 @@ class EngineCore:
             self._watch.record(step, ended_s - began_s)
         self._deliver(running.batch, finished, running.started_s, ended_s)
 
-    def _cancel(self, request_id: int, *, uncache: bool = False) -> Request | None:
+    def _cancel(self, request_id: int, *, drop_cached_blocks: bool = False) -> Request | None:
         """Ends a request and drops its later results. The caller holds the lock."""
-        request = self._scheduler.cancel(request_id, uncache=uncache)
+        request = self._scheduler.cancel(request_id, drop_cached_blocks=drop_cached_blocks)
         self._blocked_by_running = False
         self._has_freed_memory |= request is not None and not self._runner.sequence_pool.is_empty
         return request
@@ -408,7 +408,7 @@ class EngineCore:
             for sequence in chain.from_iterable(not_finite(chunks, outputs) for chunks, outputs in completed):
                 message = f"The model returned NaN or infinite values for input {sequence.index}."
                 # Also ends the request's other sequences. Their blocks may be wrong: the prefix cache drops them.
-                self._cancel(sequence.request.request_id, uncache=True)
+                self._cancel(sequence.request.request_id, drop_cached_blocks=True)
                 self._send_failure(sequence.request, ModelExecutionError(message))
             blocks = [block for own, outputs in completed for block in results_of(own, outputs, started_s)]
             finished = [
@@ -419,7 +419,7 @@ class EngineCore:
             for forward in self._runner.take_times():
                 self._scheduler.chunk_sizes.record(*forward)
             cache = cache_use(self._scheduler, self._runner.sequence_pool, batch)
-            load = step_load(self._scheduler, num_seqs, batch.num_left)
+            load = step_load(self._scheduler, num_seqs, batch.num_waiting)
             self._has_freed_memory = False
         headers, frames = pack_results(blocks)
         # The time of overlapping batches counts from the end of the previous one, so that the sum is the device's time.
@@ -510,17 +510,17 @@ def results_of(chunks: Sequence[PrefillChunk], outputs: BatchOutputs, started_s:
     return [results for results in blocks if results.request_ids]
 
 
-def step_load(scheduler: Scheduler, num_seqs: int, num_left: int) -> StepLoad:
+def step_load(scheduler: Scheduler, num_seqs: int, num_deferred: int) -> StepLoad:
     """Returns the metrics of a step and of the waiting sequences.
 
     Args:
         scheduler: The caller holds its lock.
         num_seqs: Sequences that ran.
-        num_left: Waiting sequences that did not fit into the batch.
+        num_deferred: Waiting sequences that did not fit into the batch.
     """
     waiting = scheduler.waiting
     budget = scheduler.chunk_sizes.forward_tokens(scheduler.token_budget)
-    return StepLoad(num_seqs, budget, waiting.num_seqs, waiting.num_tokens, num_left)
+    return StepLoad(num_seqs, budget, waiting.num_seqs, waiting.num_tokens, num_deferred)
 
 
 def cache_use(scheduler: Scheduler, sequence_pool: SequencePool, batch: Batch) -> CacheUse | None:

@@ -74,7 +74,7 @@ def make_scheduler(
         limits,
         token_budget=budget,
         max_seq_len=info.max_model_len,
-        prefill=prefill,
+        prefill_config=prefill,
         sequence_pool=sequence_pool,
         num_lanes=num_lanes,
     )

@@ -35,7 +35,7 @@ from .host import threads_of
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
 from .loading.weights_loader import load_dense, load_model, load_token_maps, torch_dtype
-from .runner import EndedForward, ForwardTime, PoolingRunner, has_allocation, num_chunk_tokens
+from .runner import EndedForward, ForwardTime, PoolingRunner, has_allocation, num_long_tokens
 from .warm_up import GpuWarmUp, SampleBatches, warm_up
 
 logger = logging.getLogger("penstock.engine")
@@ -197,7 +197,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
             starts = [chunk.start for chunk in chunks]
             batch = PackedBatch.build([c.tokens for c in chunks], self._device, starts=starts, cache=cache)
         metadata = self._pooling_metadata(chunks, batch, in_chunks=cache is not None)
-        chunk_tokens = num_chunk_tokens(chunks)
+        chunk_tokens = num_long_tokens(chunks)
         if chunk_tokens:
             self._meter.begin()
         self._timer.begin()

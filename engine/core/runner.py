@@ -257,7 +257,7 @@ def has_allocation(chunks: Sequence[PrefillChunk]) -> bool:
     return any(chunk.sequence.allocation is not None for chunk in chunks)
 
 
-def num_chunk_tokens(chunks: Sequence[PrefillChunk]) -> int:
+def num_long_tokens(chunks: Sequence[PrefillChunk]) -> int:
     """Returns the number of tokens in chunks of long sequences."""
     return sum(chunk.num_tokens for chunk in chunks if chunk.sequence.is_long)
 

@@ -377,4 +377,4 @@ def _chunk_batches(
                 yield [*samples.batch([min(_SHORT_TOKENS, size)][: max_num_seqs - 1], [params]), second]
                 yield [third]
             finally:
-                sequence_pool.free(sequence.allocation, uncache=True)
+                sequence_pool.free(sequence.allocation, drop_cached_blocks=True)

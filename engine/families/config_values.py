@@ -22,7 +22,7 @@ _POSITIVE: Final = frozenset(
     )
 )
 """Sizes that must be at least 1."""
-_MOST: Final = 2**31 - 1
+_MAX_INTEGER: Final = 2**31 - 1
 
 
 def read_config(cls: type[ConfigT], values: Mapping[str, Any], keys: Mapping[str, str] | None = None) -> ConfigT:
@@ -53,11 +53,15 @@ def _checked(key: str, value: Any, name: str, kinds: Sequence[str]) -> Any:
         return value
     is_word = isinstance(value, str) and "str" in kinds
     if not is_word and ("int" in kinds or "float" in kinds):
-        type_, wanted, most = (int | float, "a number", 1e30) if "float" in kinds else (int, "an integer", _MOST)
-        least = 1 if name in _POSITIVE else -most
+        type_, wanted, max_value = (
+            (int | float, "a number", 1e30) if "float" in kinds else (int, "an integer", _MAX_INTEGER)
+        )
+        min_value = 1 if name in _POSITIVE else -max_value
         is_number = isinstance(value, type_) and not isinstance(value, bool)
-        if not is_number or not least <= float(value) <= most:
-            raise ModelLoadError(f"config.json: {key} is {value!r}; it must be {wanted} from {least} to {most}.")
+        if not is_number or not min_value <= float(value) <= max_value:
+            raise ModelLoadError(
+                f"config.json: {key} is {value!r}; it must be {wanted} from {min_value} to {max_value}."
+            )
         return value
     types = [_TYPES[kind] for kind in kinds if kind in _TYPES]
     if types and not isinstance(value, tuple(types)):

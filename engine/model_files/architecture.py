@@ -34,7 +34,7 @@ _LAYER_KEYS: Final = (
     "num_hidden_layers", "n_layers", "n_layer", "num_layers", "encoder_layers", "num_hidden_groups", "inner_group_num",
 )
 # fmt: on
-_MOST_LAYERS: Final = 10_000
+_MAX_LAYERS: Final = 10_000
 # Parts of config.json that describe an image or audio encoder.
 _TOWERS: Final = {
     "vision_config": "images",
@@ -71,7 +71,7 @@ _KNOWN_FAMILIES: Final = {
 """Adapters of families with a class in transformers. Their config.json does not name the adapters."""
 _TENSOR: Final = re.compile(rb'"[^"]*\blora_(?:embedding_)?[AB](?:\.([\w-]+))?[^"]*"')
 _UNNAMED: Final = "lora"
-_MOST_HEADER_BYTES: Final = 100_000_000
+_MAX_HEADER_BYTES: Final = 100_000_000
 """Limit of the safetensors library."""
 
 
@@ -161,9 +161,9 @@ def _check_layers(draft: ModelDraft) -> None:
     for part in config_parts(draft.config):
         for key in _LAYER_KEYS:
             value = part.get(key)
-            if isinstance(value, int | float) and not 0 < value <= _MOST_LAYERS:
+            if isinstance(value, int | float) and not 0 < value <= _MAX_LAYERS:
                 raise ModelLoadError(
-                    f"{draft.source_of(key)} of {draft.name} is {value!r}; it must be from 1 to {_MOST_LAYERS}."
+                    f"{draft.source_of(key)} of {draft.name} is {value!r}; it must be from 1 to {_MAX_LAYERS}."
                 )
 
 
@@ -315,7 +315,7 @@ def _tensor_names(folder: Path) -> bytes:
     try:
         if path.is_file():
             with path.open("rb") as file:
-                return file.read(min(int.from_bytes(file.read(8), "little"), _MOST_HEADER_BYTES))
+                return file.read(min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES))
         return index.read_bytes() if index.is_file() else b""
     except OSError as error:
         raise ModelLoadError(f"{error.filename} cannot be read: {error.strerror or error}.") from error

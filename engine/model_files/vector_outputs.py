@@ -79,47 +79,47 @@ def resolve_multi_vector(draft: ModelDraft, root: Path, tokenizer_config: dict[s
     gives_vectors = PoolingTask.TOKEN_EMBED in draft.fields["tasks"] and not draft.fields["sequence_pooling"]
     if draft.fields["kind"] is not ModelKind.EMBEDDING or not gives_vectors or files is None:
         return
-    recipe, prompts, source = _read(draft, root, files)
+    multi_vector, prompts, source = _read(draft, root, files)
     can_hide = draft.fields["packed"] and draft.fields["model_type"] in _HIDING_MODEL_TYPES
-    if recipe.expansion is not None and not recipe.expansion.attends and not can_hide:
+    if multi_vector.expansion is not None and not multi_vector.expansion.attends and not can_hide:
         raise UnsupportedModelError(
             f"{source} of {draft.name} pads queries with tokens that other tokens must not attend to, which penstock "
             f"supports in these families: {', '.join(sorted(_HIDING_MODEL_TYPES))}."
         )
-    draft.set("multi_vector", recipe, source)
+    draft.set("multi_vector", multi_vector, source)
     if prompts:
         draft.set("prompts", {**draft.fields["prompts"], **prompts}, source)
-    if recipe.document_length is not None and draft.engine.max_model_len is None:
+    if multi_vector.document_length is not None and draft.engine.max_model_len is None:
         # The length in PyLate's Transformer config depends on the last use of the model.
-        longest = max(recipe.document_length, recipe.max_num_tokens(is_query=True) or 0)
+        longest = max(multi_vector.document_length, multi_vector.max_num_tokens(is_query=True) or 0)
         own = dataclasses.replace(files, max_seq_length=longest, tokenizer_max_length=None)
         limit, limit_source = resolve_max_model_len(draft.config, tokenizer_config, own, draft.engine)
         draft.set("max_model_len", limit, source if limit == longest else limit_source)
     limit, limit_source = draft.fields["max_model_len"], draft.sources["max_model_len"]
-    if recipe.expansion is not None and recipe.expansion.length > limit:
+    if multi_vector.expansion is not None and multi_vector.expansion.length > limit:
         raise ModelLoadError(
-            f"{draft.name} pads queries to {recipe.expansion.length} tokens ({source}), but its longest input is "
+            f"{draft.name} pads queries to {multi_vector.expansion.length} tokens ({source}), but its longest input is "
             f"{limit} ({limit_source}).",
             param="max_model_len",
         )
 
 
 def _read(draft: ModelDraft, root: Path, files: SentenceTransformersFiles) -> tuple[MultiVector, dict[str, str], str]:
-    """Returns the recipe, its prompts, and its source."""
+    """Returns the settings of a multi-vector model, its prompts, and their source."""
     if not (root / MODULES_FILE).is_file():
         for name, own_source in draft.sources.items():
             if own_source.startswith(MODULES_FILE):  # there is no such file: read_stanford_modules made the modules
                 draft.sources[name] = draft.source_of("architectures")
-        recipe, prompts = _read_stanford(read_object(root / METADATA_FILE))
-        return recipe, prompts, METADATA_FILE
+        multi_vector, prompts = _read_stanford(read_object(root / METADATA_FILE))
+        return multi_vector, prompts, METADATA_FILE
     settings, module = files.settings, files.transformer_config
     source = files.transformer_source or SETTINGS_FILE
-    recipe, prompts = MultiVector(), {}
+    multi_vector, prompts = MultiVector(), {}
     if _PYLATE_KEYS & settings.keys():
-        recipe, prompts = _read_pylate(settings, files)
+        multi_vector, prompts = _read_pylate(settings, files)
         source = SETTINGS_FILE
     elif settings.get("model_type") == "ColBERT":
-        recipe = MultiVector(skip_words=_PUNCTUATION)
+        multi_vector = MultiVector(skip_words=_PUNCTUATION)
     own: dict[str, Any] = {"averages": str(settings.get("similarity_fn_name")).lower() == "meanmaxsim"}
     for name in ("query_length", "document_length"):
         if module.get(name) is not None:
@@ -128,7 +128,7 @@ def _read(draft: ModelDraft, root: Path, files: SentenceTransformersFiles) -> tu
         own["expansion"] = _expansion(module["query_expansion"], f"{files.transformer_source}: query_expansion")
     if files.mask_folder is not None:
         own |= _read_mask(root, files.mask_folder)
-    return dataclasses.replace(recipe, **own), prompts, source
+    return dataclasses.replace(multi_vector, **own), prompts, source
 
 
 def _read_stanford(metadata: dict[str, Any]) -> tuple[MultiVector, dict[str, str]]:
@@ -138,7 +138,7 @@ def _read_stanford(metadata: dict[str, Any]) -> tuple[MultiVector, dict[str, str
         DOCUMENT: metadata.get("doc_token_id") or "[unused1]",
     }
     longest = metadata.get("doc_maxlen")
-    recipe = MultiVector(
+    multi_vector = MultiVector(
         document_length=None if longest is None else _length(longest, f"{METADATA_FILE}: doc_maxlen"),
         expansion=QueryExpansion(
             length=_length(metadata.get("query_maxlen") or _QUERY_LENGTH, f"{METADATA_FILE}: query_maxlen"),
@@ -147,7 +147,7 @@ def _read_stanford(metadata: dict[str, Any]) -> tuple[MultiVector, dict[str, str
         skip_words=_PUNCTUATION if metadata.get("mask_punctuation", True) else (),
         markers=tuple(markers.values()),
     )
-    return recipe, {name: f"{marker} " for name, marker in markers.items()}
+    return multi_vector, {name: f"{marker} " for name, marker in markers.items()}
 
 
 def _read_pylate(settings: dict[str, Any], files: SentenceTransformersFiles) -> tuple[MultiVector, dict[str, str]]:
@@ -168,14 +168,14 @@ def _read_pylate(settings: dict[str, Any], files: SentenceTransformersFiles) -> 
     words = settings.get("skiplist_words")
     is_own = bool(markers) or settings.get("model_type") == "ColBERT"
     longest = settings.get("document_length")
-    recipe = MultiVector(
+    multi_vector = MultiVector(
         query_length=None if query_length is None else _length(query_length, f"{SETTINGS_FILE}: query_length"),
         document_length=None if longest is None else _length(longest, f"{SETTINGS_FILE}: document_length"),
         expansion=expansion,
         skip_words=tuple(words) if words is not None else _PUNCTUATION if is_own else (),
         markers=markers,
     )
-    return recipe, prompts
+    return multi_vector, prompts
 
 
 def _read_mask(root: Path, folder: str) -> dict[str, Any]:
@@ -259,12 +259,12 @@ def _resolve_splade(draft: ModelDraft, path: Path, settings: dict[str, Any]) -> 
             f"{draft.name} computes sparse vectors with a masked language model of the family "
             f"{draft.fields['model_type']!r}, which penstock does not support."
         )
-    recipe = SparsePooling(
+    sparse = SparsePooling(
         kind=SparseKind.VOCABULARY_LOGITS,
         is_sum=pooling == "sum",
         log_twice=activation == "log1p_relu",
         is_cosine=similarity == "cosine",
     )
-    draft.set("sparse", recipe, str(path.relative_to(path.parent.parent)))
+    draft.set("sparse", sparse, str(path.relative_to(path.parent.parent)))
     draft.set("tasks", (PoolingTask.SPARSE_EMBED, PoolingTask.SCORE), f"{MODULES_FILE}: SpladePooling")
     draft.set("embedding_size", draft.fields["vocab_size"], draft.sources["vocab_size"])

@@ -341,13 +341,13 @@ class VectorFilter:
     """Drops the vectors of some tokens, such as punctuation in a document.
 
     Args:
-        recipe: EmbedderConfig of the model; None keeps all vectors.
+        multi_vector: Settings of the multi-vector model; None keeps all vectors.
         skip_ids: Ids of the tokens to drop.
         drops_first: Also drop the first token of every sequence.
     """
 
-    def __init__(self, recipe: MultiVector | None, skip_ids: Sequence[int], *, drops_first: bool = False) -> None:
-        self._recipe = recipe
+    def __init__(self, multi_vector: MultiVector | None, skip_ids: Sequence[int], *, drops_first: bool = False) -> None:
+        self._multi_vector = multi_vector
         self._drops_first = drops_first
         self._skip_ids: Final = np.array(skip_ids, np.int64)
 
@@ -372,7 +372,11 @@ class VectorFilter:
         return selected_rows(is_selected, metadata.seq_lens)
 
     def _skips(self, params: PoolingParams) -> bool:
-        return self._recipe is not None and len(self._skip_ids) > 0 and self._recipe.skips(is_query=params.is_query)
+        return (
+            self._multi_vector is not None
+            and len(self._skip_ids) > 0
+            and self._multi_vector.skips(is_query=params.is_query)
+        )
 
 
 def compare(

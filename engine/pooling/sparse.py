@@ -23,7 +23,7 @@ class SparsePooler(Generic[R]):
 
     Args:
         ops: Arithmetic of the rows.
-        recipe: EmbedderConfig of the model.
+        sparse: Settings of the sparse vectors of the model.
         head: VOCABULARY_LOGITS: maps hidden states [R, D] to new logits [R, V or more] of any float type; columns after
             V are ignored. TOKEN_WEIGHTS: maps hidden states [T, D] to weights [T, 1] float32.
         vocab_size: V.
@@ -34,7 +34,7 @@ class SparsePooler(Generic[R]):
     def __init__(
         self,
         ops: RowOps[R],
-        recipe: SparsePooling,
+        sparse: SparsePooling,
         head: RowMap[R],
         vocab_size: int,
         *,
@@ -42,7 +42,7 @@ class SparsePooler(Generic[R]):
         unweighted_ids: Sequence[int] = (),
     ) -> None:
         self._ops = ops
-        self._recipe = recipe
+        self._sparse = sparse
         self._head = head
         self._vocab_size = vocab_size
         self._block_rows = block_rows
@@ -58,7 +58,7 @@ class SparsePooler(Generic[R]):
         Raises:
             ValueError: TOKEN_WEIGHTS, and the batch has no token ids.
         """
-        if self._recipe.kind is SparseKind.TOKEN_WEIGHTS:
+        if self._sparse.kind is SparseKind.TOKEN_WEIGHTS:
             return self._pool_weights(hidden_states, metadata)
         parts: list[R] = []
         counts: list[int] = []
@@ -72,14 +72,14 @@ class SparsePooler(Generic[R]):
 
     def _pool_logits(self, hidden_states: R, bounds: IntArray) -> R:
         """Returns [N, V] float32 of the sequences between `bounds`."""
-        recipe, ops = self._recipe, self._ops
-        pooling_type = PoolingType.MEAN if recipe.is_sum else PoolingType.MAX
+        sparse, ops = self._sparse, self._ops
+        pooling_type = PoolingType.MEAN if sparse.is_sum else PoolingType.MAX
         pooled: Any = ops.rows_of(np.zeros((len(bounds) - 1, self._vocab_size), np.float32))
         for start in range(int(bounds[0]), int(bounds[-1]), self._block_rows):
             end = min(start + self._block_rows, int(bounds[-1]))
             logits: Any = self._head(ops.pick(hidden_states, slice(start, end)))
-            if recipe.is_sum:
-                logits = ops.saturated(logits, twice=recipe.log_twice)
+            if sparse.is_sum:
+                logits = ops.saturated(logits, twice=sparse.log_twice)
             first, last = np.searchsorted(bounds, start, "right") - 1, np.searchsorted(bounds, end, "left")
             metadata = PoolingMetadata.of_rows(np.diff(bounds[first : last + 1].clip(start, end)))
             lengths = ops.rows_of(np.array(metadata.seq_lens, np.float32)[:, None])
@@ -88,9 +88,9 @@ class SparsePooler(Generic[R]):
                 sums = pooled[first:last, column : column + _STRIPE]
                 rows: Any = ops.pool(logits[:, column : column + _STRIPE], metadata, pooling_type, VectorTransform())
                 rows = rows[:, : sums.shape[1]]
-                sums[:] = sums + rows * lengths if recipe.is_sum else ops.maximum(sums, rows)
+                sums[:] = sums + rows * lengths if sparse.is_sum else ops.maximum(sums, rows)
         # The logarithm is monotonic, so that it is applied once, to the maximum.
-        result: R = pooled if recipe.is_sum else ops.saturated(pooled, twice=recipe.log_twice)
+        result: R = pooled if sparse.is_sum else ops.saturated(pooled, twice=sparse.log_twice)
         return result
 
     def _pool_weights(self, hidden_states: R, metadata: PoolingMetadata) -> tuple[R, tuple[int, ...]]:

@@ -31,7 +31,7 @@ _BUFFER_BYTES: Final = 1 << 16
 """Size of the shared buffer. A larger message gets its own buffer."""
 _UNREAD_BYTES: Final = 1 << 22
 """Send buffer of a socket, enough for the results of a large batch. The system may allow less."""
-_MOST_PARTS: Final = 256
+_MAX_PARTS: Final = 256
 """Most parts of one system call; the system accepts at least 1,024."""
 
 Message = tuple[memoryview, list[Frame]]
@@ -160,7 +160,7 @@ class MessageConnection:
 
     def _next_parts(self) -> list[memoryview]:
         """Returns the next unsent parts. The caller holds the lock."""
-        return list(islice(self._unsent, _MOST_PARTS))
+        return list(islice(self._unsent, _MAX_PARTS))
 
     def _push(self, parts: list[memoryview]) -> int:
         """Returns the number of bytes that the socket accepted; 0 if it is full. One thread at a time."""

@@ -178,14 +178,14 @@ class StepLoad(msgspec.Struct, array_like=True, frozen=True):
         token_budget: Token limit of the step.
         num_waiting: Sequences that wait at the end of the step.
         num_waiting_tokens: Their tokens.
-        num_left: Sequences that waited at the start of the step and did not fit into it.
+        num_deferred: Sequences that waited at the start of the step and did not fit into it.
     """
 
     num_seqs: int
     token_budget: int
     num_waiting: int
     num_waiting_tokens: int
-    num_left: int
+    num_deferred: int
 
 
 class BlockHeader(msgspec.Struct, array_like=True, frozen=True):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
-from .multi_vector import MultiVector, RecipeTokens, SparsePooling, TokenHeads
+from .multi_vector import MultiVector, MultiVectorTokens, SparsePooling, TokenHeads
 from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType
 from .templates import ChatTemplate, ScoreTemplate
 
@@ -233,7 +233,7 @@ class TokenizerSpec:
         sample_ids: Token ids of a short text, special tokens included.
         score_template: The prompt around a pair; None joins pairs with the tokenizer's own special tokens.
         chat_template: Renders the messages of a chat; None if the model has no chat template.
-        recipe_tokens: Token ids of a multi-vector model.
+        multi_vector_tokens: Token ids of a multi-vector model.
         end_id: The end, padding or start token, used for a text without tokens; None if there is none.
         config: tokenizer_class and arguments, as in tokenizer_config.json.
     """
@@ -244,6 +244,6 @@ class TokenizerSpec:
     sample_ids: tuple[int, ...] = ()
     score_template: ScoreTemplate | None = None
     chat_template: ChatTemplate | None = None
-    recipe_tokens: RecipeTokens = field(default_factory=RecipeTokens)
+    multi_vector_tokens: MultiVectorTokens = field(default_factory=MultiVectorTokens)
     end_id: int | None = None
     config: dict[str, Any] = field(default_factory=dict)

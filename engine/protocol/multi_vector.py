@@ -81,7 +81,7 @@ class MultiVector:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecipeTokens:
+class MultiVectorTokens:
     """Token ids that MultiVector and sparse vectors refer to, in the tokenizer of the model.
 
     Attributes:

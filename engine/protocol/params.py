@@ -31,7 +31,7 @@ _MODELS: Final[dict[PoolingTask, str]] = {
     PoolingTask.SPARSE_EMBED: "a model with sparse vectors, such as SPLADE or bge-m3",
 }
 """The kind of model that a task needs."""
-_MOST_TOKENS: Final = 2**31 - 1
+_MAX_TOKENS: Final = 2**31 - 1
 """Most tokens of any input: lengths are int32."""
 _TASK_PARAMETERS: Final = ("dimensions", "normalize", "use_activation", "step_tag_id", "returned_token_ids")
 
@@ -137,7 +137,7 @@ class PoolingParams:
             )
         longest, name = model.max_model_len, model.limit_name or "max_model_len"
         if model.enable_chunked_processing and task in (PoolingTask.EMBED, PoolingTask.SCORE):
-            longest, name = model.max_embed_len or _MOST_TOKENS, "max_embed_len"
+            longest, name = model.max_embed_len or _MAX_TOKENS, "max_embed_len"
         if limit > longest:
             raise InvalidRequestError(
                 "{truncate_prompt_tokens} value is greater than {longest_name}. "

@@ -66,9 +66,9 @@ class ChunkSizeController:
     def _timed_tokens(self, *, others_wait: bool) -> int:
         if self._chunk_token_s is None:
             return max(self._max_tokens // 4, 1)
-        step_s, least = (_BUSY_STEP_S, _BUSY_MIN_TOKENS) if others_wait else (_IDLE_STEP_S, _IDLE_MIN_TOKENS)
+        step_s, min_tokens = (_BUSY_STEP_S, _BUSY_MIN_TOKENS) if others_wait else (_IDLE_STEP_S, _IDLE_MIN_TOKENS)
         num_tokens = int(step_s / self._chunk_token_s)
-        return min(max(num_tokens - num_tokens % _ROUND_TO, least), self._max_tokens)
+        return min(max(num_tokens - num_tokens % _ROUND_TO, min_tokens), self._max_tokens)
 
 
 def _mean(old: float | None, new: float) -> float:

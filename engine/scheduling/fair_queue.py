@@ -65,7 +65,7 @@ class _ClientQueue:
     def requeue(self, sequence: InputSequence) -> None:
         """Adds a preempted sequence at its former position."""
         self.delete_removed()
-        self._insert(bisect_left(self.sequences, _order(sequence), key=_order), [sequence])
+        self._insert(bisect_left(self.sequences, _sort_key(sequence), key=_sort_key), [sequence])
 
     def remove(self, sequence: InputSequence) -> None:
         """Removes a waiting sequence."""
@@ -101,7 +101,7 @@ class _ClientQueue:
             sequence.is_queued = True
 
 
-def _order(sequence: InputSequence) -> tuple[float, int, int]:
+def _sort_key(sequence: InputSequence) -> tuple[float, int, int]:
     """Returns the sort key of a sequence within its client: the smallest runs first."""
     return sequence.request.due, sequence.request.number, sequence.index
 
@@ -205,9 +205,10 @@ class FairQueue:
         if client.start > self._latest_start:
             self._latest_start = client.start
 
-    def order(self, sequence: InputSequence) -> tuple[float, float, int, int]:
-        """Returns the sort key of a sequence, waiting or not: the smallest runs first."""
-        return self._client(sequence.request.client).start, *_order(sequence)
+    def sort_key(self, sequence: InputSequence) -> tuple[float, float, int, int]:
+        """Returns the sort key of a sequence, waiting or not: the smallest runs first. Changes no client."""
+        client = self._clients.get(sequence.request.client)
+        return self._virtual_time if client is None else client.start, *_sort_key(sequence)
 
     def window(self, max_tokens: int, max_seqs: int, *, is_long: bool = False) -> list[InputSequence]:
         """Returns the next short, or long, sequences in order, up to a limit. At least one if any waits."""

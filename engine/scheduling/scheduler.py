@@ -48,14 +48,14 @@ class Scheduler:
         config: Limits of the number of sequences and of their waiting time.
         token_budget: Most tokens of a batch; raised to `max_seq_len` if no sequence can run in chunks.
         max_seq_len: Tokens of the longest sequence.
-        prefill: Size of chunks.
+        prefill_config: Size of chunks.
         sequence_pool: Memory of sequences that run in chunks; None: sequences run whole.
         num_lanes: See Runner.
 
     Attributes:
         requests: Every unfinished request by its id.
         waiting: Sequences that have not started.
-        prefill: Long sequences that have started.
+        prefill: Manager of the long sequences that have started, and of their chunks.
         chunk_sizes: Sizes of forwards and of chunks.
         token_budget: Current limit of the tokens of a batch.
         memory_pressure: Share of a full chunk that did not fit into memory in the last batch, 0 to 1.
@@ -69,7 +69,7 @@ class Scheduler:
         *,
         token_budget: int,
         max_seq_len: int,
-        prefill: ChunkedPrefillConfig | None = None,
+        prefill_config: ChunkedPrefillConfig | None = None,
         sequence_pool: SequencePool | None = None,
         num_lanes: int = 1,
     ) -> None:
@@ -83,7 +83,7 @@ class Scheduler:
         self._waits_for_memory = False  # whether the next long sequence waits for memory
         self.requests: dict[int, Request] = {}
         self.waiting = FairQueue(self._full_budget)
-        self.prefill = ChunkedPrefillManager(prefill, order=self.waiting.order)
+        self.prefill = ChunkedPrefillManager(prefill_config, order=self.waiting.sort_key)
         self.chunk_sizes = ChunkSizeController(
             self.prefill.config.chunk_size, is_dynamic=self.prefill.config.is_dynamic
         )
@@ -124,14 +124,14 @@ class Scheduler:
         token_s = self.chunk_sizes.token_s or _FORWARD_S / self._full_budget
         self.waiting.add(request, self.prefill.config.ageing_s / token_s)
 
-    def cancel(self, request_id: int, *, uncache: bool = False) -> Request | None:
+    def cancel(self, request_id: int, *, drop_cached_blocks: bool = False) -> Request | None:
         """Ends a request and returns it; None if it is unknown.
 
-        With `uncache` its blocks are removed from the prefix cache, because they may be wrong.
+        With `drop_cached_blocks` its blocks are removed from the prefix cache, because they may be wrong.
         """
         request = self.requests.get(request_id)
         for sequence in [] if request is None else [s for s in request.sequences if s.status is not Status.FINISHED]:
-            self._release(sequence, Status.FINISHED, uncache=uncache)
+            self._release(sequence, Status.FINISHED, drop_cached_blocks=drop_cached_blocks)
         return request
 
     def schedule(self, now_s: float, free_tokens: int | None = None) -> Batch:
@@ -157,7 +157,7 @@ class Scheduler:
             self._waits_for_memory = False
         self._add_whole(window, batch, budget)
         batch.chunks.sort(key=lambda chunk: (chunk.start > 0, chunk.end - chunk.start))
-        batch.num_left = self.waiting.num_seqs
+        batch.num_waiting = self.waiting.num_seqs
         return batch
 
     def allow_next_chunks(self, batch: Batch) -> None:
@@ -203,8 +203,8 @@ class Scheduler:
 
     def lower_budget(self, token_budget: int) -> None:
         """Lowers the budget after the device ran out of memory, never below a sequence that must run whole."""
-        least = self._max_seq_len if self._pool.is_empty else max(self._full_budget // MAX_BUDGET_REDUCTION, 1)
-        self.token_budget = min(self.token_budget, max(token_budget, least))
+        min_tokens = self._max_seq_len if self._pool.is_empty else max(self._full_budget // MAX_BUDGET_REDUCTION, 1)
+        self.token_budget = min(self.token_budget, max(token_budget, min_tokens))
         self._num_steps_without_oom = 0
 
     def _short_window(self, now_s: float, batch: Batch) -> list[InputSequence]:
@@ -281,8 +281,8 @@ class Scheduler:
         chunk_size = self.prefill.config.chunk_size
         if sum(min(other.num_tokens - other.num_scheduled, chunk_size) for other in running) < max_tokens:
             return True
-        order = self.waiting.order(sequence)
-        return all(order < self.waiting.order(other) for other in running)
+        key = self.waiting.sort_key(sequence)
+        return all(key < self.waiting.sort_key(other) for other in running)
 
     def _start(self, sequence: InputSequence, batch: Batch) -> bool:
         """Allocates the memory for a long sequence and starts it. Returns False if there is too little memory."""
@@ -326,7 +326,7 @@ class Scheduler:
         own, arrival = sequence.request, self._arrival(sequence)
         later = sorted((s for s in self.prefill.requests.values() if self._arrival(s) > arrival), key=self._arrival)
         victims: list[tuple[InputSequence, Allocation]] = []
-        while not self._pool.has_room(sequence.num_tokens, after=[allocation for _, allocation in victims]):
+        while not self._pool.can_allocate(sequence.num_tokens, after=[allocation for _, allocation in victims]):
             if not later:
                 return []
             victim = later.pop()
@@ -360,7 +360,7 @@ class Scheduler:
         num_tokens, num_cached, keys = sequence.num_tokens, 0, sequence.block_keys
         may_allocate = self._pool.can_hold(num_tokens) and not (self._waits_for_memory and not self.prefill.requests)
         if sequence.request.needs_last_row and len(keys) >= _MIN_SHARED_BLOCKS and may_allocate:
-            if budget.has_room(num_tokens - self._pool.find(keys, num_tokens - 1)):
+            if budget.fits(num_tokens - self._pool.find(keys, num_tokens - 1)):
                 sequence.allocation = self._allocate(sequence)
             num_cached = 0 if sequence.allocation is None else sequence.allocation.num_cached_tokens
         if not budget.add(num_tokens - num_cached):
@@ -391,7 +391,7 @@ class Scheduler:
         sequence.is_long = True
         self.waiting.requeue(sequence)
 
-    def _release(self, sequence: InputSequence, status: Status, *, uncache: bool = False) -> None:
+    def _release(self, sequence: InputSequence, status: Status, *, drop_cached_blocks: bool = False) -> None:
         """Ends a sequence, or prepares a running one to wait again. Frees its memory."""
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
@@ -399,7 +399,7 @@ class Scheduler:
             self.prefill.remove_request(sequence.sequence_id)
         sequence.status, sequence.chunk = status, None
         if sequence.allocation is not None:
-            self._pool.free(sequence.allocation, uncache=uncache)
+            self._pool.free(sequence.allocation, drop_cached_blocks=drop_cached_blocks)
             sequence.allocation = None
         if status is Status.FINISHED:
             if sequence.is_long:

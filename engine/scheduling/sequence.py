@@ -176,13 +176,13 @@ class ForwardBudget:
     num_seqs: int
     is_empty: bool = True
 
-    def has_room(self, num_tokens: int) -> bool:
+    def fits(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` tokens fits. The first one may exceed the tokens."""
         return self.num_seqs > 0 and (num_tokens <= self.num_tokens or self.is_empty)
 
     def add(self, num_tokens: int) -> bool:
         """Adds a sequence if it fits. Returns whether it was added."""
-        if not self.has_room(num_tokens):
+        if not self.fits(num_tokens):
             return False
         self.num_tokens -= num_tokens
         self.num_seqs -= 1
@@ -199,4 +199,4 @@ class Batch:
     expired: list[Request] = field(default_factory=list)  # ended because their deadline has passed
     preempted: list[tuple[InputSequence, Allocation]] = field(default_factory=list)  # with their former memory
     finished: list[InputSequence] = field(default_factory=list)  # long sequences that ended since the last batch
-    num_left: int = 0  # sequences that still wait
+    num_waiting: int = 0  # sequences that wait and did not fit into the batch

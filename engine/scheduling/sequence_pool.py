@@ -162,7 +162,7 @@ class SequencePool:
         """Whether a sequence of `num_tokens` tokens fits into the empty pool."""
         return self.capacity_tokens is None or num_tokens <= self.capacity_tokens
 
-    def has_room(self, num_tokens: int, *, after: Sequence[Allocation] = ()) -> bool:
+    def can_allocate(self, num_tokens: int, *, after: Sequence[Allocation] = ()) -> bool:
         """Whether a sequence of `num_tokens` tokens fits now, or after the allocations `after` are freed.
 
         Ignores prefix cache hits: a sequence with hits may fit although this returns False.
@@ -254,12 +254,12 @@ class SequencePool:
             return 0
         return len(self.prefixes.find(keys[: readable_tokens // self.kv.block_size])) * self.kv.block_size
 
-    def free(self, allocation: Allocation, *, uncache: bool = False) -> None:
+    def free(self, allocation: Allocation, *, drop_cached_blocks: bool = False) -> None:
         """Frees blocks and slot. Committed blocks stay in the prefix cache until other sequences need the memory.
 
         Args:
             allocation: Allocation of a sequence that has ended or was preempted.
-            uncache: Remove its blocks from the prefix cache, because they may be wrong.
+            drop_cached_blocks: Remove its blocks from the prefix cache, because they may be wrong.
 
         Raises:
             InvalidSlot: The allocation has been freed before.
@@ -278,7 +278,7 @@ class SequencePool:
             self.prefixes.release(allocation.block_ids[i])
             if i in allocation.cached_duplicates:
                 self.prefixes.release(allocation.cached_duplicates[i])
-        if uncache:
+        if drop_cached_blocks:
             for block in allocation.block_ids[allocation.num_cached_tokens // self.kv.block_size : num_committed]:
                 if self.prefixes.is_cached(block):
                     self.prefixes.remove(block)

@@ -63,10 +63,10 @@ class InputEncoder:
             skip_prompt=not self._info.include_prompt,
             add_special_tokens=options.add_special_tokens,
         )
-        recipe, token_id = self._info.multi_vector, self._tokenizer.recipe_tokens.expansion_id
-        if recipe is not None and recipe.expansion is not None and token_id is not None and params.is_query:
+        multi_vector, token_id = self._info.multi_vector, self._tokenizer.multi_vector_tokens.expansion_id
+        if multi_vector is not None and multi_vector.expansion is not None and token_id is not None and params.is_query:
             tokenized = [
-                expanded(tokens, recipe.expansion, token_id) if isinstance(item, str) else tokens
+                expanded(tokens, multi_vector.expansion, token_id) if isinstance(item, str) else tokens
                 for item, tokens in zip(inputs, tokenized, strict=True)
             ]
         return self._replace_empty(tokenized)
@@ -218,13 +218,13 @@ class InputEncoder:
             longest = self._info.max_embed_len
             limit, name = (longest, "max_embed_len") if longest else (self._max_queued_tokens, "max_queued_tokens")
         cut = not params.reject_too_long and (requested is not None or self._auto_truncate)
-        recipe = self._info.multi_vector
-        if recipe is not None:
-            own = recipe.max_num_tokens(is_query=params.is_query)
+        multi_vector = self._info.multi_vector
+        if multi_vector is not None:
+            own = multi_vector.max_num_tokens(is_query=params.is_query)
             if own is not None and own < limit:
                 limit, name = own, "of a query" if params.is_query else "of a document"
             # The model was trained on queries of one length only.
-            is_fixed = params.is_query and recipe.expansion is not None and recipe.expansion.is_fixed
+            is_fixed = params.is_query and multi_vector.expansion is not None and multi_vector.expansion.is_fixed
             cut = cut or (is_fixed and not params.reject_too_long)
         return Truncation(max_num_tokens=limit, cut=cut, side=params.truncation_side, param=param, name=name)
 

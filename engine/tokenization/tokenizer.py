@@ -41,7 +41,7 @@ class TokenizerPool:
 
     Attributes:
         special_tokens: Tokens that the tokenizer adds around a text; None if it also changes texts in other ways.
-        recipe_tokens: Special tokens of a multi-vector model.
+        multi_vector_tokens: Special tokens of a multi-vector model.
         end_id: See TokenizerSpec.
         config: See TokenizerSpec.
 
@@ -71,7 +71,7 @@ class TokenizerPool:
             truncation_side=spec.truncation_side,
         )
         self.special_tokens = SpecialTokens.of(self._tokenizer.backend)
-        self.recipe_tokens = spec.recipe_tokens
+        self.multi_vector_tokens = spec.multi_vector_tokens
         self.end_id = spec.end_id
         self.config = spec.config
         self._pairs = PairEncoder(self._tokenizer, spec.score_template, uses_token_types=spec.uses_token_types)

@@ -58,16 +58,16 @@ class Embedder:
     """Embeds shards, two at once so that the engine does not wait for the disk. Ray creates it in its own process.
 
     Args:
-        recipe: Parameters of the job.
+        config: Parameters of the job.
         shards: All unfinished shards. Calls contain indices into this list.
     """
 
-    def __init__(self, recipe: EmbedderConfig, shards: Sequence[Shard]) -> None:
-        configure_logging(recipe.log_level, recipe.log_format)
-        self._recipe, self._shards = recipe, shards
+    def __init__(self, config: EmbedderConfig, shards: Sequence[Shard]) -> None:
+        configure_logging(config.log_level, config.log_format)
+        self._config, self._shards = config, shards
         fields = dataclasses.fields(EngineConfig)
-        config = {field.name: getattr(recipe.config, field.name) for field in fields}
-        self._llm = LLM(**config, log_level=recipe.log_level.upper())
+        engine_config = {field.name: getattr(config.config, field.name) for field in fields}
+        self._llm = LLM(**engine_config, log_level=config.log_level.upper())
 
     def __call__(self, batch: dict[str, NDArray[Any]]) -> dict[str, list[Any]]:
         """Embeds the shards of a batch.
@@ -82,20 +82,20 @@ class Embedder:
         return {"num_rows": [shard.num_rows for shard in shards], "error": [self._do(shard) for shard in shards]}
 
     def _do(self, shard: Shard) -> str:
-        if self._recipe.job.has(shard):  # written by a lost machine
+        if self._config.job.has(shard):  # written by a lost machine
             return ""
         from pyarrow import parquet
 
-        table = ParquetRows(Path(shard.path), self._recipe.field).table(shard)
-        texts = table.column(self._recipe.field).to_pylist()
+        table = ParquetRows(Path(shard.path), self._config.field).table(shard)
+        texts = table.column(self._config.field).to_pylist()
         if (bad := next((row for row, text in enumerate(texts) if not isinstance(text, str)), None)) is not None:
-            return self._bad_row(shard, bad, f"the column {self._recipe.field!r} has no text")
+            return self._bad_row(shard, bad, f"the column {self._config.field!r} has no text")
         try:
             vectors = self._embed(texts)
         except InvalidRequestError:
             return self._first_rejection(shard, texts)
         with_them = append_vectors(table, vectors)
-        self._recipe.job.write(self._recipe.job.path(shard), lambda path: parquet.write_table(with_them, path))
+        self._config.job.write(self._config.job.path(shard), lambda path: parquet.write_table(with_them, path))
         return ""
 
     def _first_rejection(self, shard: Shard, texts: Sequence[str]) -> str:
@@ -108,8 +108,8 @@ class Embedder:
         return f"{shard.path}: the engine rejects rows {shard.start + 1} to {shard.start + shard.num_rows} together"
 
     def _embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        recipe = self._recipe
-        answers = self._llm.embed(texts, pooling_params=recipe.params, prompt_name=recipe.prompt_name, use_tqdm=False)
+        config = self._config
+        answers = self._llm.embed(texts, pooling_params=config.params, prompt_name=config.prompt_name, use_tqdm=False)
         return np.stack([np.asarray(answer.outputs.embedding, np.float32) for answer in answers])
 
     def _bad_row(self, shard: Shard, row: int, reason: str) -> str:
@@ -117,33 +117,33 @@ class Embedder:
 
 
 def embed_on_ray(
-    shards: Sequence[Shard], recipe: EmbedderConfig, identity: Mapping[str, Any], settings: RayEmbedSettings
+    shards: Sequence[Shard], config: EmbedderConfig, identity: Mapping[str, Any], settings: RayEmbedSettings
 ) -> None:
     """Embeds all unfinished shards. Call it again to continue after an interruption.
 
     Args:
         shards: All shards of the input.
-        recipe: Parameters of the job.
+        config: Parameters of the job.
         identity: See JobFolder.begin.
         settings: Settings of the command.
 
     Raises:
         CommandError: The job failed. The message has the reason. Finished shards are kept.
     """
-    recipe.job.begin(identity, overwrite=settings.overwrite)
-    left = recipe.job.left(shards)
+    config.job.begin(identity, overwrite=settings.overwrite)
+    left = config.job.left(shards)
     num_rows = sum(shard.num_rows for shard in shards)
     num_done = num_rows - sum(shard.num_rows for shard in left)
     with tqdm(total=num_rows, initial=num_done, unit=" rows", dynamic_ncols=True) as bar:
         if left:
             with connected(settings.address, settings.log_level):
-                _run(left, recipe, settings, bar)
-    if still := recipe.job.left(shards):
+                _run(left, config, settings, bar)
+    if still := config.job.left(shards):
         raise CommandError(f"{len(still)} of {len(shards)} shards have no file; run the same command again")
-    recipe.job.finish(identity)
+    config.job.finish(identity)
 
 
-def _run(left: Sequence[Shard], recipe: EmbedderConfig, settings: RayEmbedSettings, bar: Any) -> None:
+def _run(left: Sequence[Shard], config: EmbedderConfig, settings: RayEmbedSettings, bar: Any) -> None:
     """Embeds shards and updates the progress bar. Ray gives the shards of a lost machine to other machines."""
     context = DataContext.get_current()
     context.enable_progress_bars = False
@@ -158,7 +158,7 @@ def _run(left: Sequence[Shard], recipe: EmbedderConfig, settings: RayEmbedSettin
     indices = ray.data.from_items(list(range(len(left))), override_num_blocks=min(len(left), _MOST_BLOCKS))
     answers = indices.map_batches(
         Embedder,
-        fn_constructor_args=(recipe, left),
+        fn_constructor_args=(config, left),
         batch_size=1,
         compute=pool,
         num_cpus=settings.replica_cpus,

@@ -101,7 +101,7 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
         shards += rows.shards(settings.piece_rows, len(shards))
     from ..cluster.ray_embed import EmbedderConfig, embed_on_ray
 
-    recipe = EmbedderConfig(
+    embedder_config = EmbedderConfig(
         config,
         settings.field,
         pooling_params(settings),
@@ -113,7 +113,7 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
     numbers = {"dtype": config.dtype, "arithmetic": config.arithmetic}  # as configured, because no engine runs yet
     options = {**row_options(settings), "piece_rows": settings.piece_rows}
     identity = {"input": stat_digest(inputs), "model": model_digest(info), **numbers, **options}
-    embed_on_ray(shards, recipe, identity, settings)
+    embed_on_ray(shards, embedder_config, identity, settings)
 
 
 def require_ray() -> None:

@@ -19,7 +19,7 @@ import pytest
 from penstock.engine import logs
 from penstock.engine.logs import BackgroundHandler, JsonFormatter
 
-MOST_WAITING = 8
+MAX_WAITING = 8
 
 
 class Piped(NamedTuple):
@@ -41,7 +41,7 @@ class Piped(NamedTuple):
 
 @pytest.fixture
 def piped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Piped]:
-    monkeypatch.setattr(logs, "_MAX_WAITING", MOST_WAITING)
+    monkeypatch.setattr(logs, "_MAX_WAITING", MAX_WAITING)
     monkeypatch.setattr(logs, "_EXIT_WAIT_S", 0.2)
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -65,10 +65,10 @@ def fill(piped: Piped) -> str:
 
 def test_lines_are_written_in_order_with_their_old_values(piped: Piped) -> None:
     words = ["a"]
-    for number in range(MOST_WAITING):
+    for number in range(MAX_WAITING):
         piped.logger.info("%d %s", number, words)
         words.append("b")
-    assert piped.read() == [f"{number} {['a', *'b' * number]}" for number in range(MOST_WAITING)]
+    assert piped.read() == [f"{number} {['a', *'b' * number]}" for number in range(MAX_WAITING)]
 
 
 def test_json_lines_hold_exception_and_fields(piped: Piped) -> None:
@@ -86,11 +86,11 @@ def test_json_lines_hold_exception_and_fields(piped: Piped) -> None:
 
 def test_lines_above_the_limit_are_dropped_and_counted(piped: Piped) -> None:
     first = fill(piped)
-    for number in range(MOST_WAITING + 5):
+    for number in range(MAX_WAITING + 5):
         piped.logger.info("%d", number)
     assert not piped.handler.wait_written()
     *lines, notice = piped.read()
-    assert lines == [first, *map(str, range(MOST_WAITING))]
+    assert lines == [first, *map(str, range(MAX_WAITING))]
     assert notice.startswith("5 log lines before this one are lost")
     piped.logger.info("on")
     assert piped.read() == ["on"]

@@ -191,15 +191,15 @@ class DiskTier:
 
     def _batches(self, rows: Sequence[tuple[bytes, bytes]]) -> Iterator[list[tuple[bytes, bytes]]]:
         """Yields the sealed rows of one transaction at a time."""
-        left = most = int(_TRANSACTION_SHARE * self.max_bytes)
+        left = max_transaction_bytes = int(_TRANSACTION_SHARE * self.max_bytes)
         batch: list[tuple[bytes, bytes]] = []
         for key, row in rows:
             sealed = seal(key, row)
-            if len(sealed) > most:
+            if len(sealed) > max_transaction_bytes:
                 continue
             if len(sealed) > left:
                 yield batch
-                left, batch = most, []
+                left, batch = max_transaction_bytes, []
             left -= len(sealed)
             batch.append((key, sealed))
         if batch:
@@ -219,15 +219,15 @@ class DiskTier:
 
     def _evict(self, num_bytes: int) -> None:
         """Evicts the oldest rows until `num_bytes` fit, in transactions of limited size."""
-        most = max(int(_MAX_USED_SHARE * self.max_bytes) - num_bytes, 0)
-        while (used := self._used_bytes()) > most:
+        max_used_bytes = max(int(_MAX_USED_SHARE * self.max_bytes) - num_bytes, 0)
+        while (used := self._used_bytes()) > max_used_bytes:
             with self._env.begin(write=True) as transaction:
                 num_rows = transaction.stat(self._rows)["entries"]
                 if not num_rows:
                     return
                 rows = transaction.cursor(self._rows)
                 rows.first()
-                for _ in range(math.ceil(num_rows * min((used - most) / used, _TRANSACTION_SHARE))):
+                for _ in range(math.ceil(num_rows * min((used - max_used_bytes) / used, _TRANSACTION_SHARE))):
                     number, key = rows.key(), rows.value()[:KEY_BYTES]
                     if transaction.get(key, db=self._numbers) == number:
                         transaction.delete(key, db=self._numbers)

@@ -80,8 +80,12 @@ def why_unusable() -> str:
         problem = str(error).partition("\n")[0]
     else:
         problem = "no device is visible"
-    least = _MIN_DRIVERS.get(cuda.partition(".")[0])
-    needed = f"CUDA {cuda} needs driver {least} or newer" if least else f"Check that the driver supports CUDA {cuda}"
+    min_driver = _MIN_DRIVERS.get(cuda.partition(".")[0])
+    needed = (
+        f"CUDA {cuda} needs driver {min_driver} or newer"
+        if min_driver
+        else f"Check that the driver supports CUDA {cuda}"
+    )
     return (
         f"This machine has NVIDIA driver {driver}, but torch {torch.__version__} can use no GPU: {problem} "
         f"({needed}; in a container, GPUs must be passed in, as by docker run --gpus all)."

@@ -153,13 +153,13 @@ def bfloat16_gain(machine: Machine, width: int) -> Bfloat16Gain | None:
     logs = dict.fromkeys(products, 0.0)
     for num_rows in _ROWS:
         rows = numbers.random((num_rows, width), np.float32)
-        least = dict.fromkeys(products, math.inf)
+        min_seconds = dict.fromkeys(products, math.inf)
         for _ in range(_NUM_ROUNDS):
             for form, product in products.items():
                 began_s = time.thread_time()  # excludes other processes
                 machine.product(product, rows)
-                least[form] = min(least[form], time.thread_time() - began_s)
-        for form, seconds in least.items():
+                min_seconds[form] = min(min_seconds[form], time.thread_time() - began_s)
+        for form, seconds in min_seconds.items():
             logs[form] += math.log(seconds) / len(_ROWS)
     return Bfloat16Gain(
         over_float32=math.exp(logs[Format.F32] - logs[Format.DOT]),
@@ -205,13 +205,13 @@ def load_array_maps(info: ModelInfo, tokenizer: TokenizerSpec, machine: Machine)
     Raises:
         WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
     """
-    recipe_tokens, heads = tokenizer.recipe_tokens, info.token_heads
+    multi_vector_tokens, heads = tokenizer.multi_vector_tokens, info.token_heads
     if heads is None:
-        return TokenMaps(skip_ids=recipe_tokens.skip_ids)
+        return TokenMaps(skip_ids=multi_vector_tokens.skip_ids)
     return TokenMaps(
         vectors=_load_map(info, heads.vectors_file, info.hidden_size, machine),
         weights=_load_map(info, heads.weights_file, 1, machine),
-        unweighted_ids=recipe_tokens.unweighted_ids,
+        unweighted_ids=multi_vector_tokens.unweighted_ids,
     )
 
 

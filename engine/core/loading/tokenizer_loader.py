@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from ...model_files.model_folder import one_line, read_object
 from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
-from ...protocol.multi_vector import MultiVector, QueryExpansion, RecipeTokens
+from ...protocol.multi_vector import MultiVector, MultiVectorTokens, QueryExpansion
 from ...protocol.templates import ScoreTemplate, chat_template_of
 from ...tokenization.long_text import LongText
 from ...tokenization.model_tokenizer import SpecialTokens
@@ -99,7 +99,7 @@ def load_tokenizer(
         sample_ids=usable_ids,
         score_template=_score_template(tokenizer, info, chat_template),
         chat_template=chat_template_of(tokenizer),
-        recipe_tokens=find_recipe_tokens(tokenizer, info),
+        multi_vector_tokens=find_multi_vector_tokens(tokenizer, info),
         end_id=_end_id(tokenizer, info.vocab_size),
         config=_config(tokenizer),
     )
@@ -172,18 +172,18 @@ def _score_template(tokenizer: LoadedTokenizer, info: ModelInfo, chat_template: 
     return chat_score_template(rendered, chat, prompt, info.name)
 
 
-def register_markers(tokenizer: LoadedTokenizer, recipe: MultiVector) -> None:
+def register_markers(tokenizer: LoadedTokenizer, multi_vector: MultiVector) -> None:
     """Makes the tokenizer read each marker of its vocabulary as one token, as in the model's training.
 
     As text, "[unused0]" would be four tokens. Markers that are not in the vocabulary stay text.
 
     Args:
         tokenizer: Modified in place.
-        recipe: The recipe with the markers.
+        multi_vector: Settings of the multi-vector model.
     """
     backend = tokenizer.backend
     vocabulary = backend.get_vocab()
-    for marker in recipe.markers:
+    for marker in multi_vector.markers:
         for token in (marker, *marker.split(None, 1)[:1]):
             if token in vocabulary:
                 if backend.encode(token, add_special_tokens=False).tokens != [token]:
@@ -191,20 +191,20 @@ def register_markers(tokenizer: LoadedTokenizer, recipe: MultiVector) -> None:
                 break
 
 
-def find_recipe_tokens(tokenizer: LoadedTokenizer, info: ModelInfo) -> RecipeTokens:
-    """Returns the ids of the recipe's tokens.
+def find_multi_vector_tokens(tokenizer: LoadedTokenizer, info: ModelInfo) -> MultiVectorTokens:
+    """Returns the ids of the special tokens of a multi-vector model.
 
     Raises:
         UnsupportedModelError: The tokenizer does not have the expansion token, or pads on the left.
     """
-    recipe = info.multi_vector
+    multi_vector = info.multi_vector
     if info.token_heads is not None:
         own = (tokenizer.special_id(name) for name in ("cls_token", "eos_token", "pad_token", "unk_token"))
-        return RecipeTokens(unweighted_ids=tuple(sorted({i for i in own if i is not None})))
-    if recipe is None:
-        return RecipeTokens()
-    expansion_id = None if recipe.expansion is None else _expansion_id(tokenizer, recipe.expansion, info)
-    return RecipeTokens(expansion_id=expansion_id, skip_ids=_ids(tokenizer, recipe.skip_words, info.name))
+        return MultiVectorTokens(unweighted_ids=tuple(sorted({i for i in own if i is not None})))
+    if multi_vector is None:
+        return MultiVectorTokens()
+    expansion_id = None if multi_vector.expansion is None else _expansion_id(tokenizer, multi_vector.expansion, info)
+    return MultiVectorTokens(expansion_id=expansion_id, skip_ids=_ids(tokenizer, multi_vector.skip_words, info.name))
 
 
 def _expansion_id(tokenizer: LoadedTokenizer, expansion: QueryExpansion, info: ModelInfo) -> int:

@@ -207,13 +207,13 @@ def load_token_maps(info: ModelInfo, tokenizer: TokenizerSpec) -> TokenMaps[Tens
     Raises:
         WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
     """
-    recipe_tokens, heads = tokenizer.recipe_tokens, info.token_heads
+    multi_vector_tokens, heads = tokenizer.multi_vector_tokens, info.token_heads
     if heads is None:
-        return TokenMaps(skip_ids=recipe_tokens.skip_ids)
+        return TokenMaps(skip_ids=multi_vector_tokens.skip_ids)
     return TokenMaps(
         vectors=_load_map(info, heads.vectors_file, info.hidden_size),
         weights=_load_map(info, heads.weights_file, 1),
-        unweighted_ids=recipe_tokens.unweighted_ids,
+        unweighted_ids=multi_vector_tokens.unweighted_ids,
     )
 
 

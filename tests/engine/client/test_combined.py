@@ -19,7 +19,7 @@ from penstock.engine.protocol.errors import (
     UnsupportedTaskError,
 )
 from penstock.engine.protocol.model_info import ModelKind
-from penstock.engine.protocol.multi_vector import MultiVector, RecipeTokens, SparseKind, SparsePooling, TokenHeads
+from penstock.engine.protocol.multi_vector import MultiVector, MultiVectorTokens, SparseKind, SparsePooling, TokenHeads
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
@@ -36,8 +36,8 @@ Make = Callable[..., tuple[AsyncEngine, WordCore]]
 async def make() -> AsyncIterator[Make]:
     tokenizers = []
 
-    def made(recipe_tokens: RecipeTokens | None = None, **changes: Any) -> tuple[AsyncEngine, WordCore]:
-        tokenizers.append(tokenizer_pool(recipe_tokens))
+    def made(multi_vector_tokens: MultiVectorTokens | None = None, **changes: Any) -> tuple[AsyncEngine, WordCore]:
+        tokenizers.append(tokenizer_pool(multi_vector_tokens))
         dispatcher = Dispatcher(max_queued_tokens=1_000)
         core = WordCore(dispatcher)
         config = EngineConfig(model="/words")
@@ -70,9 +70,9 @@ async def test_tokenization_counts_in_the_deadline(make: Make, monkeypatch: pyte
 
 async def test_skipped_tokens_have_no_vectors(make: Make) -> None:
     skips = MultiVector(skips_documents=True, skips_queries=False)
-    recipe_tokens = RecipeTokens(skip_ids=tuple(ids("b d")))
+    multi_vector_tokens = MultiVectorTokens(skip_ids=tuple(ids("b d")))
     prompts = {"query": "query: ", "document": "document: "}
-    engine, core = make(recipe_tokens, multi_vector=skips, prompts=prompts)
+    engine, core = make(multi_vector_tokens, multi_vector=skips, prompts=prompts)
     result = await engine.token_embed(["a b c", "d e"], PARAMS)
     assert result.token_ids == [ids("document: a c"), ids("document: e")]
     assert result.num_tokens == [4, 3]
@@ -81,7 +81,7 @@ async def test_skipped_tokens_have_no_vectors(make: Make) -> None:
         assert result.token_ids == [ids("query: a b c")]
     await engine.token_embed(["a"], PARAMS, RequestOptions(prompt_name="query", is_query=False))
     assert [submit.params.is_query for submit, _ in core.sent] == [False, True, True, False]
-    engine, _ = make(recipe_tokens)
+    engine, _ = make(multi_vector_tokens)
     assert (await engine.token_embed(["a b c"], PARAMS)).token_ids == [ids("a b c")]
     engine, _ = make(token_heads=TokenHeads(vectors_file="colbert_linear.pt"))
     assert (await engine.token_embed(["a b c"], PARAMS)).token_ids == [ids("b c")]

@@ -12,7 +12,7 @@ import numpy as np
 from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.protocol.messages import Frame, SubmitRequest
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
-from penstock.engine.protocol.multi_vector import RecipeTokens
+from penstock.engine.protocol.multi_vector import MultiVectorTokens
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
@@ -47,7 +47,7 @@ def info(**changes: Any) -> ModelInfo:
     return ModelInfo(**{**fields, **changes})
 
 
-def tokenizer_pool(recipe_tokens: RecipeTokens | None = None) -> TokenizerPool:
+def tokenizer_pool(multi_vector_tokens: MultiVectorTokens | None = None) -> TokenizerPool:
     model = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(WORDS)}, "unk_token": "?"}
     parts = dict.fromkeys(("added_tokens", "normalizer", "post_processor", "decoder"), None)
     spec = {"version": "1.0", **parts, "added_tokens": [], "model": model, "pre_tokenizer": {"type": "WhitespaceSplit"}}
@@ -55,7 +55,7 @@ def tokenizer_pool(recipe_tokens: RecipeTokens | None = None) -> TokenizerPool:
         json=json.dumps(spec),
         truncation_side="right",
         uses_token_types=False,
-        recipe_tokens=recipe_tokens or RecipeTokens(),
+        multi_vector_tokens=multi_vector_tokens or MultiVectorTokens(),
     )
     return TokenizerPool(tokenizer, vocab_size=len(WORDS), do_lower_case=False, num_workers=1)
 

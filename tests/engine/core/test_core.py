@@ -215,7 +215,7 @@ def test_step_reports_its_load_and_the_queue() -> None:
     driver.run()
     step = driver.steps[-1]
     assert step.num_tokens == 18
-    assert step.load == StepLoad(num_seqs=3, token_budget=64, num_waiting=3, num_waiting_tokens=27, num_left=2)
+    assert step.load == StepLoad(num_seqs=3, token_budget=64, num_waiting=3, num_waiting_tokens=27, num_deferred=2)
     driver.run_all()
     assert driver.steps[-1].load == StepLoad(3, 64, 0, 0, 0)
 

@@ -29,10 +29,10 @@ MIB = 1 << 20
 
 
 class Gauge:
-    """A device with `free` bytes where a token takes `token_bytes`. Forwards of more than `most` tokens fail."""
+    """A device with `free` bytes where a token takes `token_bytes`. Forwards of more than `max_tokens` tokens fail."""
 
-    def __init__(self, token_bytes: int = 1000, most: int = 1 << 20, free: int = 100 * MIB) -> None:
-        self.token_bytes, self.most, self.free = token_bytes, most, free
+    def __init__(self, token_bytes: int = 1000, max_tokens: int = 1 << 20, free: int = 100 * MIB) -> None:
+        self.token_bytes, self.max_tokens, self.free = token_bytes, max_tokens, free
         self.num_tokens = 0
         self.batches: list[list[int]] = []
 
@@ -47,7 +47,7 @@ class Gauge:
 
     def run(self, lengths: Sequence[int]) -> None:
         self.batches.append(list(lengths))
-        if sum(lengths) > self.most:
+        if sum(lengths) > self.max_tokens:
             raise DeviceMemoryError("none")
         self.num_tokens = max(self.num_tokens, sum(lengths))
 
@@ -73,16 +73,16 @@ def test_largest_batches_have_long_sequences_or_many(
 
 
 def test_largest_batch_is_halved_while_memory_is_short(caplog: pytest.LogCaptureFixture) -> None:
-    def find(most: int, num_tokens: int = 1000) -> LargestBatch:
-        gauge = Gauge(most=most)
+    def find(max_tokens: int, num_tokens: int = 1000) -> LargestBatch:
+        gauge = Gauge(max_tokens=max_tokens)
         return largest_batch(gauge.run, gauge, num_tokens=num_tokens, longest=512, max_num_seqs=64)
 
-    assert find(most=300) == LargestBatch(250, 250_000)
+    assert find(max_tokens=300) == LargestBatch(250, 250_000)
     assert "out of memory in a forward of 1000 tokens; trying 500." in caplog.text
     assert "out of memory in a forward of 500 tokens; trying 250." in caplog.text
-    assert find(most=64, num_tokens=100).num_tokens == 64
+    assert find(max_tokens=64, num_tokens=100).num_tokens == 64
     with pytest.raises(DeviceMemoryError, match="none"):
-        find(most=63)
+        find(max_tokens=63)
 
 
 def test_every_kind_of_batch_runs_once() -> None:
@@ -201,11 +201,11 @@ def test_budget_of_whole_inputs_is_the_longest_input(
 
 
 def test_memory_limits_the_largest_forward(save_folder: SaveFolder) -> None:
-    with_pool = make_runner(save_folder, Gauge(most=100), "Qwen2Model", kv_cache_memory=MIB)
+    with_pool = make_runner(save_folder, Gauge(max_tokens=100), "Qwen2Model", kv_cache_memory=MIB)
     assert with_pool.limits.max_tokens == 75  # 300, 150, 75
-    assert make_runner(save_folder, Gauge(most=299)).limits.max_tokens == 150
+    assert make_runner(save_folder, Gauge(max_tokens=299)).limits.max_tokens == 150
     with pytest.raises(DeviceMemoryError):
-        make_runner(save_folder, Gauge(most=5))
+        make_runner(save_folder, Gauge(max_tokens=5))
 
 
 @pytest.mark.gpu

@@ -243,8 +243,8 @@ def test_trained_model_equals_transformers(executor, model_folder, load, needs_f
     model = load(resolve(folder))
     expected = rows_of(reference, sequences)
     assert_close(model.forward(pack(sequences)).hidden_states, expected)
-    for dtype, least in [("bfloat16", 0.999)] if executor == "torch" else [("bfloat16", 0.9995), ("int8", 0.99)]:
+    for dtype, min_cosine in [("bfloat16", 0.999)] if executor == "torch" else [("bfloat16", 0.9995), ("int8", 0.99)]:
         arithmetic = None if executor == "torch" else "bfloat16"
         needs_formats(dtype, arithmetic)
         reduced = load(replace(resolve(folder, dtype), arithmetic=arithmetic)).forward(pack(sequences)).hidden_states
-        assert torch.cosine_similarity(reduced.float(), expected, dim=1).min() > least
+        assert torch.cosine_similarity(reduced.float(), expected, dim=1).min() > min_cosine

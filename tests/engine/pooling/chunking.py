@@ -15,7 +15,7 @@ from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
 
-from .conftest import HIDDEN_SIZE, LENGTHS, NUM_HEADS, assert_same, describe, resolved
+from .conftest import HIDDEN_SIZE, LENGTHS, NUM_HEADS, assert_same, make_metadata, resolved
 
 NUM_SEQS = len(LENGTHS)
 ROW_BOUNDS = [0, *np.cumsum(LENGTHS).tolist()]
@@ -56,7 +56,7 @@ class Sequences:
 
     def whole(self) -> list[dict[str, NDArray[np.float32]]]:
         """Returns the arrays of each sequence from one batch of whole sequences."""
-        metadata = describe(
+        metadata = make_metadata(
             LENGTHS, self.params, token_ids=self.token_ids, skip_tokens=self.skip_tokens, device=self.device
         )
         output = ModelOutput(hidden_states=self.hidden, attention_weights=self.attention)
@@ -77,7 +77,7 @@ class Sequences:
 
     def metadata(self, batch: Sequence[Chunk]) -> PoolingMetadata:
         indices = [s.seq for s in batch]
-        return describe(
+        return make_metadata(
             [LENGTHS[i] for i in indices],
             [self.params[i] for i in indices],
             chunk_sizes=[s.end - s.start for s in batch],

@@ -93,7 +93,7 @@ def token_ids() -> Tensor:
     return ids
 
 
-def describe(
+def make_metadata(
     prompt_lens: Sequence[int],
     params: Sequence[PoolingParams] | None = None,
     *,
@@ -163,7 +163,7 @@ def pool_all(hidden_states: Tensor, attention_weights: Tensor, token_ids: Tensor
         indices: Sequence[int] | None = None,
         skip_tokens: Tensor | None = None,
     ) -> PoolerOutput[Tensor]:
-        metadata = describe(LENGTHS, params, token_ids=token_ids, skip_tokens=skip_tokens)
+        metadata = make_metadata(LENGTHS, params, token_ids=token_ids, skip_tokens=skip_tokens)
         metadata = replace(metadata, chunks=None)
         rows = None
         if indices is not None:

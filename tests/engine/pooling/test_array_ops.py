@@ -19,7 +19,7 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
 from .chunking import mixed_params
-from .conftest import LENGTHS, SEQUENCE_TYPES, TinyModel, assert_same, describe, make_info, resolved
+from .conftest import LENGTHS, SEQUENCE_TYPES, TinyModel, assert_same, make_info, make_metadata, resolved
 
 SKIP_TOKENS = torch.tensor([0, 1, 3, 0, 2, 29], dtype=torch.int32)
 
@@ -36,7 +36,7 @@ def compare(array_ops: ArrayOps, hidden_states: Tensor, attention_weights: Tenso
             return (torch.from_numpy(rows) @ model.weight.T).numpy()
 
         pooler = ModelPooler(info, array_ops, classify, classify)
-        metadata = describe(LENGTHS, params, token_ids=token_ids, skip_tokens=skip_tokens)
+        metadata = make_metadata(LENGTHS, params, token_ids=token_ids, skip_tokens=skip_tokens)
         arrays = pooler.pool(ArrayOutput(hidden_states.numpy(), attention_weights.numpy()), metadata).to_numpy()
         output = ModelOutput(hidden_states=hidden_states, attention_weights=attention_weights)
         assert_same(arrays, tensor_pooler(info, model).pool(output, metadata).to_numpy())

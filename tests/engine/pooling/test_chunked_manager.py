@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaModel
 from penstock.engine.pooling import ChunkedPoolingManager, PoolerFactory, PoolingStates
 from penstock.engine.protocol.tasks import PoolingType
 
-from .conftest import SEQUENCE_TYPES, describe
+from .conftest import SEQUENCE_TYPES, make_metadata
 
 WIDTH = 12
 DOCUMENT = Path(__file__).parents[3] / "docs" / "long-inputs.md"
@@ -25,7 +25,7 @@ def rows(num_rows: int = 65, seed: int = 0) -> Tensor:
 
 
 def whole(pooling_type: PoolingType, hidden: Tensor, weights: Tensor) -> Tensor:
-    return PoolerFactory.create(pooling_type).pool(hidden, describe([len(hidden)]), weights[:, None])[0]
+    return PoolerFactory.create(pooling_type).pool(hidden, make_metadata([len(hidden)]), weights[:, None])[0]
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:

@@ -9,7 +9,7 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingType
 
-from .conftest import describe
+from .conftest import make_metadata
 
 
 def test_cursor_counts_pooled_tokens() -> None:
@@ -52,7 +52,7 @@ def test_batch_of_chunks_records_their_spans() -> None:
 )
 def test_lengths_that_do_not_fit_are_rejected(arguments: dict[str, list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        describe([2, 3], **arguments)
+        make_metadata([2, 3], **arguments)
 
 
 def test_strategy_names_are_read_in_any_case() -> None:

@@ -26,9 +26,9 @@ from .conftest import (
     TinyModel,
     assert_same,
     dense_chain,
-    describe,
     embedding_cases,
     make_info,
+    make_metadata,
     resolved,
 )
 
@@ -133,7 +133,7 @@ def test_attention_head_that_does_not_exist_is_rejected(hidden_states: Tensor, a
     with pytest.raises(ValueError, match="attention_head is 4; the model has 4 heads"):
         tensor_pooler(info, TinyModel())
     info = make_info(sequence_pooling=(PoolingType.ATTENTION,), attention_head=NUM_HEADS - 1)
-    metadata = describe(LENGTHS, [resolved(info, PoolingTask.EMBED)] * len(LENGTHS))
+    metadata = make_metadata(LENGTHS, [resolved(info, PoolingTask.EMBED)] * len(LENGTHS))
     output = ModelOutput(hidden_states=hidden_states, attention_weights=attention_weights[:, :2])
     with pytest.raises(ValueError, match="attention_head is 3; the model has 2 heads"):
         tensor_pooler(info, TinyModel()).pool(output, metadata)
@@ -142,7 +142,7 @@ def test_attention_head_that_does_not_exist_is_rejected(hidden_states: Tensor, a
 @pytest.mark.parametrize("chunk_sizes", [[3, 9], [3, 5], [3, 2]])  # whole sequences, one beside a chunk, and chunks
 def test_attention_pooling_without_weights_is_an_error(chunk_sizes: list[int], hidden_states: Tensor) -> None:
     info = make_info(sequence_pooling=(PoolingType.ATTENTION,))
-    metadata = describe([3, 9], [resolved(info, PoolingTask.EMBED)] * 2, chunk_sizes=chunk_sizes)
+    metadata = make_metadata([3, 9], [resolved(info, PoolingTask.EMBED)] * 2, chunk_sizes=chunk_sizes)
     output = ModelOutput(hidden_states=hidden_states[: sum(chunk_sizes)])
     manager = ChunkedPoolingManager(HIDDEN_SIZE, strategy=PoolingType.ATTENTION)
     with pytest.raises(ValueError, match="needs the attention weights"):
@@ -154,7 +154,7 @@ def test_logits_of_the_model_are_only_activated(hidden_states: Tensor) -> None:
     logits = torch.randn(len(LENGTHS), 5, generator=torch.Generator().manual_seed(0))
     params = [resolved(info, PoolingTask.CLASSIFY, use_activation=i % 2 == 0) for i in range(len(LENGTHS))]
     output = ModelOutput(hidden_states=hidden_states, logits=logits)
-    result = tensor_pooler(info, TinyModel()).pool(output, describe(LENGTHS, params)).to_numpy()
+    result = tensor_pooler(info, TinyModel()).pool(output, make_metadata(LENGTHS, params)).to_numpy()
     for i, arrays in enumerate(result):
         np.testing.assert_allclose(arrays["scores"], logits[i].softmax(0) if i % 2 == 0 else logits[i], atol=1e-6)
 

@@ -25,9 +25,9 @@ from .conftest import (
     SEQUENCE_TYPES,
     TinyModel,
     dense_chain,
-    describe,
     embedding_cases,
     make_info,
+    make_metadata,
     resolved,
 )
 
@@ -209,7 +209,7 @@ def test_batch_that_is_not_committed_can_run_again() -> None:
 
 def test_model_that_pools_by_itself_takes_no_chunks() -> None:
     info = make_info(ModelKind.SEQUENCE_CLASSIFIER, sequence_pooling=(PoolingType.CLS,))
-    metadata = describe([9], [resolved(info, PoolingTask.CLASSIFY)], chunk_sizes=[4])
+    metadata = make_metadata([9], [resolved(info, PoolingTask.CLASSIFY)], chunk_sizes=[4])
     output = ModelOutput(hidden_states=torch.zeros(4, HIDDEN_SIZE), logits=torch.zeros(1, 5))
     manager = ChunkedPoolingManager(HIDDEN_SIZE, strategy="cls")
     with pytest.raises(ValueError, match="a model that does not pool by itself"):

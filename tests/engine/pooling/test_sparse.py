@@ -16,7 +16,7 @@ from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.multi_vector import SparseKind, SparsePooling, SparseVector
 
 from ...kernels.parameters import every_pair
-from .conftest import HIDDEN_SIZE, LENGTHS, describe
+from .conftest import HIDDEN_SIZE, LENGTHS, make_metadata
 
 VOCAB_SIZE = 11
 UNWEIGHTED_IDS = (3, 7)
@@ -44,11 +44,11 @@ class Rows:
     def of(self, rows: Tensor) -> Any:
         return rows if isinstance(self.ops, TensorOps) else rows.numpy()
 
-    def pooler(self, recipe: SparsePooling, head: Callable[[Tensor], Tensor], **options: Any) -> SparsePooler[Any]:
+    def pooler(self, sparse: SparsePooling, head: Callable[[Tensor], Tensor], **options: Any) -> SparsePooler[Any]:
         def map_rows(rows: Any) -> Any:
             return self.of(head(torch.as_tensor(rows)))
 
-        return SparsePooler(self.ops, recipe, map_rows, VOCAB_SIZE, **{"block_rows": 512, **options})
+        return SparsePooler(self.ops, sparse, map_rows, VOCAB_SIZE, **{"block_rows": 512, **options})
 
 
 @pytest.fixture
@@ -70,12 +70,12 @@ def check(actual: list[dict[int, float]], expected: list[dict[int, float]]) -> N
         assert own == pytest.approx(other, abs=1e-5)
 
 
-def of_logits(rows: Tensor, recipe: SparsePooling) -> dict[int, float]:
+def of_logits(rows: Tensor, sparse: SparsePooling) -> dict[int, float]:
     vector = {}
     for token, column in enumerate(to_logits(rows).T.tolist()):
         weights = [math.log1p(max(logit, 0.0)) for logit in column]
-        weights = [math.log1p(weight) for weight in weights] if recipe.log_twice else weights
-        weight = sum(weights) if recipe.is_sum else max(weights, default=0.0)
+        weights = [math.log1p(weight) for weight in weights] if sparse.log_twice else weights
+        weight = sum(weights) if sparse.is_sum else max(weights, default=0.0)
         if weight:
             vector[token] = weight
     return vector
@@ -104,7 +104,7 @@ def test_vocabulary_logits_give_the_weights_of_the_formula(
 ) -> None:
     monkeypatch.setattr(sparse, "_MAX_VALUES", max_seqs * VOCAB_SIZE)
     monkeypatch.setattr(sparse, "_STRIPE", stripe)
-    recipe = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum, log_twice=log_twice)
+    settings = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum, log_twice=log_twice)
     sizes: list[int] = []
 
     def head(rows: Tensor) -> Tensor:
@@ -112,9 +112,9 @@ def test_vocabulary_logits_give_the_weights_of_the_formula(
         # A head on a GPU pads its columns. Large values in them would show in the result.
         return torch.nn.functional.pad(to_logits(rows), (0, padding), value=1e3)
 
-    pooler = kind.pooler(recipe, head, block_rows=block_rows)
-    pairs, counts = pooler.pool(kind.of(hidden_states), describe(lengths))
-    check(vectors_of(pairs, counts), [of_logits(rows, recipe) for rows in hidden_states.split(lengths)])
+    pooler = kind.pooler(settings, head, block_rows=block_rows)
+    pairs, counts = pooler.pool(kind.of(hidden_states), make_metadata(lengths))
+    check(vectors_of(pairs, counts), [of_logits(rows, settings) for rows in hidden_states.split(lengths)])
     assert sum(sizes) == len(hidden_states)
     assert max(sizes) <= block_rows
 
@@ -130,10 +130,10 @@ def of_weights(rows: Tensor, ids: Tensor) -> dict[int, float]:
 def test_largest_weight_of_each_token_is_its_value(hidden_states: Tensor, kind: Rows) -> None:
     ids = torch.randint(0, VOCAB_SIZE, (len(hidden_states),), generator=torch.Generator().manual_seed(2))
     pooler = kind.pooler(BY_TOKEN, to_weights, unweighted_ids=UNWEIGHTED_IDS)
-    pairs, counts = pooler.pool(kind.of(hidden_states), describe(LENGTHS, token_ids=ids))
+    pairs, counts = pooler.pool(kind.of(hidden_states), make_metadata(LENGTHS, token_ids=ids))
     expected = [
         of_weights(rows, own) for rows, own in zip(hidden_states.split(LENGTHS), ids.split(LENGTHS), strict=True)
     ]
     check(vectors_of(pairs, counts), expected)
     with pytest.raises(ValueError, match="need the token ids of the batch"):
-        pooler.pool(kind.of(hidden_states), describe(LENGTHS))
+        pooler.pool(kind.of(hidden_states), make_metadata(LENGTHS))

@@ -15,7 +15,7 @@ from penstock.engine.pooling.states import update_states
 from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.tasks import PoolingType
 
-from .conftest import SEQUENCE_TYPES, describe
+from .conftest import SEQUENCE_TYPES, make_metadata
 
 
 def rows(num_rows: int = 65, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -28,7 +28,7 @@ def as_tensor(row: Any) -> Tensor:
 
 
 def pool_whole(pooling_type: str, hidden: Any, weights: Any, skip_tokens: int = 0) -> Tensor:
-    metadata = describe([len(hidden)], skip_tokens=torch.tensor([skip_tokens], dtype=torch.int32))
+    metadata = make_metadata([len(hidden)], skip_tokens=torch.tensor([skip_tokens], dtype=torch.int32))
     return PoolerFactory.create(pooling_type).pool(hidden, metadata, weights[:, None])[0]
 
 
@@ -112,9 +112,9 @@ def test_attention_weights_of_wrong_shape_are_rejected() -> None:
     hidden, weights = rows()
     pooler = PoolerFactory.create(PoolingType.ATTENTION)
     with pytest.raises(ValueError, match=r"must be \[T, H\] or \[T\], got \[65, 1, 1\]"):
-        pooler.pool(hidden, describe([65]), weights[:, None, None])
+        pooler.pool(hidden, make_metadata([65]), weights[:, None, None])
     with pytest.raises(ValueError, match=r"weights must be torch.float32 \[65\]"):
-        pooler.pool(hidden, describe([65]), weights[:60])
+        pooler.pool(hidden, make_metadata([65]), weights[:60])
 
 
 @pytest.mark.parametrize("strategy", ["Mean", PoolingType.MEAN, ["MEAN"], (PoolingType.MEAN,)])
@@ -141,4 +141,4 @@ def test_types_that_cannot_be_combined_are_rejected(types: Any, message: str) ->
 @pytest.mark.parametrize("name", ["mean", "attention", "all"])
 def test_pooler_rejects_chunks(name: str) -> None:
     with pytest.raises(ValueError, match="takes whole sequences"):
-        PoolerFactory.create(name).pool(torch.zeros(4, 12), describe([9], chunk_sizes=[4]))
+        PoolerFactory.create(name).pool(torch.zeros(4, 12), make_metadata([9], chunk_sizes=[4]))

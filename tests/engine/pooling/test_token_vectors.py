@@ -15,7 +15,7 @@ from penstock.engine.protocol.multi_vector import MultiVector, late_score
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
 
-from .conftest import HIDDEN_SIZE, LENGTHS, TinyModel, describe, make_info
+from .conftest import HIDDEN_SIZE, LENGTHS, TinyModel, make_info, make_metadata
 
 SKIP_IDS = (3, 5)
 NUM_SEQS = len(LENGTHS)
@@ -31,8 +31,8 @@ def token_ids() -> Tensor:
 def make_pooler(
     *, skips_queries: bool = False, skip_ids: tuple[int, ...] = SKIP_IDS, ops: RowOps[Any] | None = None
 ) -> tuple[ModelPooler[Any], PoolingParams]:
-    recipe = MultiVector(skip_words=("x",), skips_queries=skips_queries)
-    info = make_info(sequence_pooling=(), multi_vector=recipe, embedding_size=HIDDEN_SIZE, normalize=True)
+    multi_vector = MultiVector(skip_words=("x",), skips_queries=skips_queries)
+    info = make_info(sequence_pooling=(), multi_vector=multi_vector, embedding_size=HIDDEN_SIZE, normalize=True)
     params = PoolingParams().resolved(PoolingTask.TOKEN_EMBED, info)
     model = TinyModel()
     maps: TokenMaps[Any] = TokenMaps(skip_ids=skip_ids)
@@ -62,7 +62,7 @@ def test_chunked_documents_score_like_whole_ones(
     for start, end in zip((0, *cuts), (*cuts, max(LENGTHS)), strict=True):
         members = [i for i, length in enumerate(LENGTHS) if length > start]
         ends = [min(end, LENGTHS[i]) for i in members]
-        metadata = describe(
+        metadata = make_metadata(
             [LENGTHS[i] for i in members],
             [params] * len(members),
             chunk_sizes=[last - start for last in ends],
@@ -87,7 +87,7 @@ def test_chunked_documents_score_like_whole_ones(
 def test_compared_documents_share_a_batch_with_others(hidden_states: Tensor, token_ids: Tensor) -> None:
     pooler, params = make_pooler()
     mixed = [params.clone(is_compared=True), params] * (NUM_SEQS // 2)
-    metadata = describe(LENGTHS, mixed, token_ids=token_ids)
+    metadata = make_metadata(LENGTHS, mixed, token_ids=token_ids)
     query = np.ones((2, HIDDEN_SIZE), np.float32)
     metadata.queries = [query, None] * (NUM_SEQS // 2)
     arrays = pooler.pool(ModelOutput(hidden_states=hidden_states), metadata).to_numpy()
@@ -98,7 +98,7 @@ def test_compared_documents_share_a_batch_with_others(hidden_states: Tensor, tok
 
 def test_document_without_its_query_is_an_error(hidden_states: Tensor, token_ids: Tensor) -> None:
     pooler, params = make_pooler()
-    metadata = describe(LENGTHS, [params.clone(is_compared=True)] * NUM_SEQS, token_ids=token_ids)
+    metadata = make_metadata(LENGTHS, [params.clone(is_compared=True)] * NUM_SEQS, token_ids=token_ids)
     metadata.queries = [None] * NUM_SEQS
     with pytest.raises(ValueError, match="needs the vectors of its query"):
         pooler.pool(ModelOutput(hidden_states=hidden_states), metadata)
@@ -108,11 +108,11 @@ def test_document_without_its_query_is_an_error(hidden_states: Tensor, token_ids
 def test_skip_words_of_documents_have_no_vector(hidden_states: Tensor, token_ids: Tensor, skips_queries: bool) -> None:
     pooler, document = make_pooler(skips_queries=skips_queries, skip_ids=(3,))
     params = [document, document.clone(is_query=True)] * (NUM_SEQS // 2)
-    metadata = describe(LENGTHS, params, token_ids=token_ids)
+    metadata = make_metadata(LENGTHS, params, token_ids=token_ids)
     arrays = pooler.pool(ModelOutput(hidden_states=hidden_states), metadata).to_numpy()
     filtered, unfiltered = (vectors_without(hidden_states, token_ids, ids) for ids in ((3,), ()))
     for i, own in enumerate(arrays):
         is_filtered = skips_queries or not params[i].is_query
         np.testing.assert_allclose(own["token_embeddings"], (filtered if is_filtered else unfiltered)[i], atol=1e-6)
     with pytest.raises(ValueError, match="needs the token ids of the batch"):
-        pooler.pool(ModelOutput(hidden_states=hidden_states), describe(LENGTHS, [document] * NUM_SEQS))
+        pooler.pool(ModelOutput(hidden_states=hidden_states), make_metadata(LENGTHS, [document] * NUM_SEQS))

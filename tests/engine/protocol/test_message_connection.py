@@ -70,8 +70,8 @@ def test_messages_arrive_whole_and_in_order(ends: Ends, seed: int) -> None:
 @pytest.mark.parametrize("step", [1, 3, 65_537])
 def test_message_may_arrive_in_pieces_of_any_size(step: int) -> None:
     rng = random.Random(step)
-    most = 40 if step < 8 else 150_000
-    sent = [random_message(rng, most) for _ in range(12)]
+    max_size = 40 if step < 8 else 150_000
+    sent = [random_message(rng, max_size) for _ in range(12)]
     writer, reader = socket.socketpair()
     recorded, stream = map(MessageConnection, socket.socketpair())
     other = MessageConnection(reader)

@@ -156,13 +156,13 @@ async def test_scores_equal_maxsim_of_sentence_transformers(engine: AsyncEngine,
 
 
 async def test_long_queries_are_cut_and_long_documents_rejected(engine: AsyncEngine) -> None:
-    recipe = engine.info.multi_vector
-    assert recipe is not None
+    multi_vector = engine.info.multi_vector
+    assert multi_vector is not None
     long = "dam " * 60
-    if recipe.expansion is not None and recipe.expansion.is_fixed:
+    if multi_vector.expansion is not None and multi_vector.expansion.is_fixed:
         query = await engine.token_embed([long], PARAMS, QUERY)
-        assert query.num_tokens == [recipe.expansion.length]
-    with pytest.raises(errors.RequestTooLongError, match=f"{recipe.document_length} tokens"):
+        assert query.num_tokens == [multi_vector.expansion.length]
+    with pytest.raises(errors.RequestTooLongError, match=f"{multi_vector.document_length} tokens"):
         await engine.token_embed([long], PARAMS)
     ids = await engine.token_embed([[2, 60, 61, 3]], PARAMS, QUERY)
     assert ids.num_tokens == [4]

@@ -90,7 +90,7 @@ class CheckedScheduler:
             SchedulerConfig(max_num_seqs=setup.max_num_seqs, max_wait_s=MAX_WAIT_S),
             token_budget=setup.budget,
             max_seq_len=setup.max_seq_len,
-            prefill=setup.prefill(),
+            prefill_config=setup.prefill(),
             sequence_pool=self.sequence_pool,
         )
         self.requests: list[Request] = []
@@ -123,11 +123,11 @@ class CheckedScheduler:
         self.check()
         return number
 
-    def cancel(self, number: int, *, uncache: bool = False) -> None:
+    def cancel(self, number: int, *, drop_cached_blocks: bool = False) -> None:
         is_live = number in self.scheduler.requests
-        if uncache:
+        if drop_cached_blocks:
             self.uncached_shared_blocks |= self.held_blocks()
-        assert (self.scheduler.cancel(number, uncache=uncache) is not None) == is_live
+        assert (self.scheduler.cancel(number, drop_cached_blocks=drop_cached_blocks) is not None) == is_live
         assert number not in self.scheduler.requests
         self.check()
 
@@ -164,7 +164,7 @@ class CheckedScheduler:
                 if not self.scheduler.retry(chunk, MemoryError("no memory")):
                     self.cancel(number)
             elif index in cancelled:
-                self.cancel(number, uncache=index % 2 == 1)
+                self.cancel(number, drop_cached_blocks=index % 2 == 1)
             else:
                 self.write(chunk)
         for request in self.scheduler.finish(batch):

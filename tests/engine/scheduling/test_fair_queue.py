@@ -122,3 +122,14 @@ def test_similar_lengths_follow_the_head_unless_others_are_late() -> None:
     for now_s, lengths in ((1.0, [10, 11, 12, 40, 50]), (1.1, [10, 50, 11, 12, 40]), (1.3, [10, 50, 11, 40, 12])):
         assert [sequence.num_tokens for sequence in group_by_length(window, now_s, max_wait_s=1.0)] == lengths
     assert list(group_by_length([], 3.0, max_wait_s=1.0)) == []
+
+
+def test_sort_key_changes_no_client() -> None:
+    queue = FairQueue()
+    queue.add(make_request(0, [10], client="a"))
+    clients = dict(queue._clients)
+    unknown = make_request(1, [10], client="b").sequences[0]
+    for number in range(queue._max_clients + 1):
+        queue.sort_key(make_request(number, [10], client=f"c{number}").sequences[0])
+    assert queue.sort_key(unknown)[0] == queue.sort_key(queue.window(1, 1)[0])[0] == 0.0
+    assert queue._clients == clients

@@ -85,7 +85,7 @@ def test_longest_prefix_without_a_gap_is_found(history: list[tuple[str, str | in
                 known.setdefault(allocation.keys[i], allocation.block_ids[i])
         elif running:
             allocation = running.pop(argument % len(running))
-            sequence_pool.free(allocation, uncache=event == "end and uncache")
+            sequence_pool.free(allocation, drop_cached_blocks=event == "end and uncache")
             if event == "end and uncache":
                 computed = allocation.block_ids[allocation.num_cached_tokens // BLOCK_SIZE :]
                 known = {key: block for key, block in known.items() if block not in computed}

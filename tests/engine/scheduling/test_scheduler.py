@@ -205,13 +205,13 @@ def test_client_is_charged_once_for_a_preempted_sequence() -> None:
     queue = checked.scheduler.waiting
     checked.add(100, priority=10, client="a")
     (sequence,) = checked.requests[0].sequences
-    start = queue.order(sequence)[0]
+    start = queue.sort_key(sequence)[0]
     for _ in range(3):
         checked.step(0.0)
     checked.add(100, client="a")
     assert preempted(checked.step(0.0)) == [0]
     checked.run_all()
-    assert queue.order(sequence)[0] == start + 200
+    assert queue.sort_key(sequence)[0] == start + 200
 
 
 def test_preempted_prompt_continues_after_its_cached_blocks() -> None:
@@ -289,7 +289,7 @@ def test_failed_chunks_add_nothing_to_the_prefix_cache(num_tokens: int) -> None:
     num_cached = prefixes.num_cached
     checked.step()
     assert prefixes.num_cached > num_cached
-    checked.cancel(1, uncache=True)
+    checked.cancel(1, drop_cached_blocks=True)
     assert prefixes.num_cached == num_cached
 
 

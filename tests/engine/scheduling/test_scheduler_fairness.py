@@ -89,7 +89,7 @@ def long_load(num_blocks: int) -> Scheduler:
         SchedulerConfig(max_num_seqs=16),
         token_budget=64,
         max_seq_len=4000,
-        prefill=ChunkedPrefillConfig(chunk_size=32, threshold=64, min_chunk_size=16, is_dynamic=False),
+        prefill_config=ChunkedPrefillConfig(chunk_size=32, threshold=64, min_chunk_size=16, is_dynamic=False),
         sequence_pool=SequencePool(kv=KvCachePool(num_blocks, 16)),
     )
 

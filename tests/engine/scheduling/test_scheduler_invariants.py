@@ -75,7 +75,7 @@ steps = call(
     cancelled=indices,
 )
 others = st.one_of(
-    call("cancel", number=st.integers(0, 20), uncache=st.booleans()),
+    call("cancel", number=st.integers(0, 20), drop_cached_blocks=st.booleans()),
     call("lower_budget", num_tokens=st.integers(1, 40)),
     call(
         "record",

@@ -23,28 +23,28 @@ def test_sequence_gets_all_its_blocks_or_none() -> None:
     assert sequence_pool.allocate("b", 16) is not None
 
 
-def test_has_room_counts_blocks_that_will_be_freed() -> None:
+def test_can_allocate_counts_blocks_that_will_be_freed() -> None:
     sequence_pool = kv_pool(8)
     first, second = start(sequence_pool, "a", "xyz"), start(sequence_pool, "b", "v")
-    assert sequence_pool.has_room(8)
-    assert not sequence_pool.has_room(9)
+    assert sequence_pool.can_allocate(8)
+    assert not sequence_pool.can_allocate(9)
     sequence_pool.commit(first, 13)
     third = start(sequence_pool, "c", "x")
     assert third.num_cached_tokens == 4
-    assert not sequence_pool.has_room(8)
+    assert not sequence_pool.can_allocate(8)
     all_three = [first, second, third]
     for num_blocks, after in [(4, [first]), (3, [second]), (2, [third]), (6, [first, third]), (8, all_three)]:
-        assert sequence_pool.has_room(BLOCK_SIZE * num_blocks, after=after)
-        assert not sequence_pool.has_room(BLOCK_SIZE * num_blocks + 1, after=after)
+        assert sequence_pool.can_allocate(BLOCK_SIZE * num_blocks, after=after)
+        assert not sequence_pool.can_allocate(BLOCK_SIZE * num_blocks + 1, after=after)
     hybrid = SequencePool(kv=KvCachePool(8, BLOCK_SIZE), ssm=SsmStatePool(1))
     allocation = hybrid.allocate("a", 4)
     assert allocation is not None
-    assert not hybrid.has_room(4)
-    assert hybrid.has_room(32, after=[allocation])
-    assert SequencePool(ssm=SsmStatePool(1)).has_room(10**9)
+    assert not hybrid.can_allocate(4)
+    assert hybrid.can_allocate(32, after=[allocation])
+    assert SequencePool(ssm=SsmStatePool(1)).can_allocate(10**9)
     cached = kv_pool(4)
     run(cached, "a", "xyz")
-    assert cached.has_room(16)  # cached blocks can be evicted
+    assert cached.can_allocate(16)  # cached blocks can be evicted
 
 
 def test_invalid_calls_of_the_sequence_pool_are_rejected() -> None:
@@ -191,7 +191,7 @@ def test_empty_pool_holds_no_sequence() -> None:
     assert pool.is_empty
     assert (pool.capacity_tokens, pool.usage, pool.prefixes, pool.clear_prefixes()) == (0, 0.0, None, None)
     assert not pool.can_hold(1)
-    assert not pool.has_room(1)
+    assert not pool.can_allocate(1)
     assert pool.find(keys_of_blocks("x"), 4) == 0
     with pytest.raises(PoolExhausted, match="1 tokens never fits; the pool has 0"):
         pool.allocate("a", 1)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.kernels.attention import PagedLengths, attention, attention_paged, bias_block
 from penstock.kernels.backends import Backend, upload
-from penstock.kernels.rotary import HeadNorm, KvSlots, rotary
+from penstock.kernels.rotary import HeadNorm, KvDestination, rotary
 
 from ....families.spec import AttentionSpec, LayerSpec, LinearSpec
 from ..packed_batch import BatchCache, HiddenTokens, KvCache, PackedBatch
@@ -168,7 +168,7 @@ class Attention:
         cache = batch.cache
         store = None
         if rotation is not None and plan.slots is not None and cache is not None and cache.kv is not None:
-            store = KvSlots(cache.kv.k[self.kv_index], cache.kv.v[self.kv_index], plan.slots)
+            store = KvDestination(cache.kv.k[self.kv_index], cache.kv.v[self.kv_index], plan.slots)
         q_THK, k_TGK, v_TGK = self._project(hidden_TD, batch.positions, rotation, store)
         parts = []
         if cache is not None and store is None:
@@ -282,9 +282,9 @@ class Attention:
         attended_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
         start = 0
         for length, run in groupby(seq_lens):
-            most, rest = max(1, _MAX_SCORES // (self.spec.num_heads * length**2)), sum(1 for _ in run)
+            max_count, rest = max(1, _MAX_SCORES // (self.spec.num_heads * length**2)), sum(1 for _ in run)
             while rest:
-                count = min(rest, most)
+                count = min(rest, max_count)
                 rows = slice(start, start + count * length)
                 q, k, v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q_THK, k_TGK, v_TGK))
                 block = F.scaled_dot_product_attention(q, k, v, attn_mask=terms(q, k), scale=self.spec.scale)
@@ -293,7 +293,7 @@ class Attention:
         return attended_THK
 
     def _project(
-        self, hidden_TD: Tensor, positions_T: Tensor, rotation: Rotation | None, store: KvSlots | None = None
+        self, hidden_TD: Tensor, positions_T: Tensor, rotation: Rotation | None, store: KvDestination | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q [T, H, K], k and v [T, G, K]. With a rotation, also stores k and v in the slots of `store`."""
         spec = self.spec

@@ -66,8 +66,8 @@ class TransformersModel(PackedModel):
     """
 
     def __init__(self, info: ModelInfo, *, trust_remote_code: bool = False) -> None:
-        recipe = info.multi_vector
-        if recipe is not None and recipe.expansion is not None and not recipe.expansion.attends:
+        multi_vector = info.multi_vector
+        if multi_vector is not None and multi_vector.expansion is not None and not multi_vector.expansion.attends:
             raise UnsupportedModelError(
                 f"{info.name} hides the tokens after short queries; penstock supports that only in native families."
             )

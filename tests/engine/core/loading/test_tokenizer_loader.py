@@ -13,7 +13,7 @@ from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import UnsupportedModelError
-from penstock.engine.protocol.model_info import RecipeTokens, TokenizerSpec
+from penstock.engine.protocol.model_info import MultiVectorTokens, TokenizerSpec
 from penstock.engine.protocol.multi_vector import MultiVector, QueryExpansion
 
 WORDS = ["One", "short", "text", "to", "begin", "with", "."]
@@ -83,18 +83,18 @@ def test_known_marker_becomes_a_single_token(tmp_path: Path) -> None:
         assert Tokenizer.from_str(spec.json).encode("[Q] text").ids == expected
 
 
-def test_recipe_tokens_are_found_in_the_vocabulary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_multi_vector_tokens_are_found_in_the_vocabulary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(tmp_path, word_level(3), 10)
     info = replace(resolve_model(EngineConfig(model=str(tmp_path))), sources={"multi_vector": "config.json"})
 
-    def find(token: str | None, *skip_words: str) -> RecipeTokens:
+    def find(token: str | None, *skip_words: str) -> MultiVectorTokens:
         expansion = None if token is None else QueryExpansion(length=8, token=token)
-        recipe = MultiVector(expansion=expansion, skip_words=skip_words)
-        return load_tokenizer(replace(info, multi_vector=recipe)).recipe_tokens
+        multi_vector = MultiVector(expansion=expansion, skip_words=skip_words)
+        return load_tokenizer(replace(info, multi_vector=multi_vector)).multi_vector_tokens
 
-    assert find("text", ".") == RecipeTokens(expansion_id=5, skip_ids=(9,))
+    assert find("text", ".") == MultiVectorTokens(expansion_id=5, skip_ids=(9,))
     assert not caplog.records
-    assert find(None, ";", ".") == RecipeTokens(skip_ids=(9,))
+    assert find(None, ";", ".") == MultiVectorTokens(skip_ids=(9,))
     assert "not in the vocabulary, so not removed from documents: ;" in caplog.text
     with pytest.raises(UnsupportedModelError, match=r"with the token '\[none\]' \(config.json\)"):
         find("[none]")

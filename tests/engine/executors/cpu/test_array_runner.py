@@ -156,8 +156,8 @@ def test_dense_modules_equal_torch(activation, machine, save_model, resolve, inp
 def test_sparse_vectors_of_logits_equal_torch(family, config, is_sum, machine, save_model, resolve, inputs):
     folder, _ = save_model(f"{family}ForMaskedLM", **config)
     info = resolve(folder)
-    recipe = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum)
-    info = replace(info, sparse=recipe, tasks=(*info.tasks, SPARSE_EMBED))
+    sparse = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum)
+    info = replace(info, sparse=sparse, tasks=(*info.tasks, SPARSE_EMBED))
     Runners(info, machine, inputs).compare(PoolingParams().resolved(SPARSE_EMBED, info))
 
 

@@ -33,13 +33,13 @@ SIZES = {"hidden_size": 128, "dim": 128, "intermediate_size": 256, "hidden_dim":
 SIZES |= {"max_position_embeddings": 514, "head_dim": 64, "sliding_window": 24, "state_size": 16, "mamba_d_state": 16}
 SIZES |= {"num_heads": 4, "mamba_n_heads": 4, "mamba_d_head": 64}
 LENGTHS = (1, 2, 17, 64, 130, 300, 3)
-LEAST_COSINE = {"float32": 0.999999, "bfloat16": 0.999, "float16": 0.9999}
+MIN_COSINE = {"float32": 0.999999, "bfloat16": 0.999, "float16": 0.9999}
 
 on_devices = pytest.mark.parametrize(
     ("device", "dtype"),
     [
         pytest.param("cpu", "bfloat16", id="cpu-bfloat16"),
-        *(pytest.param("cuda", dtype, id=f"cuda-{dtype}", marks=pytest.mark.gpu) for dtype in LEAST_COSINE),
+        *(pytest.param("cuda", dtype, id=f"cuda-{dtype}", marks=pytest.mark.gpu) for dtype in MIN_COSINE),
     ],
 )
 
@@ -78,7 +78,7 @@ def embed(model: PackedModel, batch: Any) -> Tensor:
 
 def assert_near(rows: Tensor, exact: Tensor, dtype: str) -> None:
     cosines = torch.cosine_similarity(rows.double(), exact.double(), dim=1)
-    assert cosines.min() > LEAST_COSINE[dtype], cosines
+    assert cosines.min() > MIN_COSINE[dtype], cosines
 
 
 @on_devices
@@ -117,8 +117,8 @@ def test_large_batch_equals_small_batches(
 
 @pytest.mark.gpu
 def test_vocabulary_head_in_bfloat16_is_close(save: Save, pack: Any, ids: list[list[int]]) -> None:
-    recipe = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS)
-    info = replace(save("BertForMaskedLM", ENCODER_SIZES | {"vocab_size": 3001}), sparse=recipe)
+    sparse = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS)
+    info = replace(save("BertForMaskedLM", ENCODER_SIZES | {"vocab_size": 3001}), sparse=sparse)
     exact, model = load_model(info), load_model(with_device(info, "cuda", "bfloat16"))
     assert exact.vocabulary_head is not None
     assert model.vocabulary_head is not None

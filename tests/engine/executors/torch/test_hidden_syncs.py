@@ -269,8 +269,8 @@ def test_sparse_vectors_of_logits_wait_for_counts_only(
     is_sum: bool, log_twice: bool, load_info: Any, check: Check
 ) -> None:
     info = load_info(*BERT, "ForMaskedLM")
-    recipe = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum, log_twice=log_twice)
-    info = replace(info, sparse=recipe, tasks=(*info.tasks, PoolingTask.SPARSE_EMBED))
+    sparse = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum, log_twice=log_twice)
+    info = replace(info, sparse=sparse, tasks=(*info.tasks, PoolingTask.SPARSE_EMBED))
     check(info, resolved(info, PoolingTask.SPARSE_EMBED))
 
 

@@ -15,13 +15,13 @@ NO_WAITS = "simulated and (simulated-bert or simulated-qwen3 or steps or mixed o
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(IS_INTERPRETED, reason="runs in the other process")
 @pytest.mark.parametrize(
-    ("chosen", "least"),
+    ("chosen", "min_passed"),
     [
         (f"{FUSED} or ({NO_WAITS} and not pooling_type) or bert-MEAN_SQRT", 9),
         pytest.param("fused or simulated", 80, marks=pytest.mark.slow),
     ],
     ids=["quick", "all"],
 )
-def test_models_pass_in_the_interpreter(chosen: str, least: int) -> None:
+def test_models_pass_in_the_interpreter(chosen: str, min_passed: int) -> None:
     files = (FOLDER / f"test_{name}.py" for name in ("fusion", "hidden_syncs"))
-    assert num_passed_interpreted(*files, chosen=chosen) >= least
+    assert num_passed_interpreted(*files, chosen=chosen) >= min_passed
