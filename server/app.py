@@ -105,30 +105,11 @@ def create_app(
         ModelLimits(settings.max_loaded_models, settings.model_memory, settings.load_wait_s, settings.drain_timeout_s),
     )
     table = ModelTable(manager)
-    admission = AdmissionController(settings, shared.num_processes)
-    context = ServerContext(settings, Metrics(table.named_engines, shared.gather), table, shared.started_s, admission)
-    context.metrics.register(ModelMetrics(table.entries))
-    if cache is not None:
-        context.metrics.register(VectorCacheMetrics(cache, table.named_engines))
-    if batches is not None:
-        context.metrics.register(BatchMetrics(batches))
+    context = _build_context(settings, shared, table, cache, batches)
     observers = Observers(settings, context.metrics)
     routes = _routes(settings, has_admin_keys=admin_keys.are_required)
     rejections = RejectionQueue(max_waiting=file_limit() // 2)
     startup = Startup(manager, table, on_ready, on_failure)
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:
-        cors = _cors(app, settings) if settings.cors_origins else None
-        shedder = LoadShedder(routes, table, keys, observers.all, rejections, settings.max_body_bytes, cors)
-        running_batches: AbstractAsyncContextManager[None] = nullcontext()
-        if batches is not None:
-            dispatcher = JsonDispatcher(app, app.exception_handlers, admission.release, table.release)
-            client = InternalClient(app, dispatcher, routes, keys.client_name, keys.namespace_of, keys.is_valid)
-            running_batches = batches.running(client)
-        async with observers.running(), startup.running(), running_batches:
-            yield {SHEDDER: shedder}
-
     app = Application(
         names=[name for model in models for name in model.shown_names],
         needs_key=keys.are_required,
@@ -137,11 +118,11 @@ def create_app(
         version=penstock_version(),
         docs_url=None,
         redoc_url=None,
-        lifespan=lifespan,
+        lifespan=_build_lifespan(context, routes, keys, observers, rejections, startup, batches),
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.context = context
-    app.state.json_reader = JsonReader(admission, settings.max_inputs_per_request)
+    app.state.json_reader = JsonReader(context.admission, settings.max_inputs_per_request)
     app.state.startup = startup
     app.state.routes = routes
     if batches is not None:
@@ -155,6 +136,47 @@ def create_app(
         layers, end_request = _cors(layers, settings), _cors(end_request, settings)
     app.layers = RequestMiddleware(layers, routes, observers.all, rejections, end_request)
     return app
+
+
+def _build_context(
+    settings: ServerSettings, shared: SharedState, table: ModelTable, cache: VectorCache | None, batches: Batches | None
+) -> ServerContext:
+    """Returns the state of the application, with the metrics of models, cache and batches."""
+    metrics = Metrics(table.named_engines, shared.gather)
+    metrics.register(ModelMetrics(table.entries))
+    if cache is not None:
+        metrics.register(VectorCacheMetrics(cache, table.named_engines))
+    if batches is not None:
+        metrics.register(BatchMetrics(batches))
+    admission = AdmissionController(settings, shared.num_processes)
+    return ServerContext(settings, metrics, table, shared.started_s, admission)
+
+
+def _build_lifespan(
+    context: ServerContext,
+    routes: RouteTable,
+    keys: ApiKeys,
+    observers: Observers,
+    rejections: RejectionQueue,
+    startup: Startup,
+    batches: Batches | None,
+) -> Callable[[FastAPI], AbstractAsyncContextManager[Mapping[str, Any]]]:
+    """Returns the lifespan: it runs observers, models and batches, and gives the LoadShedder to connections."""
+    settings, models, release = context.settings, context.models, context.admission.release
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:
+        cors = _cors(app, settings) if settings.cors_origins else None
+        shedder = LoadShedder(routes, models, keys, observers.all, rejections, settings.max_body_bytes, cors)
+        running_batches: AbstractAsyncContextManager[None] = nullcontext()
+        if batches is not None:
+            dispatcher = JsonDispatcher(app, app.exception_handlers, release, models.release)
+            client = InternalClient(app, dispatcher, routes, keys.client_name, keys.namespace_of, keys.is_valid)
+            running_batches = batches.running(client)
+        async with observers.running(), startup.running(), running_batches:
+            yield {SHEDDER: shedder}
+
+    return lifespan
 
 
 def _inner_middleware(

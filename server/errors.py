@@ -171,9 +171,8 @@ def _sentence(error: dict[str, Any], keys: Collection[str]) -> str:
         return f"The body must be a JSON object, not {quote(error['input'])}."
     if kind == "missing":
         return f"{field} is missing; the body {f'has {quote_names(keys)}' if keys else 'is empty'}."
-    reason = (
-        error["msg"].removeprefix("Value error, ").removesuffix(".")
-    )  # one period only: truncated lists of names end in three
+    # Remove one period only: truncated lists of names end in three.
+    reason = error["msg"].removeprefix("Value error, ").removesuffix(".")
     if kind in ("value_error", "unknown_key", EMPTY_TEXT):
         return f"{field} {reason}."
     return f"{field}: {reason}, not {quote(error['input'])}."

@@ -77,8 +77,8 @@ class RunContext:
         limiter: Decides when lines run.
         num_lines: Lines with a response ("completed") and with an error ("failed") since the start.
         reading_file: Lock for checking a file or reading its custom ids: one file at a time.
-        lone_line: Lock of a line, or of the check of a file, that ran when the engine or the server died. It runs alone
-            now: if the engine or the server dies again, this line is the cause.
+        lone_line: Lock: one suspected line or file check at a time. A line or check is suspected if it ran when the
+            engine or the server died. If it dies again, the line or check is the cause.
         now: Unix time.
         retry_s: Seconds between two attempts to use a failing disk.
     """
@@ -98,10 +98,10 @@ class BatchRun:
     """Runs one batch. Used by one event loop.
 
     Args:
-        batch: Its record.
-        input_file: Its lines.
-        context: State shared with other runs.
-        crashes: Its lines that ran when the server was killed; None after a clean stop.
+        batch: Record of the batch.
+        input_file: Input file with the lines of the batch.
+        context: State that all runs share.
+        crashes: Lines of the batch that ran when the server was killed; None after a clean stop.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class BatchRun:
         return BatchStatus.COMPLETED
 
     async def _check(self) -> CheckResult:
-        """Checks the input file. If the server was killed during the check, no other such line runs beside it.
+        """Checks the input file. If the server was killed during an earlier check, holds `lone_line`.
 
         Raises OSError or StorageError. Other files are checked before the next try.
         """

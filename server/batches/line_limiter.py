@@ -67,7 +67,7 @@ class LiveTrafficMiddleware:
 
     Args:
         app: The next ASGI application.
-        traffic: The count.
+        traffic: Counts the running requests.
     """
 
     def __init__(self, app: ASGIApp, traffic: LiveTraffic) -> None:

@@ -53,14 +53,14 @@ class Call:
     """A request to the model that it names.
 
     Attributes:
-        request: The request.
+        request: The HTTP request.
         context: State of the application.
-        target: The model, with its default prompt.
-        engine: Its engine.
-        info: The facts of the model.
-        name: The model's name in the response.
-        began_s: Seconds, of time.perf_counter(). When the handler began.
-        num_tokens: Tokens of all inputs, after `count`.
+        target: Engine, name and default prompt of the model.
+        engine: Engine of the model.
+        info: Description of the model: limits, tasks, prompts.
+        name: Name of the model in the response.
+        began_s: time.perf_counter() when the handler began.
+        num_tokens: Number of tokens of all inputs; 0 until `count` is called.
     """
 
     __slots__ = ("began_s", "context", "engine", "info", "name", "num_tokens", "request", "target")
@@ -80,8 +80,8 @@ class Call:
         """Finds the model of a request, and loads it first if necessary.
 
         Args:
-            request: The request.
-            model: Name in the request. None or empty: the request names no model.
+            request: The HTTP request.
+            model: Model name in the request. None or empty: the request names no model.
             kinds: A request without a model name gets the first model of these kinds, or else the first model.
 
         Raises:

@@ -94,7 +94,7 @@ class ClientWatch:
     a request costs one callback. Behind another ASGI server a task waits for the message http.disconnect.
 
     Args:
-        request: Its scope has its LIMITS if it runs a model.
+        request: Its scope has LIMITS if its route runs a model.
 
     Raises:
         RequestCancelledError: The client has hung up.
@@ -131,7 +131,7 @@ class ClientWatch:
                 raise reason from None
             finally:
                 del reason
-        if kind is DeadlineExceededError:
+        if kind is DeadlineExceededError and LIMITS in self._request.scope:
             raise self._deadline().error() from error
 
     def _watch(self) -> None:

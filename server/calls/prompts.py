@@ -122,11 +122,9 @@ def find_prompt(info: ModelInfo, purpose: str, *, param: str) -> tuple[str | Non
 
 def _no_adapter_error(info: ModelInfo, purpose: str, param: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{param} is {quote(purpose)}; {info.name} has one LoRA adapter per task ({', '.join(info.adapters)}),"
-        " and this "
-        f"server applies no adapters. Leave {param} out to get vectors of the base weights, or serve a model "
-        "with merged "
-        "adapter weights.",
+        f"{param} is {quote(purpose)}; {info.name} has one LoRA adapter per task ({', '.join(info.adapters)}), and "
+        f"this server applies no adapters. Leave {param} out to get vectors of the base weights, or serve a model with "
+        "merged adapter weights.",
         param=param,
     )
 

@@ -60,9 +60,8 @@ async def truncate_texts(call: Call, texts: Sequence[str], max_num_tokens: int |
     max_chars = max(_MAX_CHARS_PER_TOKEN * max_num_tokens, _MIN_CHARS)
     read = [text[:max_chars] for text in texts]
     token_ids: list[list[int]] = []
-    for start in range(
-        0, len(read), _TEXTS_PER_CALL
-    ):  # the ids of all texts at once would take ten times the memory of the texts
+    # The ids of all texts at once would take ten times the memory of the texts.
+    for start in range(0, len(read), _TEXTS_PER_CALL):
         some = await call.engine.tokenize(read[start : start + _TEXTS_PER_CALL], add_special_tokens=False)
         token_ids += [ids[: max_num_tokens + 1] for ids in some]
     too_long = [i for i, ids in enumerate(token_ids) if len(ids) > max_num_tokens]

@@ -51,8 +51,8 @@ class ShardResult:
     """The vectors of a shard while it runs.
 
     Args:
-        shard: The shard.
-        num_pending_rows: Number of rows that have not run.
+        shard: Rows of the input that this object collects vectors for.
+        num_pending_rows: Number of rows that have not been embedded.
 
     Attributes:
         vectors: [N, D] float32, one row per row of the shard, NaN without a vector. D is 0 before the first `add`.
@@ -75,9 +75,9 @@ class EmbedRequest(NamedTuple):
     """Rows of one shard for one request to the engine.
 
     Attributes:
-        result: Result of the shard.
+        result: Collects the vectors of the shard.
         indices: Indices of the rows in the shard.
-        rows: The rows.
+        rows: Rows to embed, in the order of `indices`.
     """
 
     result: ShardResult

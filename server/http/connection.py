@@ -62,7 +62,7 @@ def num_unacknowledged(transport: asyncio.BaseTransport) -> int:
 
 
 MAX_OVERHEAD_BYTES: Final = 64 * 1024
-"""Maximum number of bytes outside bodies in a row: a head, trailers, chunk frames."""
+"""Maximum bytes of a head, of trailers, or of chunk framing between two parts of a body."""
 CONNECTION_LOST: Final = "penstock.connection_lost"
 """Scope key of a future that is done when the connection has ended. Other ASGI servers do not set it."""
 SLOW_BODY: Final = "penstock.slow_body"
@@ -195,7 +195,7 @@ class Connection(HttpToolsProtocol):
             return
         if (error_message := _host_error(self.headers, self.parser.get_http_version())) is not None:
             self._error_message = error_message
-            raise ValueError(error_message)  # stops the parser, see `_parse_part`
+            raise ValueError(error_message)  # httptools wraps it in HttpParserCallbackError
         self._rejection = None if self._is_upgrade else self._shed()
         self._is_rejected = self._rejection is not None
         if not self._is_upgrade and not self._is_rejected:
@@ -218,7 +218,8 @@ class Connection(HttpToolsProtocol):
             self._is_rejected = False
             if self._has_sent_last_response:
                 self.transport.close()
-            elif self._rejection is None:  # it was sent before the body ended, and the body has cancelled the timer
+            elif self._rejection is None:
+                # The 429 was sent during the body; receiving the body cancelled the keep-alive timer, so restart it.
                 self.timeout_keep_alive_task = self.loop.call_later(
                     self.timeout_keep_alive, self.timeout_keep_alive_handler
                 )

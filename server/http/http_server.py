@@ -17,9 +17,8 @@ from ..settings import ServerSettings
 from .connection import Connection
 from .connection_limits import NO_LIMITS, ConnectionLimits, TransferLimits
 
-KEEP_ALIVE_S: Final = (
-    120  # Longer than the idle time of clients' pools (Go: 90 s): clients do not retry a POST on a closed connection.
-)
+# Longer than the idle time of clients' pools (Go: 90 s): clients do not retry a POST on a closed connection.
+KEEP_ALIVE_S: Final = 120
 _COLLECT_AFTER: Final = 10_000
 """Number of new objects after which the garbage collector runs."""
 _CHECK_EVERY_S: Final = 5

@@ -28,6 +28,9 @@ _MAX_WEIGHT_PER_BYTE: Final = 3
 """Maximum weight per byte of valid JSON: each byte of `"",` counts as three."""
 
 
+_NUMBERS: Final = frozenset((int, float))
+
+
 class JsonReader:
     """Reads the bodies of one application. Used by one event loop.
 
@@ -110,7 +113,7 @@ class JsonReader:
                         self._check_list(entry, ("body", tag, name, inner))
 
     def _check_list(self, entries: list[Any], location: tuple[str, ...]) -> None:
-        if len(entries) > self._max_entries and type(entries[0]) not in (int, float):
+        if len(entries) > self._max_entries and not _NUMBERS.issuperset(map(type, entries)):
             message = f"has {len(entries)} entries; the limit is {self._max_entries}"
             raise RequestValidationError([{"type": "value_error", "loc": location, "msg": message, "input": None}])
 

@@ -53,7 +53,8 @@ def limits_of(scope: Scope) -> RequestLimits:
     """Returns the limits in the headers of a request: `x-request-timeout` in seconds, and `x-priority`.
 
     Raises:
-        InvalidRequestError: A header is not such a number, and x-priority is not the name of a level.
+        InvalidRequestError: x-request-timeout is not a positive number, or x-priority is neither an integer nor a
+            level.
     """
     timeout_s, priority = None, int(ChunkPriority.NORMAL)
     for name, value in scope["headers"]:

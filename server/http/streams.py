@@ -25,7 +25,7 @@ class ReadAhead(FlowControl):
     """Buffers bytes of requests that wait for earlier responses. Pauses reading while the buffer is full.
 
     Attributes:
-        buffer: The bytes.
+        buffer: Bytes that were received and not parsed yet.
     """
 
     def __init__(self, transport: object) -> None:
@@ -138,8 +138,8 @@ class CloseDelimited:
     uvicorn would send chunks, which HTTP/1.0 does not support. Responses with a Content-Length are not changed.
 
     Args:
-        app: The application.
-        cycle: Its only request and response.
+        app: The ASGI application.
+        cycle: The request that `app` handles.
     """
 
     def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:

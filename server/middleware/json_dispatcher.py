@@ -38,9 +38,9 @@ class JsonDispatcher:
 
     Args:
         app: The next application.
-        error_handlers: Exception class to a function that makes the response.
-        on_end: Called with the scope of each request when its response has been sent.
-        on_response: Called with the scope as soon as the response or the error is known, before it is sent.
+        error_handlers: Maps an exception class to a function that builds the response.
+        on_end: Releases the memory reservations of a request. Called with its scope after its response was sent.
+        on_response: Releases the engine of a request. Called with its scope before the response or error is sent.
     """
 
     def __init__(
@@ -58,27 +58,29 @@ class JsonDispatcher:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Responds to a request, or passes it on."""
         CLIENT.set(scope.get("api_client", ""))
-        route, response = route_of(scope), self.app
+        route = route_of(scope)
         parser = None if route is None else route.body_parser
         try:
-            if route is not None and parser is not None:
-                request, body = Request(scope, receive, send), None
-                try:
-                    body = await _read_body(request, route, parser)
-                    if route.runs_model:
-                        scope[LIMITS] = limits_of(scope)
-                    with ClientWatch(request) if route.ends_with_client else nullcontext():
-                        response = await route.endpoint(body=body, request=request)
-                except Exception as error:
-                    if isinstance(error, EngineError) and isinstance(body, JsonBody):
-                        error.name_fields(body.field_names())
-                    handler = next(filter(None, map(self._error_handlers.get, type(error).__mro__)), None)
-                    if handler is None:
-                        raise
-                    response = await handler(request, error)
-                finally:
-                    body = None  # free it: the client may read the response slowly
-                    self._on_response(scope)
+            if route is None or parser is None:
+                await self.app(scope, receive, send)
+                return
+            request, body = Request(scope, receive, send), None
+            try:
+                if route.runs_model:
+                    scope[LIMITS] = limits_of(scope)  # before the body is read: its headers may be invalid
+                body = await _read_body(request, route, parser)
+                with ClientWatch(request) if route.ends_with_client else nullcontext():
+                    response = await route.endpoint(body=body, request=request)
+            except Exception as error:  # errors without a handler are unexpected
+                if isinstance(error, EngineError) and isinstance(body, JsonBody):
+                    error.name_fields(body.field_names())
+                handler = next(filter(None, map(self._error_handlers.get, type(error).__mro__)), None)
+                if handler is None:
+                    raise
+                response = await handler(request, error)
+            finally:
+                body = None  # free it: the client may read the response slowly
+                self._on_response(scope)
             await response(scope, receive, send)
         except Exception as error:
             if (error_response := unexpected_error(scope, error)) is None:

@@ -113,10 +113,10 @@ class ShedRequest:
     Responses are built when they are sent, several at a time, which uses the processor's caches well.
 
     Attributes:
-        error: Reason of the rejection.
-        model: Shown name of the served model.
+        error: Error of the response.
+        model: Name of the served model in logs and metrics.
         route: Route of the request.
-        scope: Scope of the request.
+        scope: ASGI scope of the request.
         cors: Lets web pages of other origins read the response; None: they may not.
         send_response: Sends a response; None after it was called.
         observers: Called with the record of the request.
@@ -139,7 +139,10 @@ class ShedRequest:
     _body_tail: bytes = b""
 
     def find_dialect(self, body: bytes) -> None:
-        """Searches a part of the body for a key of a dialect. Quotes in texts are escaped, so texts do not match."""
+        """Searches a part of the body for a key of a dialect.
+
+        A key in a string value does not match: its quotes are escaped.
+        """
         if self.route.by_key and self._dialect is None:
             self._body_tail += body
             for key, dialect in self.route.by_key.items():
@@ -178,8 +181,8 @@ class LoadShedder:
 
     Args:
         routes: Routes of the application.
-        models: The served models.
-        keys: API keys.
+        models: The served models by name.
+        keys: Accepted API keys.
         observers: Called with the record of every request.
         queue: Sends rejections at a bounded rate.
         max_body_bytes: Maximum size of one body.

@@ -224,6 +224,7 @@ def _checked(call: Call, body: EmbeddingRequest) -> tuple[PoolingParams, Mapping
     params, encodings = body.pooling_params(), body.encodings()
     check_encodings(encodings, body.num_inputs(), call.info, params, quantized_by=body.quantized_by())
     options = call.embed_options(body, priority=body.priority)
-    if body.prefix is not None:
-        options = replace(options, prompt=body.prefix)
+    prompt = body.prefix  # Open WebUI's field `prefix` is the prompt of every input
+    if prompt is not None:
+        options = replace(options, prompt=prompt)
     return params, encodings, options

@@ -288,9 +288,8 @@ async def rerank(body: RerankBody, request: Request) -> Response:
         size = size_of_texts(body.documents, body.num_results(), num_encodings=2 if body.is_voyage() else 1)
         call.reserve(size, param="documents", remedy=_FEWER_DOCUMENTS)
     else:
-        body.documents[:] = (
-            texts  # free the other fields of documents early: the body may stay in the queue for seconds
-        )
+        # Free the other fields of documents early: the body may stay in the queue for seconds.
+        body.documents[:] = texts
     options = replace(
         call.options(instruction=body.wanted_instruction(), priority=body.priority),
         max_passages=body.max_chunks_per_doc or 1,
