@@ -1,10 +1,10 @@
 """A request to a model: the steps of every handler between the validated body and the response.
 
-A handler starts a call, checks the body against the limits, reserves memory for the response, runs the engine, and
+A handler checks the body against the limits, starts a call, reserves memory for the response, runs the engine, and
 builds the response:
 
+    check_count(request, body.inputs, "inputs")
     call = await Call.start(request, body.model, EMBEDDERS)
-    call.check_count(body.inputs, "inputs")
     call.reserve(size_of_numbers(...), param="inputs")
     result = await call.engine.embed(body.inputs, params, call.options())
     call.count(PoolingTask.EMBED, result)
@@ -47,6 +47,16 @@ class Result(Protocol):
     def num_tokens(self) -> Sequence[int]:
         """Tokens of each input."""
         ...
+
+
+def check_count(request: Request, inputs: Sized, param: str) -> None:
+    """Raises InvalidRequestError if a request has more than `max_inputs_per_request` inputs.
+
+    Handlers call it before Call.start, so that an invalid body loads no model.
+    """
+    limit = context_of(request).settings.max_inputs_per_request
+    if len(inputs) > limit:
+        raise InvalidRequestError(f"{param} has {len(inputs)} entries; the limit is {limit}.", param=param)
 
 
 class Call:
@@ -93,12 +103,6 @@ class Call:
         if target is None:
             target = await context.models.load(model, request.scope, kinds)
         return cls(request, context, target, began_s)
-
-    def check_count(self, inputs: Sized, param: str) -> None:
-        """Raises InvalidRequestError if a request has more than `max_inputs_per_request` inputs."""
-        limit = self.context.settings.max_inputs_per_request
-        if len(inputs) > limit:
-            raise InvalidRequestError(f"{param} has {len(inputs)} entries; the limit is {limit}.", param=param)
 
     def reserve(self, size: ResponseSize, *, param: str = "input", remedy: str = FEWER_INPUTS) -> None:
         """Reserves memory for the response, or for a further part of it; see AdmissionController.reserve_response.

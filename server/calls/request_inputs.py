@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from fastapi import Request
+
 from penstock.engine import RequestOptions
 
 from ..schemas.chat import ChatFields, InputFields
 from ..schemas.inputs import Text
-from .call import Call
+from .call import Call, check_count
 
 _MAX_CHARS_PER_TOKEN: Final = 64
 _MIN_CHARS: Final = 65_536
@@ -18,19 +20,19 @@ _MIN_CHARS: Final = 65_536
 _TEXTS_PER_CALL: Final = 32
 
 
-def check_inputs(call: Call, body: InputFields) -> None:
+def check_inputs(request: Request, body: InputFields) -> None:
     """Raises InvalidRequestError if a request has no inputs or too many."""
     body.check_given()
-    call.check_count(body.input or (), "input")
+    check_count(request, body.input or (), "input")
     if body.messages is not None:
-        check_messages(call, body)
+        check_messages(request, body)
 
 
-def check_messages(call: Call, body: ChatFields) -> None:
+def check_messages(request: Request, body: ChatFields) -> None:
     """Raises InvalidRequestError if a request has too many chats, or a chat too many messages."""
     for conversation in body.messages or ():
-        call.check_count(conversation, "messages")
-    call.check_count(body.messages or (), "messages")
+        check_count(request, conversation, "messages")
+    check_count(request, body.messages or (), "messages")
 
 
 async def engine_inputs(call: Call, body: InputFields, options: RequestOptions) -> tuple[list[Text], RequestOptions]:

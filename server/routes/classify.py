@@ -14,7 +14,7 @@ from penstock.engine import AsyncEngine, ClassResult, PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 
-from ..calls.call import CLASSIFIERS, EMBEDDERS, Call
+from ..calls.call import CLASSIFIERS, EMBEDDERS, Call, check_count
 from ..calls.request_inputs import check_inputs, engine_inputs
 from ..calls.sizes import size_of_classes, size_of_texts
 from ..dialects import COHERE, INFINITY, VLLM, keys_ignored_by
@@ -235,13 +235,13 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
 
     `input` and `messages` give vLLM's response format, `input` with `raw_scores` Infinity's, `inputs` Cohere's.
     """
+    check_inputs(request, body)
+    check_count(request, body.inputs or (), "inputs")
+    check_count(request, body.labels or (), "labels")
+    check_count(request, body.examples or (), "examples")
+    body.check_classes()
     call = await Call.start(request, body.model, EMBEDDERS if body.class_names() else CLASSIFIERS)
     info = call.info
-    check_inputs(call, body)
-    call.check_count(body.inputs or (), "inputs")
-    call.check_count(body.labels or (), "labels")
-    call.check_count(body.examples or (), "examples")
-    body.check_classes()
     _check_model(info, body)
     if info.kind is ModelKind.TOKEN_CLASSIFIER:
         return await _classify_tokens(call, body)

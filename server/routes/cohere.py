@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, WithJsonSchema
 from penstock.engine import ModelInfo, PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..calls.call import EMBEDDERS, Call
+from ..calls.call import EMBEDDERS, Call, check_count
 from ..calls.sizes import (
     FEWER_IDS,
     check_num_chars,
@@ -222,9 +222,9 @@ async def embed_v1(body: CohereEmbedRequest, request: Request) -> Response:
 
 async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> Response:
     """Runs an embed request of a `version` of Cohere's API. Responses of version "1" may have no types."""
-    call = await Call.start(request, body.model, EMBEDDERS)
     texts, param = body.contents(), "texts" if body.texts is not None else "inputs"
-    call.check_count(texts, param)
+    check_count(request, texts, param)
+    call = await Call.start(request, body.model, EMBEDDERS)
     params = body.pooling_params(call.info)
     width = vector_width(call.info, params)
     _check_widths(body, width)
@@ -253,8 +253,8 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
 @router.post("/v1/tokenize", response_model=CohereTokenizeResponse)
 async def tokenize(body: CohereTokenizeRequest, request: Request) -> Response:
     """Returns the tokens of a text, without special tokens."""
-    call = await Call.start(request, body.model)
     check_num_chars(len(body.text), "text")
+    call = await Call.start(request, body.model)
     (token_ids,) = await call.engine.tokenize(
         [body.text], add_special_tokens=False, on_count=lambda num_tokens: check_num_tokens(num_tokens, "text")
     )
@@ -270,8 +270,8 @@ async def tokenize(body: CohereTokenizeRequest, request: Request) -> Response:
 @router.post("/v1/detokenize", response_model=CohereDetokenizeResponse)
 async def detokenize(body: CohereDetokenizeRequest, request: Request) -> Response:
     """Returns the text of token ids."""
-    call = await Call.start(request, body.model)
     check_num_ids(len(body.tokens), "tokens")
+    call = await Call.start(request, body.model)
     (text,) = await call.engine.detokenize([body.tokens])
     call.reserve(size_of_texts([text]), param="tokens", remedy=FEWER_IDS)
     return call.respond({"text": text, "meta": _version_meta()})

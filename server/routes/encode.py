@@ -141,9 +141,9 @@ router = Router(PENSTOCK, tag="penstock")
 )
 async def encode(body: EncodeRequest, request: Request) -> Response:
     """Returns dense, sparse and token vectors of each input, computed in one forward."""
-    call = await Call.start(request, body.model, EMBEDDERS)
-    check_inputs(call, body)
+    check_inputs(request, body)
     params, encoding = body.pooling_params(), body.encoding()
+    call = await Call.start(request, body.model, EMBEDDERS)
     check_encodings({"embedding": encoding}, body.num_inputs(), call.info, params, quantized_by="encoding_format")
     options = call.embed_options(body, priority=body.priority)
     wanted = body.wanted(call.info)

@@ -21,7 +21,7 @@ from penstock.engine import ModelInfo, PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
 from .. import penstock_version
-from ..calls.call import EMBEDDERS, Call
+from ..calls.call import EMBEDDERS, Call, check_count
 from ..calls.context import ServerContext, context_of
 from ..calls.sizes import size_of_numbers
 from ..calls.vectors import vector_width
@@ -266,9 +266,9 @@ _LEVELS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8"
 @router.task("/api/embed", response_model=OllamaEmbedResponse)
 async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     """Embeds texts, one vector each, L2-normalised."""
+    check_count(request, body.input, "input")
     call = await _start(request, body)
     load_s = time.perf_counter() - call.began_s
-    call.check_count(body.input, "input")
     params = body.pooling_params(call.info)
     call.reserve(size_of_numbers(len(body.input) * vector_width(call.info, params)))
     options = call.options(call.target.default_prompt_name)

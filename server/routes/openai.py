@@ -186,8 +186,10 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     """Embeds texts or token ids: one vector per input, in order. `return_multivector` gives one vector per token."""
     if body.return_multivector:
         return await create_multi_vectors(body, request)
+    check_inputs(request, body)
+    params = body.pooling_params()
     call = await Call.start(request, body.model, EMBEDDERS)
-    params, encodings, options = _checked(call, body)
+    encodings, options = _encodings_and_options(call, body, params)
     width = vector_width(call.info, params)
     call.reserve(size_of_numbers(body.num_inputs() * width, num_encodings=len(encodings)))
     texts, options = await engine_inputs(call, body, options)
@@ -210,21 +212,24 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
     `input_type` states whether the inputs are queries or documents, for models that treat them differently (ColBERT).
     The default is documents.
     """
+    check_inputs(request, body)
+    params = body.pooling_params()
     call = await Call.start(request, body.model, EMBEDDERS)
-    params, encodings, options = _checked(call, body)
+    encodings, options = _encodings_and_options(call, body, params)
     texts, options = await engine_inputs(call, body, call.reserve_rows(options))
     result = await call.engine.token_embed(texts, params, options)
     call.count(PoolingTask.TOKEN_EMBED, result)
     return vectors_response(request, call.response_fields("embd"), result.rows, encodings, name="embeddings")
 
 
-def _checked(call: Call, body: EmbeddingRequest) -> tuple[PoolingParams, Mapping[str, Encoding], RequestOptions]:
-    """Checks a body. Returns its pooling parameters, the response encodings, and the engine options."""
-    check_inputs(call, body)
-    params, encodings = body.pooling_params(), body.encodings()
+def _encodings_and_options(
+    call: Call, body: EmbeddingRequest, params: PoolingParams
+) -> tuple[Mapping[str, Encoding], RequestOptions]:
+    """Returns the response encodings and the engine options, after checking them against the model."""
+    encodings = body.encodings()
     check_encodings(encodings, body.num_inputs(), call.info, params, quantized_by=body.quantized_by())
     options = call.embed_options(body, priority=body.priority)
     prompt = body.prefix  # Open WebUI's field `prefix` is the prompt of every input
     if prompt is not None:
         options = replace(options, prompt=prompt)
-    return params, encodings, options
+    return encodings, options

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, Tag, WithJson
 from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..calls.call import RERANKERS, Call
+from ..calls.call import RERANKERS, Call, check_count
 from ..calls.request_inputs import truncate_texts
 from ..calls.sizes import size_of_scores, size_of_texts
 from ..dialects import COHERE, INFINITY, JINA, TEI, VLLM, VOYAGE, XINFERENCE, keys_ignored_by
@@ -278,9 +278,9 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     """Sorts documents by relevance to a query, best first. A body with `texts` instead of `documents` is TEI's."""
     if isinstance(body, TeiRerankRequest):
         return await rerank_texts(body, request)
-    call = await Call.start(request, body.model, RERANKERS)
-    call.check_count(body.documents, "documents")
+    check_count(request, body.documents, "documents")
     texts = body.texts()
+    call = await Call.start(request, body.model, RERANKERS)
     path = request.scope["path"]
     with_documents = body.wants_documents(path)
     call.reserve(size_of_scores(len(texts)), param="documents")
@@ -317,10 +317,10 @@ async def rerank(body: RerankBody, request: Request) -> Response:
 @router.task("/score", dialect=VLLM, tags=["score"], batch_use=BatchUse.TASK, response_model=ScoreResponse)
 async def score(body: ScoreRequest, request: Request) -> Response:
     """Scores pairs of texts, with a cross-encoder or by the cosine of embeddings."""
-    call = await Call.start(request, body.model, RERANKERS)
     left, right = sides = body.sides()
     for side in sides:
-        call.check_count(getattr(body, side), side)
+        check_count(request, getattr(body, side), side)
+    call = await Call.start(request, body.model, RERANKERS)
     options = call.options(instruction=body.wanted_instruction(), priority=body.priority)
     call.reserve(size_of_scores(max(len(getattr(body, side)) for side in sides)), param=right)
     queries = await truncate_texts(call, getattr(body, left), body.max_tokens_per_query)

@@ -19,7 +19,7 @@ from penstock.engine.protocol.multi_vector import SparseVector
 from penstock.engine.protocol.request import STAGE_TIMES, Stage
 
 from .. import penstock_version
-from ..calls.call import CLASSIFIERS, EMBEDDERS, RERANKERS, Call
+from ..calls.call import CLASSIFIERS, EMBEDDERS, RERANKERS, Call, check_count
 from ..calls.context import context_of
 from ..calls.sizes import (
     FEWER_IDS,
@@ -102,8 +102,8 @@ async def embed(body: EmbedBody, request: Request) -> Response:
     """
     if isinstance(body, CohereEmbedRequest):
         return await cohere.embed_v1(body, request)
+    check_count(request, body.inputs, "inputs")
     call = await Call.start(request, body.model, EMBEDDERS)
-    call.check_count(body.inputs, "inputs")
     params = body.pooling_params()
     options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
     call.reserve(size_of_numbers(len(body.inputs) * vector_width(call.info, params)), param="inputs")
@@ -118,8 +118,8 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
 
     A model that was trained for token vectors (ColBERT) returns these with its own normalisation.
     """
+    check_count(request, body.inputs, "inputs")
     call = await Call.start(request, body.model, EMBEDDERS)
-    call.check_count(body.inputs, "inputs")
     info, params = call.info, body.pooling_params()
     if info.multi_vector is None and info.token_heads is None:
         params = params.clone(normalize=False)
@@ -135,8 +135,8 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
 )
 async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response:
     """Embeds each input into a sparse vector over the vocabulary. Needs a sparse model (SPLADE, bge-m3)."""
+    check_count(request, body.inputs, "inputs")
     call = await Call.start(request, body.model, EMBEDDERS)
-    call.check_count(body.inputs, "inputs")
     options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
     call.reserve(size_of_sparse(len(body.inputs)), param="inputs")
     result = await call.engine.sparse_embed(body.inputs, body.pooling_params(), options)
@@ -148,9 +148,9 @@ async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response
 @router.task("/similarity", batch_use=BatchUse.TASK, response_model=list[float], responses=TEI_HEADERS)
 async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
     """Returns the cosine similarity of a sentence with each of several others. All use the same prompt."""
-    call = await Call.start(request, body.model, EMBEDDERS)
     source, sentences = body.inputs.source_sentence, body.inputs.sentences
-    call.check_count(sentences, "inputs.sentences")
+    check_count(request, sentences, "inputs.sentences")
+    call = await Call.start(request, body.model, EMBEDDERS)
     prompt_name = body.prompt_name or call.target.default_prompt_name or call.info.default_prompt_name
     options = call.options(prompt_name, priority=body.priority)
     if call.info.kind is not ModelKind.EMBEDDING:
@@ -175,9 +175,10 @@ async def predict(body: TeiPredictRequest, request: Request) -> Response:
 
     A list of inputs, or a body with `parameters`, gives a list of lists.
     """
+    entries = body.inputs.entries
+    check_count(request, entries, "inputs")
     call = await Call.start(request, body.model, CLASSIFIERS)
-    info, entries = call.info, body.inputs.entries
-    call.check_count(entries, "inputs")
+    info = call.info
     if body.function_to_apply not in (None, "none", info.activation.value) and info.labels:
         raise InvalidRequestError(
             f"function_to_apply is {body.function_to_apply!r}, but {info.name} was trained for "
@@ -198,8 +199,8 @@ async def predict(body: TeiPredictRequest, request: Request) -> Response:
 
 async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
     """Sorts texts by relevance to a query, best first. rerank.py calls it: other dialects share its path."""
+    check_count(request, body.texts, "texts")
     call = await Call.start(request, body.model, RERANKERS)
-    call.check_count(body.texts, "texts")
     options = call.options(instruction=body.instruction, priority=body.priority)
     call.reserve(size_of_scores(len(body.texts)), param="texts")
     if body.return_text:
@@ -260,9 +261,9 @@ async def info(request: Request) -> Response:
 @router.post("/decode", response_model=list[str])
 async def decode(body: TeiDecodeRequest, request: Request) -> Response:
     """Returns the text of each list of token ids."""
-    call = await Call.start(request, body.model)
-    call.check_count(body.ids, "ids")
+    check_count(request, body.ids, "ids")
     check_num_ids(sum(map(len, body.ids)), "ids")
+    call = await Call.start(request, body.model)
     texts = await call.engine.detokenize(body.ids, skip_special_tokens=body.skip_special_tokens is not False)
     call.reserve(size_of_texts(texts), param="ids", remedy=FEWER_IDS)
     return call.respond(texts)
@@ -270,8 +271,8 @@ async def decode(body: TeiDecodeRequest, request: Request) -> Response:
 
 async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response:
     """Returns the tokens of each text with their offsets. vllm.py calls it: other dialects share its path."""
+    check_count(request, body.inputs, "inputs")
     call = await Call.start(request, body.model)
-    call.check_count(body.inputs, "inputs")
     prompt = _prompt(call.info, body.prompt_name)
     texts = [prompt + text for text in body.inputs]
     check_num_chars(sum(map(len, texts)), "inputs")

@@ -220,8 +220,8 @@ _EMBEDS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 )
 async def pooling(body: PoolingRequest, request: Request) -> Response:
     """Returns embeddings or class scores, per input or per token."""
+    check_inputs(request, body)
     call = await Call.start(request, body.model)
-    check_inputs(call, body)
     task, encoding, params = body.pooling_task(call.info.tasks), body.encoding(), body.pooling_params()
     _check_encoding(encoding, task, vector_width(call.info, params))
     check_bytes(encoding, body.num_inputs())
@@ -305,9 +305,9 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
             return await tei.tokenize_texts(body, request)
         case CohereTokenizeRequest():
             return await cohere.tokenize(body, request)
-    call = await Call.start(request, body.model)
     body.check_given()
-    check_messages(call, body)
+    check_messages(request, body)
+    call = await Call.start(request, body.model)
     ids, strings = await _tokens(call.engine, body)
     call.reserve(size_of_tokens(len(ids)), param="prompt" if body.messages is None else "messages")
     content = {"count": len(ids), "max_model_len": call.info.max_model_len, "tokens": ids, "token_strs": strings}
@@ -317,8 +317,8 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 @router.post("/detokenize", tags=["tokenize"], response_model=DetokenizeResponse)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Returns the text of token ids in vLLM's format. /v1/detokenize has Cohere's format and /decode TEI's."""
-    call = await Call.start(request, body.model)
     check_num_ids(len(body.tokens), "tokens")
+    call = await Call.start(request, body.model)
     text = ""
     if body.tokens:
         (text,) = await call.engine.detokenize([body.tokens], skip_special_tokens=False)
