@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..backends import Backend, check_rows, check_tensor, choose, describe
 
-Activation = Literal["silu"]
+ConvActivation = Literal["silu"]
 
-__all__ = ["Activation", "Backend", "causal_conv1d"]
+__all__ = ["Backend", "ConvActivation", "causal_conv1d"]
 
 # Elements of a block of rows (1 MiB in float32).
 BLOCK_ELEMENTS = 1 << 18
@@ -41,7 +41,7 @@ def causal_conv1d(
     cu_seqlens: Tensor,
     seq_lens: Sequence[int],
     *,
-    activation: Activation | None = None,
+    activation: ConvActivation | None = None,
     initial_states: Tensor | None = None,
     return_final_states: bool = False,
     backend: Backend | None = None,
@@ -82,8 +82,8 @@ def causal_conv1d(
     channels, width = weight.shape
     if bias is not None and bias.shape != (channels,):
         raise ValueError(f"bias must be [{channels}], got {describe(bias)}")
-    if activation not in (None, *get_args(Activation)):
-        raise ValueError(f"activation must be None or one of {get_args(Activation)}, got {activation!r}")
+    if activation not in (None, *get_args(ConvActivation)):
+        raise ValueError(f"activation must be None or one of {get_args(ConvActivation)}, got {activation!r}")
     check_tensor("initial_states", initial_states, (len(seq_lens), channels, width - 1), x.dtype, x.device)
 
     backend = choose(backend, x)

@@ -18,7 +18,7 @@ class Product(Structure):
         ("format", c_int32),
         ("activation", c_int32),
         ("gated", c_int32),
-        ("unused", c_int32),
+        ("padding", c_int32),
         ("weights", c_void_p),
         ("bias", c_void_p),
         ("scales", c_void_p),
@@ -57,7 +57,7 @@ class Layer(Structure):
         ("after_attention", Norm),
         ("after_mlp", Norm),
         ("softcap", c_float),
-        ("unused", c_int32),
+        ("padding", c_int32),
     ]
 
 
@@ -91,7 +91,7 @@ class Pages(Structure):
         ("keys", c_void_p),
         ("values", c_void_p),
         ("page_size", c_int64),
-        ("pasts", c_void_p),
+        ("context_lens", c_void_p),
         ("tables", c_void_p),
         ("table_width", c_int64),
         ("slots", c_void_p),
@@ -134,7 +134,7 @@ _FUNCTIONS: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
         None,
         (_MACHINE, c_int, c_void_p, c_long, *(c_void_p,) * 4, c_long, c_long, *(c_void_p,) * 3),
     ),
-    "penstock_cut": (None, (_MACHINE, c_void_p, c_long, c_long, c_long, c_int, c_void_p)),
+    "penstock_truncate_rows": (None, (_MACHINE, c_void_p, c_long, c_long, c_long, c_int, c_void_p)),
 }
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from . import _abi
 from .encoder_weights import EncoderWeights, Floats, LayerWeights, LinearWeights, NormWeights
 from .kv_cache import BatchPages
-from .machine import CpuKernelError, Format, Machine, PackedProduct, aligned, at
+from .machine import CpuKernelError, Format, Machine, PackedProduct, address_of, aligned
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class _Memory:
             return None
         array = np.ascontiguousarray(array)
         self.arrays.append(array)
-        return at(array)
+        return address_of(array)
 
 
 class CpuForward:
@@ -181,7 +181,7 @@ class CpuEncoder:
             self._check_past(past, len(lengths_N), num_tokens)
         if self._struct.is_decoder and (need_attention or visible_N is not None):
             raise ValueError("visible_N and need_attention are not supported by decoders")
-        if (longest := int((lengths_N if past is None else lengths_N + past.lengths).max())) > self._max_length:
+        if (longest := int((lengths_N if past is None else lengths_N + past.context_lens).max())) > self._max_length:
             raise ValueError(f"a sequence has {longest} tokens; the limit is {self._max_length}")
         if visible_N is not None and (
             visible_N.shape != lengths_N.shape or (visible_N < 0).any() or (visible_N > lengths_N).any()
@@ -197,14 +197,14 @@ class CpuEncoder:
         )
         pages, page_arrays = (None, ()) if past is None else past.struct()
         batch = _abi.Batch(
-            ids=at(arrays[0]),
-            positions=at(arrays[1]),
-            starts=at(arrays[2]),
-            visible=at(arrays[3]),
+            ids=address_of(arrays[0]),
+            positions=address_of(arrays[1]),
+            starts=address_of(arrays[2]),
+            visible=address_of(arrays[3]),
             num_seqs=len(starts) - 1,
             pages=None if pages is None else ctypes.pointer(pages),
-            hidden=at(hidden_TD),
-            first_weights=at(weights_TH),
+            hidden=address_of(hidden_TD),
+            first_weights=address_of(weights_TH),
         )
         handle = self._machine.begin(self._struct, batch)
         return CpuForward(self._machine, handle, hidden_TD, weights_TH, (self, arrays, pages, page_arrays, past))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _abi
-from .machine import Array, at
+from .machine import Array, address_of
 
 
 class PagedKvCache:
@@ -38,7 +38,7 @@ class PagedKvCache:
         self.num_layers = len(keys)
         self.num_pages, self.page_size, self.num_kv_heads, self.head_size = first.shape
         self.itemsize = first.itemsize
-        self.keys, self.values = (np.array([at(a) for a in part], np.uintp) for part in (keys, values))
+        self.keys, self.values = (np.array([address_of(a) for a in part], np.uintp) for part in (keys, values))
 
     @classmethod
     def allocate(cls, num_layers: int, shape: tuple[int, int, int, int], itemsize: int) -> PagedKvCache:
@@ -60,22 +60,22 @@ class BatchPages:
 
     Attributes:
         pages: The KV cache.
-        lengths: [N] int32, tokens of each sequence before its chunk.
+        context_lens: [N] int32, tokens of each sequence before its chunk.
         tables: [N, B] int32, pages of the earlier tokens, `page_size` tokens per page; further entries are ignored.
         slots: [T] int64, page * page size + row for the keys and values of each token; -1: not stored.
     """
 
     pages: PagedKvCache
-    lengths: NDArray[np.int32]
+    context_lens: NDArray[np.int32]
     tables: NDArray[np.int32]
     slots: NDArray[np.int64]
 
     def check(self, num_seqs: int, num_tokens: int) -> None:
         """Raises ValueError for values that would make the library access invalid memory."""
-        pages, lengths_N, tables_NB = self.pages, self.lengths, self.tables
-        if lengths_N.shape != (num_seqs,) or (lengths_N < 0).any():
-            raise ValueError(f"past lengths must be {num_seqs} numbers of at least 0")
-        counts_N = -(-lengths_N // pages.page_size)
+        pages, context_lens_N, tables_NB = self.pages, self.context_lens, self.tables
+        if context_lens_N.shape != (num_seqs,) or (context_lens_N < 0).any():
+            raise ValueError(f"context_lens must be {num_seqs} numbers of at least 0")
+        counts_N = -(-context_lens_N // pages.page_size)
         if tables_NB.ndim != 2 or len(tables_NB) != num_seqs or int(counts_N.max()) > tables_NB.shape[1]:
             raise ValueError(f"tables must hold the pages of {num_seqs} sequences")
         is_used_NB = np.arange(tables_NB.shape[1]) < counts_N[:, None]
@@ -88,18 +88,18 @@ class BatchPages:
     def struct(self) -> tuple[_abi.Pages, tuple[NDArray[Any], ...]]:
         """Returns the C struct and the arrays that it points to."""
         arrays = (
-            np.ascontiguousarray(self.lengths, np.int32),
+            np.ascontiguousarray(self.context_lens, np.int32),
             np.ascontiguousarray(self.tables, np.int32),
             np.ascontiguousarray(self.slots, np.int64),
         )
         pages = self.pages
         struct = _abi.Pages(
-            keys=at(pages.keys),
-            values=at(pages.values),
+            keys=address_of(pages.keys),
+            values=address_of(pages.values),
             page_size=pages.page_size,
-            pasts=at(arrays[0]),
-            tables=at(arrays[1]),
+            context_lens=address_of(arrays[0]),
+            tables=address_of(arrays[1]),
             table_width=arrays[1].shape[1],
-            slots=at(arrays[2]),
+            slots=address_of(arrays[2]),
         )
         return struct, arrays

@@ -79,7 +79,9 @@ class PackedProduct:
 
 
 class Machine:
-    """Opens the library with `num_lanes` worker threads. Not thread-safe, except `pool` and `cut`.
+    """The C library, opened for one instruction set, with the worker threads ("lanes") and memory of its forwards.
+
+    Only `pool` and `truncate_rows` may be called from several threads at once.
 
     Args:
         num_lanes: Number of threads for forwards. With 0, forwards are not available. `pack`, `product` and `pool` run
@@ -171,12 +173,16 @@ class Machine:
         source = np.ascontiguousarray(weight_ND, np.float32)
         source_bias = None if bias_N is None else np.ascontiguousarray(bias_N, np.float32)
         self._library.penstock_pack(
-            self._opened, struct, at(source), at(source_bias), *map(at, (weights, bias, scales, sums))
+            self._opened,
+            struct,
+            address_of(source),
+            address_of(source_bias),
+            *map(address_of, (weights, bias, scales, sums)),
         )
         arrays: tuple[Array, ...] = (weights, bias)
-        struct.weights, struct.bias = at(weights), at(bias)
+        struct.weights, struct.bias = address_of(weights), address_of(bias)
         if form is Format.INT8:
-            struct.scales, struct.sums = at(scales), at(sums)
+            struct.scales, struct.sums = address_of(scales), address_of(sums)
             arrays = (*arrays, scales, sums)
         return PackedProduct(struct, arrays)
 
@@ -195,7 +201,12 @@ class Machine:
         inputs, scales = aligned(rows * width * 2, np.uint8), aligned(2 * rows, np.float32)
         scratch = aligned(width * 64, np.float32)
         self._library.penstock_product(
-            self._opened, packed.struct, at(x_RD), at(add), rows, *map(at, (result, inputs, scales, scratch))
+            self._opened,
+            packed.struct,
+            address_of(x_RD),
+            address_of(add),
+            rows,
+            *map(address_of, (result, inputs, scales, scratch)),
         )
         return result
 
@@ -271,17 +282,17 @@ class Machine:
         self._library.penstock_pool(
             self._opened,
             pooling,
-            at(hidden_TD),
+            address_of(hidden_TD),
             hidden_TD.strides[0] // 4,
-            at(weights),
-            *map(at, (starts_N, lengths_N, skips)),
+            address_of(weights),
+            *map(address_of, (starts_N, lengths_N, skips)),
             len(starts_N),
             width,
-            *map(at, (dimensions, normalize, out)),
+            *map(address_of, (dimensions, normalize, out)),
         )
         return out
 
-    def cut(self, rows_RD: Floats, width: int, *, normalize: bool) -> Floats:
+    def truncate_rows(self, rows_RD: Floats, width: int, *, normalize: bool) -> Floats:
         """Truncates rows [R, D] to [R, width] and normalises them. May be called from any thread.
 
         Gives the same bits as `pool` with CLS and sequences of one row.
@@ -293,7 +304,9 @@ class Machine:
         """
         out = np.empty((len(rows_RD), width), np.float32)
         stride = rows_RD.strides[0] // 4
-        self._library.penstock_cut(self._opened, at(rows_RD), stride, len(rows_RD), width, normalize, at(out))
+        self._library.penstock_truncate_rows(
+            self._opened, address_of(rows_RD), stride, len(rows_RD), width, normalize, address_of(out)
+        )
         return out
 
 
@@ -338,7 +351,7 @@ def aligned(count: int, dtype: Any) -> Array:
     return raw[shift : shift + size].view(dtype)
 
 
-def at(array: Array | None) -> int | None:
+def address_of(array: Array | None) -> int | None:
     """Returns the address of an array's data; None for None."""
     if array is None:
         return None

@@ -17,25 +17,25 @@ dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=lambda dtype: str(dt
 interpreted_only = pytest.mark.skipif(not IS_INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1 from the start")
 
 
-class Place(NamedTuple):
+class Target(NamedTuple):
     """A backend and a device that it runs on."""
 
     backend: Any
     device: str
 
 
-def places(*backends: str | None, cuda: Sequence[str | None] = ()) -> list[Place]:
+def places(*backends: str | None, cuda: Sequence[str | None] = ()) -> list[Target]:
     """Backends on a CPU and on CUDA; in a process with triton's interpreter, triton on a CPU alone."""
     if IS_INTERPRETED:
-        return [Place("triton", "cpu")]
-    return [*(Place(backend, "cpu") for backend in backends), *(Place(backend, "cuda") for backend in cuda)]
+        return [Target("triton", "cpu")]
+    return [*(Target(backend, "cpu") for backend in backends), *(Target(backend, "cuda") for backend in cuda)]
 
 
 PLACES = places("torch", cuda=("torch", "triton"))
 TRITON_PLACES = places(cuda=["triton"])
 
 
-def every_place(values: Sequence[Place]) -> list[Any]:
+def every_target(values: Sequence[Target]) -> list[Any]:
     """Parameters of a fixture."""
     return [pytest.param(place, id=name_of(place), marks=marks_of(place)) for place in values]
 
@@ -80,7 +80,7 @@ def covering(is_possible: Callable[..., bool], values: dict[str, Sequence[Any]])
 
 def name_of(value: object) -> str:
     """The value in the name of a test."""
-    if isinstance(value, Place):
+    if isinstance(value, Target):
         return f"{value.backend or 'chosen'}-{value.device}"
     if isinstance(value, torch.dtype):
         return str(value)[len("torch.") :]
@@ -91,4 +91,4 @@ def name_of(value: object) -> str:
 
 def marks_of(place: object) -> list[pytest.MarkDecorator]:
     """Marks cases for a GPU."""
-    return [pytest.mark.gpu] if isinstance(place, Place) and place.device == "cuda" else []
+    return [pytest.mark.gpu] if isinstance(place, Target) and place.device == "cuda" else []

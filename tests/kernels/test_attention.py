@@ -28,7 +28,7 @@ from .cases import (
     make_cu_seqlens,
     make_paged_inputs,
 )
-from .parameters import FLOAT_DTYPES, Place, every_pair, places
+from .parameters import FLOAT_DTYPES, Target, every_pair, places
 
 # Shares of the largest absolute value of v.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -89,7 +89,7 @@ def largest(inputs: AttentionInputs | PagedInputs) -> float:
 
 
 def is_supported(
-    place: Place, mask: str, dtype: torch.dtype, case: AttentionCase | None = None, bias: bool = False, **_: Any
+    place: Target, mask: str, dtype: torch.dtype, case: AttentionCase | None = None, bias: bool = False, **_: Any
 ) -> bool:
     """The interpreter takes milliseconds for a row and has no products in bfloat16."""
     if place.backend == "varlen":
@@ -100,7 +100,9 @@ def is_supported(
 
 
 @every_pair(is_supported, place=PLACES, case=ATTENTION_CASES, mask=list(MASKS), bias=[False, True], dtype=FLOAT_DTYPES)
-def test_backend_equals_reference(place: Place, case: AttentionCase, mask: str, bias: bool, dtype: torch.dtype) -> None:
+def test_backend_equals_reference(
+    place: Target, case: AttentionCase, mask: str, bias: bool, dtype: torch.dtype
+) -> None:
     inputs = make_attention_inputs(case, dtype, place.device)
     copies = [x.clone() for x in (inputs.q, inputs.k, inputs.v)]
     options = MASKS[mask] | ({"relative_bias": inputs.relative_bias} if bias else {})
@@ -145,7 +147,7 @@ def test_long_sequence_makes_no_matrix_of_all_scores(mask: str) -> None:
 
 @ignores_nan_warnings
 @every_pair(is_supported, place=PLACES, mask=UNCAPPED, dtype=FLOAT_DTYPES, poison=POISONS)
-def test_nan_stays_in_its_sequence(place: Place, mask: str, dtype: torch.dtype, poison: float) -> None:
+def test_nan_stays_in_its_sequence(place: Target, mask: str, dtype: torch.dtype, poison: float) -> None:
     lengths = (5, 11, 12, 1, 2, 20, 3, 6) if IS_INTERPRETED else (5, 11, 12, 12, 13, 70, 75, 6)
     case = AttentionCase("", lengths, *((1, 1) if IS_INTERPRETED else (12, 12)))
     inputs = make_attention_inputs(case, dtype, place.device)
@@ -162,7 +164,7 @@ def test_nan_stays_in_its_sequence(place: Place, mask: str, dtype: torch.dtype, 
 
 
 @every_pair(place=places("sdpa", cuda=("sdpa", "triton", None)), factor=[30.0, -30.0], mask=["full", "causal", "local"])
-def test_scores_beyond_the_range_of_exp(place: Place, factor: float, mask: str) -> None:
+def test_scores_beyond_the_range_of_exp(place: Target, factor: float, mask: str) -> None:
     case = AttentionCase("", (9, 12, 33, 70), 2, 1, 32)
     inputs = make_attention_inputs(case, device=place.device, is_fused=False)
     inputs.k.copy_(inputs.k.abs())
@@ -233,7 +235,7 @@ def is_quick(dtype: torch.dtype, case: PagedCase | None = None, mask: str = "all
 
 
 @every_pair(is_quick, place=PAGED_PLACES, case=PAGED_CASES, mask=list(PAGED_MASKS), dtype=FLOAT_DTYPES)
-def test_paged_backend_equals_reference(place: Place, case: PagedCase, mask: str, dtype: torch.dtype) -> None:
+def test_paged_backend_equals_reference(place: Target, case: PagedCase, mask: str, dtype: torch.dtype) -> None:
     """Slots of no token hold NaN, and the tables end with invalid blocks."""
     inputs = make_paged_inputs(case, dtype, place.device)
     expected = expect_paged(case, inputs, **PAGED_MASKS[mask])
@@ -247,14 +249,14 @@ def test_paged_backend_equals_reference(place: Place, case: PagedCase, mask: str
 
 
 @every_pair(
-    place=[Place(None, "cpu"), Place(None, "cuda")],
+    place=[Target(None, "cpu"), Target(None, "cuda")],
     dtype=[torch.float32, torch.bfloat16],
     mask=["all", "window", "capped"],
     chunk_size=[1, 7, 64, 100],
     is_scattered=[False, True],
 )
 def test_chunks_equal_the_whole(
-    place: Place, dtype: torch.dtype, mask: str, chunk_size: int, is_scattered: bool
+    place: Target, dtype: torch.dtype, mask: str, chunk_size: int, is_scattered: bool
 ) -> None:
     device = place.device
     length, block_size = (60 if chunk_size == 1 else 300), 16
@@ -279,7 +281,7 @@ def test_chunks_equal_the_whole(
 
 @ignores_nan_warnings
 @every_pair(is_quick, place=PAGED_PLACES, mask=list(PAGED_MASKS), dtype=FLOAT_DTYPES, poison=POISONS)
-def test_nan_stays_in_its_blocks(place: Place, mask: str, dtype: torch.dtype, poison: float) -> None:
+def test_nan_stays_in_its_blocks(place: Target, mask: str, dtype: torch.dtype, poison: float) -> None:
     case = PagedCase("", ((9, 5), (20, 3), (0, 13), (34, 1)), 4, 2, 16)
     inputs = make_paged_inputs(case, dtype, place.device)
     clean = attend_paged(case, inputs, place.backend, **PAGED_MASKS[mask])

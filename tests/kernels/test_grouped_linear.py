@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.kernels.grouped_linear import grouped_linear
 
 from .assertions import assert_close
-from .parameters import FLOAT_DTYPES, PLACES, Place, every_pair
+from .parameters import FLOAT_DTYPES, PLACES, Target, every_pair
 
 DIVISIONS = {
     "one_group": [5],
@@ -34,24 +34,24 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
     assert_close("grouped_linear", expected, actual, tolerance)
 
 
-def is_supported(place: Place, widths: tuple[int, int], dtype: torch.dtype, **_: str) -> bool:
+def is_supported(place: Target, widths: tuple[int, int], dtype: torch.dtype, **_: str) -> bool:
     """The interpreter has no products in bfloat16; torch on CUDA takes rows that begin at multiples of 16 bytes."""
-    if place == Place("triton", "cpu"):
+    if place == Target("triton", "cpu"):
         return dtype != torch.bfloat16
-    return place != Place("torch", "cuda") or not any(width % (16 // dtype.itemsize) for width in widths)
+    return place != Target("torch", "cuda") or not any(width % (16 // dtype.itemsize) for width in widths)
 
 
 @every_pair(
     is_supported, place=PLACES, division=list(DIVISIONS), widths=[(48, 72), (17, 5), (130, 1)], dtype=FLOAT_DTYPES
 )
-def test_backend_equals_reference(place: Place, division: str, widths: tuple[int, int], dtype: torch.dtype) -> None:
+def test_backend_equals_reference(place: Target, division: str, widths: tuple[int, int], dtype: torch.dtype) -> None:
     x, weight, ends = make(DIVISIONS[division], *widths, dtype, place.device)
     wide = torch.cat([x, x[:, :16]], dim=1)
     actual = grouped_linear(wide[:, : widths[0]], weight, ends, backend=place.backend)
     assert_equal(actual, grouped_linear(x, weight, ends, backend="reference"))
 
 
-def test_rows_after_the_last_end_are_ignored(place: Place) -> None:
+def test_rows_after_the_last_end_are_ignored(place: Target) -> None:
     backend, device = place
     x, weight, ends = make([3, 0, 9, 4], 16, 24, torch.float32, device)
     x[12:] = float("nan")
@@ -60,7 +60,7 @@ def test_rows_after_the_last_end_are_ignored(place: Place) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_nan_stays_in_its_row_and_group(place: Place) -> None:
+def test_nan_stays_in_its_row_and_group(place: Target) -> None:
     backend, device = place
     x, weight, ends = make([4, 5], 16, 8, torch.float32, device)
     expected = grouped_linear(x, weight, ends, backend="reference")
@@ -71,7 +71,7 @@ def test_nan_stays_in_its_row_and_group(place: Place) -> None:
     assert_equal(actual[[0, 2, 3]], expected[[0, 2, 3]])
 
 
-def test_no_rows_or_columns_give_an_empty_result(place: Place) -> None:
+def test_no_rows_or_columns_give_an_empty_result(place: Target) -> None:
     backend, device = place
     for sizes, num_out in (([0, 0], 8), ([2, 1], 0)):
         given = make(sizes, 16, num_out, torch.float32, device)

@@ -7,7 +7,7 @@ from torch import Tensor
 from penstock.kernels.maxsim import maxsim
 
 from .assertions import assert_close
-from .parameters import PLACES, Place, every_pair
+from .parameters import PLACES, Target, every_pair
 
 TOLERANCE = 2e-6
 
@@ -28,7 +28,7 @@ BATCHES = {
 
 
 @every_pair(place=PLACES, batch=list(BATCHES), width=[1, 72], dtype=[torch.float32, torch.bfloat16])
-def test_backend_equals_reference(place: Place, batch: str, width: int, dtype: torch.dtype) -> None:
+def test_backend_equals_reference(place: Target, batch: str, width: int, dtype: torch.dtype) -> None:
     backend, device = place
     query_lens, document_lens, query_of = BATCHES[batch]
     queries = make(query_lens, width, dtype, device)
@@ -43,7 +43,7 @@ def test_backend_equals_reference(place: Place, batch: str, width: int, dtype: t
         assert document_lens[n] or not actual[n].any()
 
 
-def test_strided_rows_with_negative_maxima(place: Place) -> None:
+def test_strided_rows_with_negative_maxima(place: Target) -> None:
     backend, device = place
     both = make((20,), 96, torch.float32, device).abs()
     queries, documents = both[:4, :48], -both[4:, 48:]
@@ -53,7 +53,7 @@ def test_strided_rows_with_negative_maxima(place: Place) -> None:
     assert_close("maxsim", expected, maxsim(queries, documents, **lengths, backend=backend), TOLERANCE, scale=1.0)
 
 
-def test_nan_stays_with_its_document(place: Place) -> None:
+def test_nan_stays_with_its_document(place: Target) -> None:
     backend, device = place
     queries, documents = (make((n,), 40, torch.float32, device) for n in (3, 150))
     documents[70] = float("nan")

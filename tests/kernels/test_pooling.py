@@ -14,38 +14,38 @@ from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, pool
 from ..interpreter import IS_INTERPRETED
 from .assertions import assert_close
 from .cases import POOLING_CASES, PoolingCase, PoolingInputs, make_cu_seqlens, make_pooling_inputs
-from .parameters import FLOAT_DTYPES, PLACES, TRITON_PLACES, Place, every_pair, every_place
+from .parameters import FLOAT_DTYPES, PLACES, TRITON_PLACES, Target, every_pair, every_target
 
 # float32: sums in another order. Else one unit in the last place.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain")
-LIBRARY_PLACES = [] if IS_INTERPRETED else [Place(isa, "cpu") for isa in ISAS]
+LIBRARY_PLACES = [] if IS_INTERPRETED else [Target(isa, "cpu") for isa in ISAS]
 # The instruction sets of the C library share the cases of one place.
 ALL_PLACES = [*PLACES, LIBRARY_PLACES]
 
 
-class Target(NamedTuple):
+class PoolTarget(NamedTuple):
     """Options of `pool`, and the device of its tensors."""
 
     options: dict[str, Any]
     device: str
 
 
-@pytest.fixture(params=every_place([*PLACES, *LIBRARY_PLACES]))
-def place(request: pytest.FixtureRequest) -> Iterator[Target]:
+@pytest.fixture(params=every_target([*PLACES, *LIBRARY_PLACES]))
+def place(request: pytest.FixtureRequest) -> Iterator[PoolTarget]:
     """A backend and a device that it runs on, or the C library for an instruction set."""
     backend, device = request.param
     if backend not in ISAS:
-        yield Target({"backend": backend}, device)
+        yield PoolTarget({"backend": backend}, device)
         return
     try:
         machine = Machine(1, isa=backend)
     except CpuKernelError as error:
         pytest.skip(str(error))
     with machine:
-        yield Target({"machine": machine}, device)
+        yield PoolTarget({"machine": machine}, device)
 
 
 ignores_warnings = pytest.mark.filterwarnings(  # numpy warns in the interpreter
@@ -58,7 +58,7 @@ def weights_of(kind: PoolingKind, inputs: PoolingInputs) -> Tensor | None:
     return inputs.weights if kind == "weighted" else None
 
 
-def is_supported(place: Place, case: PoolingCase, dtype: torch.dtype, **_: str) -> bool:
+def is_supported(place: Target, case: PoolingCase, dtype: torch.dtype, **_: str) -> bool:
     """The library pools float32 only; the interpreter takes milliseconds for a row."""
     if place.backend in ISAS:
         return dtype == torch.float32
@@ -66,7 +66,7 @@ def is_supported(place: Place, case: PoolingCase, dtype: torch.dtype, **_: str) 
 
 
 @every_place_and(is_supported, case=POOLING_CASES, kind=POOLING_KINDS, dtype=FLOAT_DTYPES)
-def test_backend_equals_reference(place: Target, case: PoolingCase, kind: PoolingKind, dtype: torch.dtype) -> None:
+def test_backend_equals_reference(place: PoolTarget, case: PoolingCase, kind: PoolingKind, dtype: torch.dtype) -> None:
     target, device = place
     inputs = make_pooling_inputs(case, dtype, device)
     everything = {"dimensions": inputs.dimensions, "normalize": inputs.normalize, "skip_tokens": inputs.skip_tokens}
@@ -85,7 +85,7 @@ def test_backend_equals_reference(place: Target, case: PoolingCase, kind: Poolin
 
 @ignores_warnings
 @every_place_and(kind=POOLING_KINDS, poison=[float("nan"), float("inf")])
-def test_nan_stays_in_its_sequence_and_column(place: Target, kind: PoolingKind, poison: float) -> None:
+def test_nan_stays_in_its_sequence_and_column(place: PoolTarget, kind: PoolingKind, poison: float) -> None:
     options, device = place
     inputs = make_pooling_inputs(PoolingCase("", (5, 3, 1, 4), 60), device=device)
     arguments = (inputs.hidden_states, inputs.cu_seqlens, kind)
@@ -102,7 +102,7 @@ def test_nan_stays_in_its_sequence_and_column(place: Target, kind: PoolingKind, 
 
 
 @every_place_and(kind=POOLING_KINDS)
-def test_strides_and_rows_after_the_batch_are_skipped(place: Target, kind: PoolingKind) -> None:
+def test_strides_and_rows_after_the_batch_are_skipped(place: PoolTarget, kind: PoolingKind) -> None:
     options, device = place
     inputs = make_pooling_inputs(PoolingCase("", (5, 0, 12), 60), device=device)
     wide = torch.full((30, 100), float("nan"), device=device)
@@ -117,7 +117,7 @@ def test_strides_and_rows_after_the_batch_are_skipped(place: Target, kind: Pooli
 
 @ignores_warnings
 @every_place_and(kind=POOLING_KINDS, size=[1e-30, 1e-6, 1e19])
-def test_norms_of_rows_of_any_size_equal_reference(place: Target, kind: PoolingKind, size: float) -> None:
+def test_norms_of_rows_of_any_size_equal_reference(place: PoolTarget, kind: PoolingKind, size: float) -> None:
     inputs = make_pooling_inputs(PoolingCase("", (5, 1, 12), 60), device=place.device)
     arguments = (inputs.hidden_states * size, inputs.cu_seqlens, kind)
     options = {"normalize": True, "weights": weights_of(kind, inputs)}
@@ -127,7 +127,7 @@ def test_norms_of_rows_of_any_size_equal_reference(place: Target, kind: PoolingK
 
 @ignores_warnings
 @every_place_and(weight=[0.0, -1.0, 1e-20, float("inf"), float("nan")])
-def test_weights_of_any_value_equal_reference(place: Target, weight: float) -> None:
+def test_weights_of_any_value_equal_reference(place: PoolTarget, weight: float) -> None:
     options, device = place
     inputs = make_pooling_inputs(PoolingCase("", (5, 3, 12), 60), device=device)
     inputs.weights[5:8] = weight
@@ -140,7 +140,7 @@ def test_weights_of_any_value_equal_reference(place: Target, weight: float) -> N
 
 @every_pair(indirect=["place"], place=TRITON_PLACES, kind=POOLING_KINDS)
 def test_splitting_a_long_sequence_changes_nothing(
-    place: Target, kind: PoolingKind, monkeypatch: pytest.MonkeyPatch
+    place: PoolTarget, kind: PoolingKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from penstock.kernels.pooling import _triton
 

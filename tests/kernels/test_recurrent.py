@@ -25,7 +25,7 @@ from .cases import (
     make_scan_inputs,
     make_ssd_inputs,
 )
-from .parameters import FLOAT_DTYPES, PLACES, TRITON_PLACES, Place, every_pair
+from .parameters import FLOAT_DTYPES, PLACES, TRITON_PLACES, Target, every_pair
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +135,7 @@ def is_quick(kernel_case: KernelCase, dtype: torch.dtype, has_states: bool, **_:
 
 
 @every_pair(is_quick, place=PLACES, kernel_case=KERNEL_CASES, dtype=FLOAT_DTYPES, has_states=[False, True])
-def test_backend_equals_reference(place: Place, kernel_case: KernelCase, dtype: torch.dtype, has_states: bool) -> None:
+def test_backend_equals_reference(place: Target, kernel_case: KernelCase, dtype: torch.dtype, has_states: bool) -> None:
     kernel, case = kernel_case
     inputs = kernel.make(case, dtype, place.device)
     expected, expected_final = kernel(case, inputs, has_states, backend="reference")
@@ -149,7 +149,7 @@ def test_backend_equals_reference(place: Place, kernel_case: KernelCase, dtype: 
 
 
 @kernels
-def test_optional_inputs_may_be_left_out(place: Place, kernel: Kernel) -> None:
+def test_optional_inputs_may_be_left_out(place: Target, kernel: Kernel) -> None:
     case = replace(kernel.case, seq_lens=(5, 33))
     inputs = kernel.make(case, device=place.device)
     arguments = {name: getattr(inputs, name) for name in (*kernel.rows, *kernel.constants)}
@@ -163,7 +163,7 @@ def test_optional_inputs_may_be_left_out(place: Place, kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("size", [7] if IS_INTERPRETED else [1, 7, 64])
 @kernels
-def test_chunks_equal_the_whole(place: Place, kernel: Kernel, size: int) -> None:
+def test_chunks_equal_the_whole(place: Target, kernel: Kernel, size: int) -> None:
     length = 20 if IS_INTERPRETED else 150
     case = replace(kernel.case, seq_lens=(length,))
     inputs = kernel.make(case, device=place.device)
@@ -179,7 +179,7 @@ def test_chunks_equal_the_whole(place: Place, kernel: Kernel, size: int) -> None
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy warns in the interpreter
 @kernels
-def test_nan_stays_in_its_sequence(place: Place, kernel: Kernel) -> None:
+def test_nan_stays_in_its_sequence(place: Target, kernel: Kernel) -> None:
     lengths = (2, 5, 0, 1, 17) if IS_INTERPRETED else (2, 130, 0, 1, 67)
     case, end = replace(kernel.case, seq_lens=lengths), 2 + lengths[1]
     clean, dirty = (kernel.make(case, device=place.device) for _ in range(2))
@@ -217,7 +217,9 @@ def test_blocks_of_torch_change_nothing(
 
 
 @every_pair(place=TRITON_PLACES, has_states=[False, True])
-def test_scan_chunks_of_triton_equal_reference(place: Place, has_states: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_chunks_of_triton_equal_reference(
+    place: Target, has_states: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from penstock.kernels.selective_scan import _triton
 
     # Sequences without rows, of whole chunks, and of one row more or less.
@@ -236,7 +238,7 @@ def test_scan_chunks_of_triton_equal_reference(place: Place, has_states: bool, m
 
 
 @every_pair(place=TRITON_PLACES, dtype=[torch.float32, torch.float16] if IS_INTERPRETED else FLOAT_DTYPES)
-def test_rows_do_not_depend_on_other_lengths(place: Place, dtype: torch.dtype) -> None:
+def test_rows_do_not_depend_on_other_lengths(place: Target, dtype: torch.dtype) -> None:
     case = SsdCase("", (64, 150), 2, 8, 1, 16)
     inputs = make_ssd_inputs(case, dtype, place.device)
     together, _ = SSD(case, inputs, False, backend=place.backend, chunk_size=None)
@@ -246,7 +248,7 @@ def test_rows_do_not_depend_on_other_lengths(place: Place, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("step", [0.0, 1e-4, 10.0, 50.0])
-def test_extreme_steps_equal_reference(place: Place, step: float) -> None:
+def test_extreme_steps_equal_reference(place: Target, step: float) -> None:
     case = SsdCase("", (33 if IS_INTERPRETED else 200,), 2, 4, 1, 8)
     inputs = make_ssd_inputs(case, device=place.device)
     inputs.dt.fill_(step)

@@ -9,7 +9,7 @@ from penstock.kernels.rotary import HeadNorm, KvDestination, rotary
 
 from .assertions import assert_close
 from .cases import RotaryCase, RotaryInputs, make_rotary_inputs
-from .parameters import FLOAT_DTYPES, TRITON_PLACES, Place, every_pair
+from .parameters import FLOAT_DTYPES, TRITON_PLACES, Target, every_pair
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
@@ -44,7 +44,7 @@ def assert_stored(case: RotaryCase, inputs: RotaryInputs) -> None:
 
 @every_pair(place=TRITON_PLACES, case=CASES, has_norm=[False, True], has_store=[False, True], dtype=FLOAT_DTYPES)
 def test_backend_equals_reference(
-    place: Place, case: RotaryCase, has_norm: bool, has_store: bool, dtype: torch.dtype
+    place: Target, case: RotaryCase, has_norm: bool, has_store: bool, dtype: torch.dtype
 ) -> None:
     backend, device = place
     expected = rotate(case, dtype, device, has_norm, has_store, "reference")

@@ -54,7 +54,7 @@ def cut_embeddings(outputs: Sequence[Arrays], params: PoolingParams, machine: Ma
     width = min(params.dimensions or rows.shape[1], rows.shape[1])
     normalize = bool(params.normalize)
     if machine is not None:
-        cut = machine.cut(rows, width, normalize=normalize)
+        cut = machine.truncate_rows(rows, width, normalize=normalize)
     else:
         cut = rows[:, :width]
         if normalize:

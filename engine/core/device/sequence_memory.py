@@ -23,13 +23,13 @@ class KvSlots(NamedTuple):
     """Slots of the keys and values of a batch. T packed tokens, N chunks, B blocks.
 
     Attributes:
-        lengths: [N] int32, tokens of each sequence before its chunk.
+        context_lens: [N] int32, tokens of each sequence before its chunk.
         tables: [N, B] int32, block table of each sequence up to the end of its chunk, padded with zeros; zeros for
             chunks that start a sequence.
         slots: [T] int64, block * block size + offset of the keys and values of each token; -1: not stored.
     """
 
-    lengths: NDArray[np.int32]
+    context_lens: NDArray[np.int32]
     tables: NDArray[np.int32]
     slots: NDArray[np.int64]
 

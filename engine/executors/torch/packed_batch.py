@@ -23,7 +23,7 @@ _ARRAYS: Final = ("input_ids", "positions", "token_type_ids", "cu_seqlens")
 _GROUP: Final = ("rows", "is_visible")
 _CACHE_ARRAYS: Final = (
     "block_tables",
-    "past_lens_on_device",
+    "continued_context_lens_on_device",
     "store_rows",
     "store_slots",
     "load_indices",
@@ -102,7 +102,8 @@ class BatchCache:
         kv: Keys and values; None in a model without attention.
         block_tables: [N - num_new_seqs, B] int32, the blocks of each sequence with cached tokens, including the blocks
             of its chunk, padded with 0.
-        past_lens_on_device: [N - num_new_seqs] int32, `past_lens` on the device; None if every layer copies them.
+        continued_context_lens_on_device: [N - num_new_seqs] int32, `continued_context_lens` on the device; None if
+            every layer copies them.
         store_rows: [S] int64, rows of the batch whose keys and values are stored; None for all rows.
         store_slots: [S] int64, block * block_size + offset of each stored row.
         ssm: States; None in a model without SSM layers.
@@ -118,7 +119,7 @@ class BatchCache:
     prompt_lens: tuple[int, ...] | None = None
     kv: KvCache | None = None
     block_tables: Tensor | None = None
-    past_lens_on_device: Tensor | None = None
+    continued_context_lens_on_device: Tensor | None = None
     store_rows: Tensor | None = None
     store_slots: Tensor | None = None
     ssm: SsmStates | None = None
@@ -128,8 +129,8 @@ class BatchCache:
     save_slots: Tensor | None = None
 
     @property
-    def past_lens(self) -> Sequence[int]:
-        """Number of cached tokens of each sequence with cached tokens."""
+    def continued_context_lens(self) -> Sequence[int]:
+        """`context_lens` of the sequences with cached tokens."""
         return self.context_lens[self.num_new_seqs :]
 
 

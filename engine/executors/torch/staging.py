@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Final, TypeVar
 
@@ -44,13 +44,11 @@ def empty_for(tensors: Sequence[Tensor], *, pin_memory: bool = False) -> Tensor:
 
 def views(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Returns contiguous views of a buffer with the shapes and types of the tensors `like`, in their order."""
-
-    def cut() -> Iterator[Tensor]:
-        for end, tensor in zip(_ends(like), like, strict=True):
-            start = end - _padded_size(tensor)
-            yield buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-    return list(cut())
+    starts = [end - _padded_size(tensor) for end, tensor in zip(_ends(like), like, strict=True)]
+    return [
+        buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(starts, like, strict=True)
+    ]
 
 
 def _ends(tensors: Sequence[Tensor]) -> list[int]:

@@ -101,7 +101,7 @@ EXPORT void penstock_pool(const Machine *machine, int pooling, const float *hidd
 }
 
 /* Truncates rows [R, stride] to [R, width] and normalises them, like penstock_pool with sequences of one row. */
-EXPORT void penstock_cut(const Machine *machine, const float *rows, long stride, long num_rows, long width,
+EXPORT void penstock_truncate_rows(const Machine *machine, const float *rows, long stride, long num_rows, long width,
                          int normalize, float *out) {
     for (long r = 0; r < num_rows; r++)
         machine->isa->run_pooling(POOL_CLS, rows, stride, NULL, r, r + 1, 0, width, width, normalize, out + r * width);

@@ -63,17 +63,18 @@ static void work(Job *job, int unit, int lane) {
         assign_buffers(encoder, part->rows, is_temporary ? temporary.memory : scratch->memory + lane_scratch, rows);
     lanes_barrier(job);
     if (!atomic_load(&forward->lacks_memory)) {
-        Team team = {.isa = forward->isa, .encoder = encoder, .batch = &forward->batch, .job = job, .part = part,
-                     .rows = *rows, .member = is_joint ? unit : 0, .members = job->members, .scratch = scratch->memory};
+        LaneContext context = {.isa = forward->isa, .encoder = encoder, .batch = &forward->batch, .job = job,
+                               .part = part, .rows = *rows, .index = is_joint ? unit : 0,
+                               .members = job->members, .scratch = scratch->memory};
         enter_isa(forward->isa);
-        run_part(&team);
+        run_part(&context);
         leave_isa(forward->isa);
     }
     free(temporary.memory); /* safe: the lanes have synchronised after the last step */
 }
 
 /* Divides the batch into parts of about `target` tokens. Returns their number. */
-static int cut(const Batch *batch, long target, Part *parts) {
+static int split_into_parts(const Batch *batch, long target, Part *parts) {
     int count = 0;
     Part part = {0};
     for (long s = 0; s < batch->num_seqs; s++) {
@@ -114,7 +115,7 @@ Forward *forward_begin(const Isa *isa, const Encoder *encoder, const Batch *batc
     *forward = (Forward){.job = {.run = work}, .lanes = lanes, .isa = isa, .encoder = encoder, .batch = *batch,
                          .scratch = scratch, .longest = longest, .parts = parts,
                          .whole = {.last = batch->num_seqs, .rows = total}};
-    forward->num_parts = cut(batch, target, parts);
+    forward->num_parts = split_into_parts(batch, target, parts);
     int runs_jointly = (double)longest * (double)count > JOINT_RATIO * (double)total;
     lanes_begin(lanes, &forward->job, forward->num_parts, runs_jointly ? max_joint_lanes(isa, encoder) : 1);
     return forward;

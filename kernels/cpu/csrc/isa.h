@@ -10,19 +10,24 @@ typedef struct {
     int formats;   /* bit mask of the supported enum Format */
     void (*enter)(void); /* each thread calls `enter` before and `leave` after computing; NULL: no call */
     void (*leave)(void);
-    long (*panels)(const Product *);
-    long (*packed_bytes)(const Product *);
-    void (*pack)(const Product *, const float *, const float *, void *, float *, float *, int32_t *);
-    void (*convert_rows)(int, const float *, long, long, void *, RowScale *);
-    void (*run_product)(const Product *, const void *, const RowScale *, long, long, long, const Target *, float *);
-    void (*run_norm)(const Norm *, const float *, long, long, float *);
-    long (*attention_bytes)(long, long, long);
-    void (*run_attention)(const AttentionCall *, long, long, long, long, void *);
-    void (*prepare_row)(const AttentionCall *, long, long, int64_t);
-    long (*blocks_bytes)(long, long, long);
-    long (*strip_tokens)(long, long);
-    void (*run_strip)(const AttentionCall *, const Chunk *, long, long, long, void *);
-    void (*run_pooling)(int, const float *, long, const float *, long, long, long, long, long, int, float *);
+    long (*panels)(const Product *product);
+    long (*packed_bytes)(const Product *product);
+    void (*pack)(const Product *product, const float *w, const float *b, void *weights, float *bias, float *scales,
+                 int32_t *sums);
+    void (*convert_rows)(int format, const float *x, long rows, long width, void *out, RowScale *scales);
+    void (*run_product)(const Product *product, const void *x, const RowScale *row_scales, long rows, long first_panel,
+                        long last_panel, const Target *to, float *scratch);
+    void (*run_norm)(const Norm *norm, const float *x, long rows, long width, float *y);
+    long (*attention_bytes)(long length, long head_size, long distances);
+    void (*run_attention)(const AttentionCall *call, long start, long length, long visible, long kv_head,
+                          void *scratch);
+    void (*prepare_row)(const AttentionCall *call, long row, long position, int64_t slot);
+    long (*blocks_bytes)(long heads, long kv_heads, long head_size);
+    long (*strip_tokens)(long heads, long kv_heads);
+    void (*run_strip)(const AttentionCall *call, const Chunk *chunk, long kv_head, long first, long count,
+                      void *scratch);
+    void (*run_pooling)(int pooling, const float *hidden, long stride, const float *weights, long start, long end,
+                        long skip, long width, long dimensions, int normalize, float *out);
 } Isa;
 
 static inline void enter_isa(const Isa *isa) {

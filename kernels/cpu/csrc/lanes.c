@@ -69,7 +69,9 @@ static void wait_while(atomic_uint *word, unsigned value) {
 
 /* Writes to the wake-up descriptor. The caller holds the lock. */
 static void notify(const Lanes *lanes) {
-    if (lanes->wakeup_fd >= 0 && write(lanes->wakeup_fd, "", 1) < 0) return; /* full: a wake-up is already pending */
+    if (lanes->wakeup_fd < 0) return;
+    ssize_t written = write(lanes->wakeup_fd, "", 1);
+    (void)written; /* EAGAIN means that a wake-up is pending */
 }
 
 /* Takes the next unit. The caller holds the lock. */
@@ -84,7 +86,7 @@ static Job *take(Lanes *lanes, int *unit) {
 static void *run_lane(void *argument) {
     const Lane *lane = argument;
     Lanes *lanes = lane->lanes;
-    int has_ended_job = 0; /* a job has ended */
+    int has_ended_job = 0; /* this lane ended a job that is not yet reported to wakeup_fd */
     pthread_mutex_lock(&lanes->lock);
     for (;;) {
         if (lanes->first) {
@@ -157,7 +159,7 @@ void lanes_close(Lanes *lanes) {
 
 int lanes_count(const Lanes *lanes) { return lanes->count; }
 
-/* Waiting lanes without the lanes needed for untaken units. The caller holds the lock. */
+/* Idle lanes minus queued units. The caller holds the lock. */
 static int num_free(const Lanes *lanes) {
     return lanes->waiting > lanes->untaken ? lanes->waiting - lanes->untaken : 0;
 }
@@ -175,9 +177,9 @@ void lanes_set_wakeup_fd(Lanes *lanes, int fd) {
     pthread_mutex_unlock(&lanes->lock);
 }
 
-void lanes_begin(Lanes *lanes, Job *job, int units, int most) {
+void lanes_begin(Lanes *lanes, Job *job, int units, int max_lanes) {
     pthread_mutex_lock(&lanes->lock);
-    int members = num_free(lanes) < most ? num_free(lanes) : most;
+    int members = num_free(lanes) < max_lanes ? num_free(lanes) : max_lanes;
     job->members = members > 1 ? members : 1;
     job->units = members > 1 ? members : units;
     job->next = NULL;

@@ -40,9 +40,9 @@ int lanes_free(Lanes *lanes);
 /* Sets the file descriptor to write to when a job ends or a lane becomes idle; -1: none. */
 void lanes_set_wakeup_fd(Lanes *lanes, int fd);
 
-/* Starts a job of `units` units. If at least two lanes are idle and `most` > 1, starts a joint job on at most `most` of
- * them instead, with one unit per lane. */
-void lanes_begin(Lanes *lanes, Job *job, int units, int most);
+/* Starts a job of `units` units. If at least two lanes are idle and `max_lanes` > 1, starts a joint job instead: on at
+ * most `max_lanes` of the idle lanes, with one unit per lane. */
+void lanes_begin(Lanes *lanes, Job *job, int units, int max_lanes);
 
 /* Whether all units have been run. */
 int lanes_is_done(const Job *job);

@@ -23,7 +23,7 @@ typedef struct {
     void *inner;       /* [R, I] */
 } Rows;
 
-/* One lane's view of a part: the lane alone (members = 1), or one of several joint lanes. */
+/* One lane's context for run_part: a part for the lane alone, or the whole batch for joint lanes (see layers.c). */
 typedef struct {
     const Isa *isa;
     const Encoder *encoder;
@@ -31,17 +31,17 @@ typedef struct {
     Job *job;           /* the joint job */
     const Part *part;
     Rows rows;
-    int member, members;
+    int index, members; /* of this lane in the joint job; 0 and 1 for a lane alone */
     char *scratch;         /* this lane's scratch for attention and products */
-} Team;
+} LaneContext;
 
-/* Sets the pointers of `out` to memory from `at` on. Returns the size in bytes. NULL: returns only the size. */
-long assign_buffers(const Encoder *encoder, long rows, char *at, Rows *out);
+/* Sets the pointers of `out` to `memory`. Returns the size in bytes. NULL: returns only the size. */
+long assign_buffers(const Encoder *encoder, long rows, char *memory, Rows *out);
 
 /* Bytes of scratch per lane: packed heads, or a panel in float32. `longest`: tokens of the longest sequence. */
 long lane_bytes(const Isa *isa, const Encoder *encoder, long longest);
 
 /* Runs this lane's share of the part: embeddings, layers and final norm, written to Batch.hidden. */
-void run_part(Team *team);
+void run_part(LaneContext *context);
 
 #endif

@@ -40,7 +40,7 @@ typedef struct {
     int32_t format;      /* enum Format */
     int32_t activation;  /* enum Activation; in a gated product applied to the gate */
     int32_t gated;       /* the result is activation(first half) * second half */
-    int32_t unused;
+    int32_t padding;
     const void *weights; /* panels, 64-byte aligned */
     const float *bias;   /* [N in panel order], zeros without a bias */
     const float *scales; /* FORMAT_INT8: [N in panel order] scale of each column */
@@ -81,7 +81,7 @@ typedef struct {
     /* Decoders only: */
     Norm after_mlp;            /* of the output of the MLP, before the residual sum */
     float softcap;             /* scores s become c tanh(s / c); 0: none */
-    int32_t unused;
+    int32_t padding;
 } Layer;
 
 typedef struct {
@@ -109,7 +109,7 @@ typedef struct {
     void *const *keys;      /* [layers] */
     void *const *values;    /* [layers] */
     int64_t page_size;      /* tokens */
-    const int32_t *pasts;   /* [S] tokens before the chunk */
+    const int32_t *context_lens; /* [S] tokens before the chunk */
     const int32_t *tables;  /* [S, table_width] pages of these tokens, page_size tokens per page */
     int64_t table_width;
     const int64_t *slots;   /* [T] page * page size + row for a token's key and value; -1: not stored */
@@ -153,8 +153,8 @@ typedef struct {
 /* Chunk of one sequence in a batch of a decoder. */
 typedef struct {
     long start, length;    /* rows */
-    long past;             /* tokens before the chunk */
-    const int32_t *table;  /* pages of the past */
+    long context_len;      /* tokens before the chunk */
+    const int32_t *table;  /* pages of these tokens */
 } Chunk;
 
 /* Pooling of the rows of a sequence to one row. */

@@ -38,7 +38,7 @@ class ChunkedDecoder:
         starts = np.cumsum([0, *map(len, ids)]).astype(np.int32)
         past = BatchPages(
             pages=self.pages,
-            lengths=np.array([first for _, first, _ in chunks], np.int32),
+            context_lens=np.array([first for _, first, _ in chunks], np.int32),
             tables=tables,
             slots=np.concatenate(slots).astype(np.int64),
         )

@@ -190,16 +190,16 @@ def test_invalid_pages_are_rejected(three_lane_machine: Machine) -> None:
     pages = ChunkedDecoder(decoder, spec, make_texts([40, 3]), 16).pages
     valid = BatchPages(
         pages=pages,
-        lengths=np.array([20, 0], np.int32),
+        context_lens=np.array([20, 0], np.int32),
         tables=np.array([[1, 0], [-1, -1]], np.int32),
         slots=np.full(7, -1, np.int64),
     )
     narrow = [np.zeros((4, 16, 2, 31), np.float32)] * 2
     halves = [np.zeros((4, 16, 2, 32), np.uint16)] * 2
     for changes, message in (
-        ({"lengths": np.array([-1, 0])}, "past lengths must be 2 numbers of at least 0"),
-        ({"lengths": np.array([20])}, "past lengths must be 2 numbers"),
-        ({"lengths": np.array([33, 0])}, "the pages of 2 sequences"),
+        ({"context_lens": np.array([-1, 0])}, "context_lens must be 2 numbers of at least 0"),
+        ({"context_lens": np.array([20])}, "context_lens must be 2 numbers"),
+        ({"context_lens": np.array([33, 0])}, "the pages of 2 sequences"),
         ({"tables": np.array([[1, 0]])}, "the pages of 2 sequences"),
         ({"tables": np.array([[1, pages.num_pages], [0, 0]])}, "pages from 0 to 6"),
         ({"tables": np.array([[1, -1], [0, 0]])}, "pages from 0 to 6"),
@@ -209,12 +209,14 @@ def test_invalid_pages_are_rejected(three_lane_machine: Machine) -> None:
         ({"pages": PagedKvCache(narrow, narrow)}, "do not fit this model"),
         ({"pages": PagedKvCache(halves, halves)}, "do not fit this model"),
         (
-            {"lengths": np.array([LONGEST - 3, 0]), "tables": np.zeros((2, 40), np.int32)},
+            {"context_lens": np.array([LONGEST - 3, 0]), "tables": np.zeros((2, 40), np.int32)},
             "514 tokens; the limit is 513",
         ),
     ):
         with pytest.raises(ValueError, match=message):
             decoder.begin(texts.ids, texts.positions, texts.starts, past=replace(valid, **changes))
-    decoder.begin(texts.ids, texts.positions, texts.starts, past=replace(valid, lengths=np.zeros(2, np.int32))).result()
+    decoder.begin(
+        texts.ids, texts.positions, texts.starts, past=replace(valid, context_lens=np.zeros(2, np.int32))
+    ).result()
     with pytest.raises(ValueError, match="contiguous arrays of one shape"):
         PagedKvCache(narrow, halves)

@@ -144,7 +144,9 @@ class Attention:
             new_seq_lens=new_seq_lens,
             new_max_seqlen=batch.max_seqlen if cache is None else max(new_seq_lens, default=0),
             past_cu_seqlens=cu_seqlens[num_new_seqs:] - cu_seqlens[num_new_seqs] if has_past else None,
-            past=PagedLengths.of(seq_lens[num_new_seqs:], cache.past_lens) if cache is not None and has_past else None,
+            past=PagedLengths.of(seq_lens[num_new_seqs:], cache.continued_context_lens)
+            if cache is not None and has_past
+            else None,
             slots=_slots_of_tokens(batch) if self._is_fused else None,
         )
 
@@ -188,7 +190,7 @@ class Attention:
                     plan.past.seq_lens,
                     plan.past.context_lens,
                     lengths=plan.past,
-                    context_lens_on_device=cache.past_lens_on_device,
+                    context_lens_on_device=cache.continued_context_lens_on_device,
                     scale=self.spec.scale,
                     window=self.window,
                     softcap=self.spec.softcap,

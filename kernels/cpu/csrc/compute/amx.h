@@ -53,19 +53,19 @@ static void amx_enter(void) {
 /* Releases the tiles: until then, each context switch saves 8 KiB more. */
 static void amx_leave(void) { TILE_RELEASE(); }
 
-/* `count` bytes of up to 16 rows: `x` itself if they fill a tile, else a zero-padded copy in `room`. */
-INLINE const char *whole_tile(const char *x, long *stride, int rows, long count, char *room) {
+/* `count` bytes of up to 16 rows: `x` itself if they fill a tile, else a zero-padded copy in `buffer`. */
+INLINE const char *whole_tile(const char *x, long *stride, int rows, long count, char *buffer) {
     if (rows == TILE && count == 64) return x;
     for (int r = 0; r < rows; r++) {
         if (count == 64) {
-            memcpy(room + r * 64, x + r * *stride, 64);
+            memcpy(buffer + r * 64, x + r * *stride, 64);
         } else {
-            memset(room + r * 64, 0, 64);
-            memcpy(room + r * 64, x + r * *stride, (size_t)count);
+            memset(buffer + r * 64, 0, 64);
+            memcpy(buffer + r * 64, x + r * *stride, (size_t)count);
         }
     }
     *stride = 64;
-    return room;
+    return buffer;
 }
 
 #define MULTIPLY(sums, a, b) \
@@ -89,7 +89,7 @@ INLINE void amx_sums(int is_int8, int is_tall, int rows, const char *x, long str
         TILE_ZERO(3);
     }
     for (long k = 0; k < bytes; k += 64) {
-        long count = bytes - k < 64 ? bytes - k : 64, apart = stride;
+        long count = bytes - k < 64 ? bytes - k : 64, row_stride = stride;
         const char *weights = panel + k * PANEL;
         if (count < 64) {
             memcpy(last, weights, (size_t)(count * PANEL));
@@ -98,14 +98,14 @@ INLINE void amx_sums(int is_int8, int is_tall, int rows, const char *x, long str
         }
         TILE_LOAD(6, weights, 4 * PANEL);
         TILE_LOAD(7, weights + 64, 4 * PANEL);
-        const char *inputs = whole_tile(x + k, &apart, above, count, upper);
-        TILE_LOAD(4, inputs, apart);
+        const char *inputs = whole_tile(x + k, &row_stride, above, count, upper);
+        TILE_LOAD(4, inputs, row_stride);
         MULTIPLY(0, 4, 6);
         MULTIPLY(1, 4, 7);
         if (is_tall) {
-            apart = stride;
-            inputs = whole_tile(x + TILE * stride + k, &apart, below, count, lower);
-            TILE_LOAD(5, inputs, apart);
+            row_stride = stride;
+            inputs = whole_tile(x + TILE * stride + k, &row_stride, below, count, lower);
+            TILE_LOAD(5, inputs, row_stride);
             MULTIPLY(2, 5, 6);
             MULTIPLY(3, 5, 7);
         }

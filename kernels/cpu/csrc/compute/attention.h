@@ -22,27 +22,27 @@ typedef struct {
     long stride;           /* all rows, rounded to panels */
     void *packed;          /* distance_keys as weights */
     float *of_keys;        /* [L, stride] products of keys with distance_queries */
-    float *of_queries;     /* [MOST_ROWS, stride] products of queries with distance_keys */
+    float *of_queries;     /* [MAX_ROWS, stride] products of queries with distance_keys */
 } Terms;
 
 /* Bytes of scratch per lane for sequences of up to `length` tokens; `distances`: rows of distance embeddings. */
 static long attention_bytes(long length, long head_size, long distances) {
-    long columns = round_to(distances, PANEL), terms = columns * (head_size + length + MOST_ROWS);
+    long columns = round_to(distances, PANEL), terms = columns * (head_size + length + MAX_ROWS);
     long keys = round_to(length, PANEL), values = round_to(head_size, PANEL);
     long row = 2 * keys + round_to(head_size, WIDTH); /* scores, rounded scores, query */
-    return 4 * (keys * head_size + keys * values + MOST_ROWS * row + terms) + 8 * 64;
+    return 4 * (keys * head_size + keys * values + MAX_ROWS * row + terms) + 8 * 64;
 }
 
 /* Copies one head of one token as floats, with the rotary embedding if the layer has one. */
 static void load_head(const AttentionCall *call, long row, long head, long position, float *to) {
-    long size = call->head_size, at = (row * (call->heads + 2 * call->kv_heads) + head) * size;
+    long size = call->head_size, offset = (row * (call->heads + 2 * call->kv_heads) + head) * size;
     if (call->is_bf16) {
         for (long d = 0; d < size; d++) {
-            uint32_t bits = (uint32_t)((const uint16_t *)call->qkv)[at + d] << 16;
+            uint32_t bits = (uint32_t)((const uint16_t *)call->qkv)[offset + d] << 16;
             memcpy(to + d, &bits, 4);
         }
     } else {
-        memcpy(to, (const float *)call->qkv + at, (size_t)size * 4);
+        memcpy(to, (const float *)call->qkv + offset, (size_t)size * 4);
     }
     if (call->layer->rotary && position >= 0) {
         const float *cosines = call->layer->rotary + position * size, *sines = cosines + size / 2;
@@ -56,13 +56,13 @@ static void load_head(const AttentionCall *call, long row, long head, long posit
 
 /* One head of one token in the type of the products: in place if possible, else a copy in `row`. */
 INLINE const void *take_head(const AttentionCall *call, long token, long head, long position, void *row) {
-    long size = call->head_size, at = (token * (call->heads + 2 * call->kv_heads) + head) * size;
+    long size = call->head_size, offset = (token * (call->heads + 2 * call->kv_heads) + head) * size;
     if (call->is_bf16 == call->dot && (!call->layer->rotary || position < 0))
-        return (const char *)call->qkv + at * (call->dot ? 2 : 4);
-    float turned[size];
-    load_head(call, token, head, position, turned);
-    if (!call->dot) return memcpy(row, turned, (size_t)size * 4);
-    for (long d = 0; d < size; d++) ((uint16_t *)row)[d] = to_bf16(turned[d]);
+        return (const char *)call->qkv + offset * (call->dot ? 2 : 4);
+    float rotated[size];
+    load_head(call, token, head, position, rotated);
+    if (!call->dot) return memcpy(row, rotated, (size_t)size * 4);
+    for (long d = 0; d < size; d++) ((uint16_t *)row)[d] = to_bf16(rotated[d]);
     return row;
 }
 
@@ -124,13 +124,13 @@ static void pack_values(const AttentionCall *call, long start, long length, long
 /* Largest score of keys `low` to `high`. `begin` <= `low` is a multiple of WIDTH. */
 INLINE float largest_score(const float *scores, long begin, long low, long high) {
     const vf nothing = v_set(-INFINITY);
-    vf most = nothing;
+    vf max_scores = nothing;
     for (long j = begin; j < high; j += WIDTH) {
         vf s = v_load(scores + j);
         if (j < low || j + WIDTH > high) s = v_only(s, low - j, high - j, nothing);
-        most = v_max(most, s);
+        max_scores = v_max(max_scores, s);
     }
-    return v_largest(most);
+    return v_largest(max_scores);
 }
 
 /* Computes 2^(score * log2 e + shift) for keys `low` to `high`, and 0 for the other keys from `begin` to `end`. Writes
@@ -186,21 +186,28 @@ static void pack_distances(const AttentionCall *call, const float *table, long f
     }
 }
 
-/* Products of up to MOST_ROWS rows of q or k with the packed distances of a sequence. */
+/* A tile of products in the type that attention computes in. `offset`: first element of `weights`. */
+INLINE void multiply_tile(int dot, int rows, const void *x, long x_stride, const void *weights, long offset,
+                          long num_in, float *out, long out_stride) {
+#if HAS_DOT
+    if (dot) {
+        tile_dot(rows, x, x_stride, (const uint16_t *)weights + offset, num_in, out, out_stride);
+        return;
+    }
+#endif
+    (void)dot;
+    tile_f32(rows, x, x_stride, (const float *)weights + offset, num_in, out, out_stride);
+}
+
+/* Products of up to MAX_ROWS rows of q or k with the packed distances of a sequence. */
 static void multiply_distances(const AttentionCall *call, const Terms *terms, int rows, const void *x, long x_stride,
                                float *out) {
     long size = call->head_size;
-    for (long c = terms->first; c < terms->end; c += PANEL) {
-#if HAS_DOT
-        if (call->dot)
-            tile_dot(rows, x, x_stride, (const uint16_t *)terms->packed + c * size, size, out + c, terms->stride);
-        else
-#endif
-            tile_f32(rows, x, x_stride, (const float *)terms->packed + c * size, size, out + c, terms->stride);
-    }
+    for (long c = terms->first; c < terms->end; c += PANEL)
+        multiply_tile(call->dot, rows, x, x_stride, terms->packed, c * size, size, out + c, terms->stride);
 }
 
-/* Computes the products of all keys of one head, then packs distance_keys. `row` holds MOST_ROWS keys. */
+/* Computes the products of all keys of one head, then packs distance_keys. `row` holds MAX_ROWS keys. */
 static void prepare_terms(const AttentionCall *call, Terms *terms, long start, long length, long head, long kv_head,
                           float *row) {
     const Layer *layer = call->layer;
@@ -243,76 +250,126 @@ static void add_terms(const Layer *layer, const Terms *terms, int rows, long fir
     }
 }
 
-/* Attention of all queries of one head over the packed keys and values. */
-static void attend_head(const AttentionCall *call, long start, long length, long visible, long head, const void *keys,
-                        const void *values, const Terms *terms, float *scores, uint16_t *rounded, float *turned) {
+/* Attention of one head of one sequence. */
+typedef struct {
+    const AttentionCall *call;
+    long start, length, visible; /* row of the first token, tokens, leading tokens that queries attend to */
+    long head;
+    const void *keys, *values;   /* packed */
+    const Terms *terms;
+    long stride;                 /* `length`, rounded to panels */
+    float *scores;               /* [MAX_ROWS, stride] */
+    uint16_t *rounded;           /* [MAX_ROWS, stride] probabilities in bfloat16 */
+    float *rotated;              /* [MAX_ROWS, head size] queries that are not read in place */
+} HeadAttention;
+
+/* Queries `first` to `first + rows` of a sequence. */
+typedef struct {
+    long first;
+    int rows;
+    long low[MAX_ROWS], high[MAX_ROWS]; /* keys that each query attends to */
+    long begin, end;                    /* range with these keys of all queries; `begin` is a multiple of PANEL */
+    float inverse[MAX_ROWS];            /* 1 / sum of the exponentials of each query */
+} QueryTile;
+
+/* Sets the key ranges of a tile. */
+static void set_key_ranges(const HeadAttention *head, QueryTile *tile) {
+    const Layer *layer = head->call->layer;
+    tile->begin = head->stride, tile->end = 0;
+    for (int r = 0; r < tile->rows; r++) {
+        long i = tile->first + r, low = layer->left >= 0 && i > layer->left ? i - layer->left : 0;
+        long high = layer->right >= 0 && i + layer->right + 1 < head->visible ? i + layer->right + 1 : head->visible;
+        low = low < high ? low : high;
+        tile->low[r] = low, tile->high[r] = high;
+        tile->begin = low < tile->begin ? low : tile->begin;
+        tile->end = high > tile->end ? high : tile->end;
+    }
+    tile->begin = tile->begin / PANEL * PANEL;
+}
+
+/* Returns the queries of a tile in the type of the products and sets their stride. */
+static const void *load_queries(const HeadAttention *head, const QueryTile *tile, long *stride) {
+    const AttentionCall *call = head->call;
+    long size = call->head_size, width = (call->heads + 2 * call->kv_heads) * size;
+    if (call->is_bf16 == call->dot && !call->layer->rotary) {
+        *stride = width;
+        return (const char *)call->qkv
+               + ((head->start + tile->first) * width + head->head * size) * (call->dot ? 2 : 4);
+    }
+    *stride = size;
+    for (int r = 0; r < tile->rows; r++)
+        take_head(call, head->start + tile->first + r, head->head, tile->first + r,
+                  call->dot ? (void *)((uint16_t *)head->rotated + r * size) : head->rotated + r * size);
+    return head->rotated;
+}
+
+/* Computes the scores of a tile of queries, without the bias by distance. */
+static void compute_scores(const HeadAttention *head, const QueryTile *tile) {
+    const AttentionCall *call = head->call;
     const Layer *layer = call->layer;
-    long size = call->head_size, stride = round_to(length, PANEL), width = (call->heads + 2 * call->kv_heads) * size;
-    int in_place = call->is_bf16 == call->dot && !layer->rotary;
-    float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
-    for (long first = 0; first < length;) {
-        int rows = product_rows(call->dot ? FORMAT_DOT : FORMAT_F32, length - first);
-        long low[MOST_ROWS], high[MOST_ROWS], begin = stride, end = 0;
-        for (int r = 0; r < rows; r++) {
-            long i = first + r;
-            low[r] = layer->left >= 0 && i > layer->left ? i - layer->left : 0;
-            high[r] = layer->right >= 0 && i + layer->right + 1 < visible ? i + layer->right + 1 : visible;
-            low[r] = low[r] < high[r] ? low[r] : high[r];
-            begin = low[r] < begin ? low[r] : begin;
-            end = high[r] > end ? high[r] : end;
-            if (!in_place)
-                take_head(call, start + i, head, i,
-                          call->dot ? (void *)((uint16_t *)turned + r * size) : turned + r * size);
-        }
-        begin = begin / PANEL * PANEL;
-        const void *queries = turned;
-        long query_stride = size;
-        if (in_place) {
-            queries = (const char *)call->qkv + ((start + first) * width + head * size) * (call->dot ? 2 : 4);
-            query_stride = width;
-        }
-        for (long j = begin; j < end; j += PANEL) {
-#if HAS_DOT
-            if (call->dot)
-                tile_dot(rows, queries, query_stride, (const uint16_t *)keys + j * size, size, scores + j, stride);
-            else
-#endif
-                tile_f32(rows, queries, query_stride, (const float *)keys + j * size, size, scores + j, stride);
-        }
-        if (layer->distance_keys) multiply_distances(call, terms, rows, queries, query_stride, terms->of_queries);
-        if (layer->distance_rows) add_terms(layer, terms, rows, first, begin, end, scores, stride);
-        /* The product with the values needs whole pairs; an odd last value is paired with 0. */
-        end = call->dot ? round_to(end, 2) : end;
-        float inverse[MOST_ROWS];
-        for (int r = 0; r < rows; r++) {
-            float *row = scores + r * stride;
-            const float *bias = NULL;
-            if (layer->bias) bias = layer->bias + head * (2 * layer->bias_reach + 1) + layer->bias_reach - (first + r);
-            int returns_weights = call->first_weights && first + r == 0;
-            uint16_t *rounded_row = call->dot && !returns_weights ? rounded + r * stride : NULL;
-            float sum = softmax(row, begin, end, low[r], high[r], bias, rounded_row);
-            inverse[r] = sum > 0 ? 1.0f / sum : sum;
-            if (!returns_weights) continue;
-            for (long j = 0; j < length; j++)
-                call->first_weights[(start + j) * call->heads + head] = j < high[r] ? row[j] * inverse[r] : 0.0f;
-            if (call->dot)
-                for (long j = begin; j < end; j++) rounded[j] = to_bf16(row[j]);
-        }
-        for (long column = 0; column < size; column += PANEL) {
-            long at = column * stride + begin * PANEL;
-#if HAS_DOT
-            if (call->dot)
-                tile_dot(rows, rounded + begin, stride, (const uint16_t *)values + at, end - begin, sums, PANEL);
-            else
-#endif
-                tile_f32(rows, scores + begin, stride, (const float *)values + at, end - begin, sums, PANEL);
-            Target target = {.out = call->out, .out_is_bf16 = call->out_is_bf16, .width = call->heads * size};
-            for (int r = 0; r < rows; r++)
-                for (long d = 0; d < PANEL && column + d < size; d += WIDTH)
-                    store_result(&target, (start + first + r) * target.width + head * size + column + d,
-                                 v_mul(v_load(sums + r * PANEL + d), v_set(inverse[r])), size - column - d);
-        }
-        first += rows;
+    long query_stride;
+    const void *queries = load_queries(head, tile, &query_stride);
+    for (long j = tile->begin; j < tile->end; j += PANEL)
+        multiply_tile(call->dot, tile->rows, queries, query_stride, head->keys, j * call->head_size, call->head_size,
+                      head->scores + j, head->stride);
+    if (layer->distance_keys)
+        multiply_distances(call, head->terms, tile->rows, queries, query_stride, head->terms->of_queries);
+    if (layer->distance_rows)
+        add_terms(layer, head->terms, tile->rows, tile->first, tile->begin, tile->end, head->scores, head->stride);
+}
+
+/* Replaces the scores of a tile by their exponentials, and sets `inverse`. */
+static void compute_probabilities(const HeadAttention *head, QueryTile *tile) {
+    const AttentionCall *call = head->call;
+    const Layer *layer = call->layer;
+    /* The product with the values needs whole pairs; an odd last value is paired with 0. */
+    if (call->dot) tile->end = round_to(tile->end, 2);
+    for (int r = 0; r < tile->rows; r++) {
+        float *row = head->scores + r * head->stride;
+        const float *bias = NULL;
+        if (layer->bias)
+            bias = layer->bias + head->head * (2 * layer->bias_reach + 1) + layer->bias_reach - (tile->first + r);
+        int returns_weights = call->first_weights && tile->first + r == 0;
+        uint16_t *rounded = call->dot && !returns_weights ? head->rounded + r * head->stride : NULL;
+        float sum = softmax(row, tile->begin, tile->end, tile->low[r], tile->high[r], bias, rounded);
+        tile->inverse[r] = sum > 0 ? 1.0f / sum : sum;
+        if (!returns_weights) continue;
+        for (long j = 0; j < head->length; j++)
+            call->first_weights[(head->start + j) * call->heads + head->head] =
+                j < tile->high[r] ? row[j] * tile->inverse[r] : 0.0f;
+        if (call->dot)
+            for (long j = tile->begin; j < tile->end; j++) head->rounded[j] = to_bf16(row[j]);
+    }
+}
+
+/* Stores the product of the probabilities of a tile with the values. */
+static void multiply_values(const HeadAttention *head, const QueryTile *tile) {
+    const AttentionCall *call = head->call;
+    long size = call->head_size;
+    float sums[MAX_ROWS * PANEL] __attribute__((aligned(64)));
+    Target target = {.out = call->out, .out_is_bf16 = call->out_is_bf16, .width = call->heads * size};
+    const void *probabilities = call->dot ? (const void *)(head->rounded + tile->begin) : head->scores + tile->begin;
+    for (long column = 0; column < size; column += PANEL) {
+        multiply_tile(call->dot, tile->rows, probabilities, head->stride, head->values,
+                      column * head->stride + tile->begin * PANEL, tile->end - tile->begin, sums, PANEL);
+        for (int r = 0; r < tile->rows; r++)
+            for (long d = 0; d < PANEL && column + d < size; d += WIDTH)
+                store_result(&target,
+                             (head->start + tile->first + r) * target.width + head->head * size + column + d,
+                             v_mul(v_load(sums + r * PANEL + d), v_set(tile->inverse[r])), size - column - d);
+    }
+}
+
+/* Attention of all queries of one head over the packed keys and values. */
+static void attend_head(const HeadAttention *head) {
+    int format = head->call->dot ? FORMAT_DOT : FORMAT_F32;
+    QueryTile tile;
+    for (tile.first = 0; tile.first < head->length; tile.first += tile.rows) {
+        tile.rows = product_rows(format, head->length - tile.first);
+        set_key_ranges(head, &tile);
+        compute_scores(head, &tile);
+        compute_probabilities(head, &tile);
+        multiply_values(head, &tile);
     }
 }
 
@@ -321,18 +378,19 @@ static void run_attention(const AttentionCall *call, long start, long length, lo
                           void *scratch) {
     long size = call->head_size, keys = round_to(length, PANEL), wide = round_to(size, PANEL);
     float *packed_keys = scratch, *packed_values = packed_keys + keys * size, *scores = packed_values + keys * wide;
-    float *rounded = scores + MOST_ROWS * keys, *queries = rounded + MOST_ROWS * keys;
+    float *rounded = scores + MAX_ROWS * keys, *queries = rounded + MAX_ROWS * keys;
     Terms terms = {.stride = round_to(call->layer->num_distances, PANEL)};
-    terms.packed = queries + MOST_ROWS * round_to(size, WIDTH);
+    terms.packed = queries + MAX_ROWS * round_to(size, WIDTH);
     terms.of_queries = (float *)terms.packed + terms.stride * size;
-    terms.of_keys = terms.of_queries + MOST_ROWS * terms.stride;
+    terms.of_keys = terms.of_queries + MAX_ROWS * terms.stride;
     pack_keys(call, start, length, kv_head, packed_keys);
     pack_values(call, start, length, kv_head, packed_values);
     long group = call->heads / call->kv_heads;
     for (long head = kv_head * group; head < (kv_head + 1) * group; head++) {
         if (call->layer->distance_rows) prepare_terms(call, &terms, start, length, head, kv_head, queries);
-        attend_head(call, start, length, visible, head, packed_keys, packed_values, &terms, scores,
-                    (uint16_t *)rounded, queries);
+        attend_head(&(HeadAttention){.call = call, .start = start, .length = length, .visible = visible, .head = head,
+                                     .keys = packed_keys, .values = packed_values, .terms = &terms, .stride = keys,
+                                     .scores = scores, .rounded = (uint16_t *)rounded, .rotated = queries});
     }
 }
 

@@ -2,7 +2,7 @@
  *
  * Keys of earlier chunks are in pages, keys of the chunk in the rows of the batch. They are read in blocks that start at
  * multiples of KEYS in the whole sequence. Each block is packed once per strip of queries, which keep a running maximum
- * and sum (Dao et al., FlashAttention, arXiv 2205.14135). Memory therefore does not grow with the past, and the result
+ * and sum (Dao et al., FlashAttention, arXiv 2205.14135). Memory therefore does not grow with these tokens, and the result
  * of a query has the same bits for all chunk sizes. Both products use the tiles of tile.h, as in attention.h.
  */
 #ifndef PENSTOCK_BLOCKS_H
@@ -20,8 +20,8 @@
 typedef struct {
     void *keys;        /* [KEYS / PANEL][size][PANEL], packed as weights of q k^T */
     void *values;      /* [size / PANEL][KEYS][PANEL], packed as weights of the product with the probabilities */
-    float *scores;     /* [MOST_ROWS, KEYS] */
-    uint16_t *rounded; /* [MOST_ROWS, KEYS] probabilities in bfloat16 */
+    float *scores;     /* [MAX_ROWS, KEYS] */
+    uint16_t *rounded; /* [MAX_ROWS, KEYS] probabilities in bfloat16 */
     float *sums;       /* [rows, wide] weighted sums of values, not divided by `totals` */
     float *largest;    /* [rows] largest score so far */
     float *totals;     /* [rows] sum of probabilities so far */
@@ -33,15 +33,16 @@ static long strip_tokens(long heads, long kv_heads) {
     return tokens > 0 ? tokens : 1;
 }
 
-static long assign_strip_buffers(long heads, long kv_heads, long size, char *at, Strip *strip) {
+/* Sets the pointers of `strip` to `memory`. Returns the size in bytes. NULL: returns only the size. */
+static long assign_strip_buffers(long heads, long kv_heads, long size, char *memory, Strip *strip) {
     long wide = round_to(size, PANEL), rows = strip_tokens(heads, kv_heads) * (heads / kv_heads);
-    long sizes[] = {KEYS * size * 4, KEYS * wide * 4, MOST_ROWS * KEYS * 4, MOST_ROWS * KEYS * 2, rows * wide * 4,
+    long sizes[] = {KEYS * size * 4, KEYS * wide * 4, MAX_ROWS * KEYS * 4, MAX_ROWS * KEYS * 2, rows * wide * 4,
                     rows * 4, rows * 4};
     void **buffers[] = {&strip->keys, &strip->values, (void **)&strip->scores, (void **)&strip->rounded,
                        (void **)&strip->sums, (void **)&strip->largest, (void **)&strip->totals};
     long total = 0;
     for (unsigned i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        if (at) *buffers[i] = at + total;
+        if (memory) *buffers[i] = memory + total;
         total += round_to(sizes[i], 64);
     }
     return total;
@@ -85,22 +86,28 @@ static void prepare_row(const AttentionCall *call, long row, long position, int6
     memcpy((char *)call->page_values + slot * keys * bytes, kept + keys * bytes, (size_t)(keys * bytes));
 }
 
-/* Address of the key (or value: `is_value`) of a position: in a page for the past, else in the row of the batch. */
+/* Address of the key (or value: `is_value`) of a position: in a page for tokens before the chunk, else in the batch. */
 INLINE const void *find_head(const AttentionCall *call, const Chunk *chunk, long position, long kv_head, int is_value) {
     long size = call->head_size, bytes = call->dot ? 2 : 4;
-    if (position < chunk->past) {
+    if (position < chunk->context_len) {
         const char *pages = is_value ? call->page_values : call->page_keys;
         long slot = (long)chunk->table[position / call->page_size] * call->page_size + position % call->page_size;
         return pages + (slot * call->kv_heads + kv_head) * size * bytes;
     }
-    long row = chunk->start + position - chunk->past, width = (call->heads + 2 * call->kv_heads) * size;
+    long row = chunk->start + position - chunk->context_len, width = (call->heads + 2 * call->kv_heads) * size;
     long head = call->heads + (is_value ? call->kv_heads : 0) + kv_head;
     return (const char *)call->qkv + row * width * 4 + head * size * bytes;
 }
 
-/* Packs keys and values of positions `base` to `base + count`. */
-static void pack_block(const AttentionCall *call, const Chunk *chunk, long base, long count, long kv_head,
+/* Keys of the positions `base` to `base + count`. */
+typedef struct {
+    long base, count;
+} KeyBlock;
+
+/* Packs the keys and values of a block. */
+static void pack_block(const AttentionCall *call, const Chunk *chunk, const KeyBlock *block, long kv_head,
                        const Strip *strip) {
+    const long base = block->base, count = block->count;
     long size = call->head_size, words = call->dot ? size / 2 : size; /* 32-bit values per key */
     int32_t rows[WIDTH][words];
     for (long first = 0; first < count; first += WIDTH) {
@@ -137,19 +144,27 @@ INLINE float softmax_block(float *scores, long begin, long end, long low, long h
     return factor[0];
 }
 
-/* Attention of `rows` queries of one head over the packed block at `base`. `at`: their first row in the strip. */
-static void attend_tile(const AttentionCall *call, const Chunk *chunk, long head, long first, int rows, long base,
-                        long count, long at, const Strip *strip) {
+/* Queries of one head: tokens `first` to `first + rows` of the chunk. */
+typedef struct {
+    long head, first;
+    int rows;
+    long strip_row; /* row of the first query in the strip */
+} StripTile;
+
+/* Attention of a tile of queries over a packed block of keys. */
+static void attend_tile(const AttentionCall *call, const Chunk *chunk, const Strip *strip, const KeyBlock *block,
+                        const StripTile *tile) {
     const Layer *layer = call->layer;
+    const int rows = tile->rows;
     long size = call->head_size, wide = round_to(size, PANEL), width = (call->heads + 2 * call->kv_heads) * size;
-    long low[MOST_ROWS], high[MOST_ROWS], begin = KEYS, end = 0, total = chunk->past + chunk->length;
-    float products[MOST_ROWS * PANEL] __attribute__((aligned(64))), factors[MOST_ROWS];
+    long low[MAX_ROWS], high[MAX_ROWS], begin = KEYS, end = 0, total = chunk->context_len + chunk->length;
+    float products[MAX_ROWS * PANEL] __attribute__((aligned(64))), factors[MAX_ROWS];
     for (int r = 0; r < rows; r++) {
-        long i = chunk->past + first + r;
+        long i = chunk->context_len + tile->first + r;
         long from = layer->left >= 0 && i > layer->left ? i - layer->left : 0;
         long to = layer->right >= 0 && i + layer->right + 1 < total ? i + layer->right + 1 : total;
-        low[r] = from > base ? from - base : 0;
-        high[r] = to < base + count ? to - base : count;
+        low[r] = from > block->base ? from - block->base : 0;
+        high[r] = to < block->base + block->count ? to - block->base : block->count;
         if (low[r] >= high[r]) continue;
         begin = low[r] < begin ? low[r] : begin;
         end = high[r] > end ? high[r] : end;
@@ -158,42 +173,29 @@ static void attend_tile(const AttentionCall *call, const Chunk *chunk, long head
     begin = begin / PANEL * PANEL;
     /* Rows of the batch have the byte stride of float32 in bfloat16, too. */
     long stride = call->dot ? 2 * width : width;
-    const char *queries = (const char *)call->qkv + (chunk->start + first) * width * 4
-                          + head * size * (call->dot ? 2 : 4);
-    for (long j = begin; j < end; j += PANEL) {
-#if HAS_DOT
-        if (call->dot)
-            tile_dot(rows, (const uint16_t *)queries, stride, (const uint16_t *)strip->keys + j * size, size,
-                     strip->scores + j, KEYS);
-        else
-#endif
-            tile_f32(rows, (const float *)queries, stride, (const float *)strip->keys + j * size, size,
-                     strip->scores + j, KEYS);
-    }
+    const char *queries = (const char *)call->qkv + (chunk->start + tile->first) * width * 4
+                          + tile->head * size * (call->dot ? 2 : 4);
+    for (long j = begin; j < end; j += PANEL)
+        multiply_tile(call->dot, rows, queries, stride, strip->keys, j * size, size, strip->scores + j, KEYS);
     end = call->dot ? round_to(end, 2) : end;
     for (int r = 0; r < rows; r++) {
         float *scores = strip->scores + r * KEYS;
         uint16_t *rounded = call->dot ? strip->rounded + r * KEYS : NULL;
         if (low[r] < high[r])
-            factors[r] = softmax_block(scores, begin, end, low[r], high[r], layer->softcap, strip->largest + at + r,
-                                      strip->totals + at + r, rounded);
+            factors[r] = softmax_block(scores, begin, end, low[r], high[r], layer->softcap,
+                                       strip->largest + tile->strip_row + r, strip->totals + tile->strip_row + r,
+                                       rounded);
         else if (rounded) /* the row of the product is discarded */
             memset(rounded + begin, 0, (size_t)(end - begin) * 2);
         else
             memset(scores + begin, 0, (size_t)(end - begin) * 4);
     }
+    const void *probabilities = call->dot ? (const void *)(strip->rounded + begin) : strip->scores + begin;
     for (long column = 0; column < size; column += PANEL) {
-        long offset = column * KEYS + begin * PANEL;
-#if HAS_DOT
-        if (call->dot)
-            tile_dot(rows, strip->rounded + begin, KEYS, (const uint16_t *)strip->values + offset, end - begin, products,
-                     PANEL);
-        else
-#endif
-            tile_f32(rows, strip->scores + begin, KEYS, (const float *)strip->values + offset, end - begin, products,
-                     PANEL);
+        multiply_tile(call->dot, rows, probabilities, KEYS, strip->values, column * KEYS + begin * PANEL, end - begin,
+                      products, PANEL);
         for (int r = 0; r < rows; r++) {
-            float *sums = strip->sums + (at + r) * wide + column;
+            float *sums = strip->sums + (tile->strip_row + r) * wide + column;
             if (low[r] < high[r])
                 for (long d = 0; d < PANEL; d += WIDTH)
                     v_store(sums + d, v_fma(v_load(sums + d), v_set(factors[r]), v_load(products + r * PANEL + d)));
@@ -206,23 +208,24 @@ static void run_strip(const AttentionCall *call, const Chunk *chunk, long kv_hea
                       void *scratch) {
     const Layer *layer = call->layer;
     long size = call->head_size, wide = round_to(size, PANEL), group = call->heads / call->kv_heads;
-    long total = chunk->past + chunk->length, from = 0, to = total;
-    if (layer->left >= 0 && chunk->past + first > layer->left) from = chunk->past + first - layer->left;
-    if (layer->right >= 0 && chunk->past + first + count + layer->right < total)
-        to = chunk->past + first + count + layer->right;
+    long total = chunk->context_len + chunk->length, from = 0, to = total;
+    if (layer->left >= 0 && chunk->context_len + first > layer->left) from = chunk->context_len + first - layer->left;
+    if (layer->right >= 0 && chunk->context_len + first + count + layer->right < total)
+        to = chunk->context_len + first + count + layer->right;
     Strip strip;
     assign_strip_buffers(call->heads, call->kv_heads, size, scratch, &strip);
     memset(strip.sums, 0, (size_t)(count * group * wide) * sizeof(float));
     memset(strip.totals, 0, (size_t)(count * group) * sizeof(float));
     for (long row = 0; row < count * group; row++) strip.largest[row] = -INFINITY;
     for (long base = from / KEYS * KEYS; base < to; base += KEYS) {
-        long keys = to - base < KEYS ? to - base : KEYS;
-        pack_block(call, chunk, base, keys, kv_head, &strip);
+        KeyBlock block = {.base = base, .count = to - base < KEYS ? to - base : KEYS};
+        pack_block(call, chunk, &block, kv_head, &strip);
         for (long member = 0; member < group; member++)
             for (long i = 0, rows; i < count; i += rows) {
                 rows = product_rows(call->dot ? FORMAT_DOT : FORMAT_F32, count - i);
-                attend_tile(call, chunk, kv_head * group + member, first + i, (int)rows, base, keys, member * count + i,
-                            &strip);
+                StripTile tile = {.head = kv_head * group + member, .first = first + i, .rows = (int)rows,
+                                  .strip_row = member * count + i};
+                attend_tile(call, chunk, &strip, &block, &tile);
             }
     }
     Target target = {.out = call->out, .out_is_bf16 = call->out_is_bf16, .width = call->heads * size};

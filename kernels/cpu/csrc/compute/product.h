@@ -44,7 +44,7 @@ static void pack(const Product *product, const float *w, const float *b, void *w
                  int32_t *sums) {
     long num_in = product->in, num_columns = panels_of(product) * PANEL;
     for (long index = 0; index < num_columns; index++) {
-        long column = column_of(product, index), at = index / PANEL * PANEL * num_in, c = index % PANEL;
+        long column = column_of(product, index), panel_start = index / PANEL * PANEL * num_in, c = index % PANEL;
         const float *row = column < 0 ? NULL : w + column * num_in;
         bias[index] = row && b ? b[column] : 0.0f;
         float largest = 0.0f;
@@ -61,18 +61,18 @@ static void pack(const Product *product, const float *w, const float *b, void *w
             float value = row ? row[k] : 0.0f;
             switch (product->format) {
                 case FORMAT_F32:
-                    ((float *)weights)[at + k * PANEL + c] = value;
+                    ((float *)weights)[panel_start + k * PANEL + c] = value;
                     break;
                 case FORMAT_BF16:
-                    ((uint16_t *)weights)[at + k * PANEL + c] = to_bf16(value);
+                    ((uint16_t *)weights)[panel_start + k * PANEL + c] = to_bf16(value);
                     break;
                 case FORMAT_DOT:
-                    ((uint16_t *)weights)[at + k / 2 * 2 * PANEL + 2 * c + k % 2] = to_bf16(value);
+                    ((uint16_t *)weights)[panel_start + k / 2 * 2 * PANEL + 2 * c + k % 2] = to_bf16(value);
                     break;
                 case FORMAT_INT8: {
                     float q = largest > 0 ? value / largest * 127.0f : 0.0f;
                     int whole = (int)(q < 0 ? q - 0.5f : q + 0.5f);
-                    ((int8_t *)weights)[at + k / 4 * 4 * PANEL + 4 * c + k % 4] = (int8_t)whole;
+                    ((int8_t *)weights)[panel_start + k / 4 * 4 * PANEL + 4 * c + k % 4] = (int8_t)whole;
                     sums[index] += 128 * whole;
                     break;
                 }
@@ -91,15 +91,15 @@ static void convert_rows(int format, const float *x, long rows, long width, void
             for (; d < width; d++) to[d] = to_bf16(x[d]);
         } else if (format == FORMAT_INT8) {
             uint8_t *to = (uint8_t *)out + r * width;
-            vf most = v_set(x[0]), least = most, bad = v_zero(); /* `bad`: NaN for NaN and inf, else 0 */
+            vf max_values = v_set(x[0]), min_values = max_values, bad = v_zero(); /* `bad`: NaN for NaN and inf, else 0 */
             long d = 0;
             for (; d + WIDTH <= width; d += WIDTH) {
                 vf v = v_load(x + d);
-                most = v_max(most, v);
-                least = v_min(least, v);
+                max_values = v_max(max_values, v);
+                min_values = v_min(min_values, v);
                 bad = v_add(bad, v_sub(v, v));
             }
-            float high = v_largest(most), low = -v_largest(v_sub(v_zero(), least)), wrong = v_sum(bad);
+            float high = v_largest(max_values), low = -v_largest(v_sub(v_zero(), min_values)), wrong = v_sum(bad);
             for (; d < width; d++) {
                 high = x[d] > high ? x[d] : high;
                 low = x[d] < low ? x[d] : low;
@@ -122,17 +122,17 @@ static void convert_rows(int format, const float *x, long rows, long width, void
     }
 }
 
-/* Stores the first `count` floats of y at offset `at` of the result. */
-INLINE void store_result(const Target *to, long at, vf y, long count) {
-    if (to->add) y = v_add(y, v_load_part(to->add + at, count));
+/* Stores the first `count` floats of y from element `offset` of the result. */
+INLINE void store_result(const Target *to, long offset, vf y, long count) {
+    if (to->add) y = v_add(y, v_load_part(to->add + offset, count));
     if (!to->out_is_bf16) {
-        v_store_part((float *)to->out + at, y, count);
+        v_store_part((float *)to->out + offset, y, count);
     } else if (count >= WIDTH) {
-        v_to_bf16((uint16_t *)to->out + at, y);
+        v_to_bf16((uint16_t *)to->out + offset, y);
     } else {
         float lanes[WIDTH];
         v_store(lanes, y);
-        for (long i = 0; i < count; i++) ((uint16_t *)to->out)[at + i] = to_bf16(lanes[i]);
+        for (long i = 0; i < count; i++) ((uint16_t *)to->out)[offset + i] = to_bf16(lanes[i]);
     }
 }
 
@@ -160,7 +160,7 @@ INLINE void finish_as(const Product *product, int activation, int is_gated, int 
         column_sums[v] = row_scales ? column_sum(product, scales[v], panel * PANEL + v * WIDTH) : v_zero();
     }
     for (int r = 0; r < rows; r++, sums += PANEL) {
-        const long at = (first_row + r) * width + column;
+        const long offset = (first_row + r) * width + column;
         vf y[VECS];
         UNROLL for (int v = 0; v < VECS; v++) {
             vf x = v_load(sums + v * WIDTH);
@@ -178,12 +178,12 @@ INLINE void finish_as(const Product *product, int activation, int is_gated, int 
             UNROLL for (int v = 0; v < vecs; v++) {
                 vf sum = add ? v_add(y[v], v_load(add + r * width + v * WIDTH)) : y[v];
                 if (is_bf16)
-                    v_to_bf16((uint16_t *)to->out + at + v * WIDTH, sum);
+                    v_to_bf16((uint16_t *)to->out + offset + v * WIDTH, sum);
                 else
-                    v_store((float *)to->out + at + v * WIDTH, sum);
+                    v_store((float *)to->out + offset + v * WIDTH, sum);
             }
         } else {
-            for (int v = 0; v < vecs && v * WIDTH < left; v++) store_result(to, at + v * WIDTH, y[v], left - v * WIDTH);
+            for (int v = 0; v < vecs && v * WIDTH < left; v++) store_result(to, offset + v * WIDTH, y[v], left - v * WIDTH);
         }
     }
 }
@@ -226,40 +226,40 @@ static void run_product(const Product *product, const void *x, const RowScale *r
                         long last, const Target *to, float *scratch) {
     long num_in = product->in;
     int is_scaled = product->format == FORMAT_INT8;
-    float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
+    float sums[MAX_ROWS * PANEL] __attribute__((aligned(64)));
     for (long begin = 0; begin < rows; begin += ROW_BLOCK) {
         long end = begin + ROW_BLOCK < rows ? begin + ROW_BLOCK : rows;
         for (long panel = first; panel < last; panel++) {
-            long at = panel * PANEL * num_in;
+            long panel_start = panel * PANEL * num_in;
             int widen = product->format == FORMAT_BF16 && end - begin > ROWS;
             if (widen) {
-                const uint16_t *from = (const uint16_t *)product->weights + at;
+                const uint16_t *from = (const uint16_t *)product->weights + panel_start;
                 for (long i = 0; i < PANEL * num_in; i += WIDTH) v_store(scratch + i, v_from_bf16(from + i));
             }
             for (long row = begin; row < end;) {
                 int n = product_rows(product->format, end - row);
                 switch (product->format) {
                     case FORMAT_F32:
-                        tile_f32(n, (const float *)x + row * num_in, num_in, (const float *)product->weights + at,
-                                 num_in, sums, PANEL);
+                        tile_f32(n, (const float *)x + row * num_in, num_in,
+                                 (const float *)product->weights + panel_start, num_in, sums, PANEL);
                         break;
                     case FORMAT_BF16:
                         if (widen)
                             tile_f32(n, (const float *)x + row * num_in, num_in, scratch, num_in, sums, PANEL);
                         else
                             tile_bf16(n, (const float *)x + row * num_in, num_in,
-                                      (const uint16_t *)product->weights + at, num_in, sums, PANEL);
+                                      (const uint16_t *)product->weights + panel_start, num_in, sums, PANEL);
                         break;
 #if HAS_DOT
                     case FORMAT_DOT:
                         tile_dot(n, (const uint16_t *)x + row * num_in, num_in,
-                                 (const uint16_t *)product->weights + at, num_in, sums, PANEL);
+                                 (const uint16_t *)product->weights + panel_start, num_in, sums, PANEL);
                         break;
 #endif
 #if HAS_INT8
                     case FORMAT_INT8:
-                        tile_int8(n, (const uint8_t *)x + row * num_in, num_in, (const int8_t *)product->weights + at,
-                                  num_in, product->sums + panel * PANEL, sums, PANEL);
+                        tile_int8(n, (const uint8_t *)x + row * num_in, num_in,
+                                  (const int8_t *)product->weights + panel_start, num_in, product->sums + panel * PANEL, sums, PANEL);
                         break;
 #endif
                 }

@@ -166,15 +166,15 @@ INLINE int tile_rows(long left) {
     return ROWS;
 }
 
-/* The same for a product in the given format; at most MOST_ROWS. */
+/* The same for a product in the given format; at most MAX_ROWS. */
 #if HAS_AMX
-#define MOST_ROWS AMX_ROWS
+#define MAX_ROWS AMX_ROWS
 INLINE int product_rows(int format, long left) {
     if (format != FORMAT_DOT && format != FORMAT_INT8) return tile_rows(left);
     return left < AMX_ROWS ? (int)left : AMX_ROWS;
 }
 #else
-#define MOST_ROWS ROWS
+#define MAX_ROWS ROWS
 INLINE int product_rows(int format, long left) {
     (void)format;
     return tile_rows(left);
