@@ -5,13 +5,16 @@ import shutil
 import signal
 import ssl
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
 
 from penstock.server.commands import cli, serve
 
+from ..servers import Launch, Server
 from ..waiting import wait_until
 
 PAGE = "https://app.example.com"
@@ -45,8 +48,37 @@ def is_engine(pid: int) -> bool:
         return False
 
 
-def test_https_server_guards_its_routes_and_its_log(launch, default_model, certificate, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
+class SecureServer(NamedTuple):
+    """A server with HTTPS, two API keys and one allowed origin.
+
+    Attributes:
+        server: The server.
+        keys: Its file of API keys.
+        client: A client that trusts its certificate.
+        early: Its response while the engine loads.
+    """
+
+    server: Server
+    keys: Path
+    client: httpx.Client
+    early: httpx.Response
+
+    def embed(self, key: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}", "origin": PAGE}
+        return self.client.post("/v1/embeddings", json=BODY, headers=headers)
+
+    def add_key(self, key: str) -> str:
+        """Appends a key to the file and waits until the server accepts it."""
+        self.keys.write_text(f"{self.keys.read_text()}{key}\n")
+        wait_until(lambda: self.embed(key).status_code == 200)
+        return key
+
+
+@pytest.fixture(scope="module")
+def secure(
+    launch: Launch, default_model, certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SecureServer]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("# two clients\nfirst-secret\nsecond-secret\n")
     files = ("--ssl-certfile", str(certificate[0]), "--ssl-keyfile", str(certificate[1]), "--api-key-file", str(keys))
     server = launch("--cors-origins", PAGE, *files, ready=False)
@@ -55,10 +87,6 @@ def test_https_server_guards_its_routes_and_its_log(launch, default_model, certi
     os.kill(engine, signal.SIGSTOP)
     trust = ssl.create_default_context(cafile=str(certificate[0]))
     with httpx.Client(base_url=f"https://127.0.0.1:{server.port}", verify=trust, timeout=120) as client:
-
-        def embed(key: str) -> httpx.Response:
-            headers = {"authorization": f"Bearer {key}", "origin": PAGE}
-            return client.post("/v1/embeddings", json=BODY, headers=headers)
 
         def health() -> tuple[int, int]:
             assert server.process.poll() is None, server.log.read_text()
@@ -69,26 +97,47 @@ def test_https_server_guards_its_routes_and_its_log(launch, default_model, certi
 
         wait_until(lambda: health() != (0, 0))
         assert health() == (200, 503)
-        early = embed("first-secret")
-        assert (early.status_code, early.headers["retry-after"]) == (503, "1")
+        early = client.post("/v1/embeddings", json=BODY, headers={"authorization": "Bearer first-secret"})
         os.kill(engine, signal.SIGCONT)
         wait_until(lambda: health() != (200, 503))
         assert health() == (200, 200)
-
-        answer = embed("second-secret")
-        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
-        assert embed("wrong-secret").status_code == 401
-        keys.write_text("third-secret\n")
-        wait_until(lambda: embed("third-secret").status_code == 200)
-        assert embed("first-secret").status_code == 401
-        for body in (b'{"input": "a private text', b'{"input": {"text": "a private text"}}'):
-            response = client.post("/v1/embeddings", content=body, headers={"api-key": "third-secret"})
-            assert response.status_code == 400
-
-    # An open TLS connection would delay the end of the server.
+        yield SecureServer(server, keys, client, early)
+    # An open TLS connection would delay the end of the server, so the client is closed first.
     assert server.stop() == 0
+    assert_log_is_clean(server)
+
+
+def assert_log_is_clean(server: Server) -> None:
+    log = server.log.read_text()
     for part in ("secret", "private", "Traceback"):
-        assert part not in server.log.read_text()
+        assert part not in log
+
+
+def test_loading_server_answers_503_over_https(secure: SecureServer) -> None:
+    assert (secure.early.status_code, secure.early.headers["retry-after"]) == (503, "1")
+
+
+def test_known_key_gets_200_with_cors_header(secure: SecureServer) -> None:
+    response = secure.embed(secure.add_key("known-secret"))
+    assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, PAGE)
+
+
+def test_unknown_key_gets_401(secure: SecureServer) -> None:
+    assert secure.embed("wrong-secret").status_code == 401
+
+
+def test_key_removed_from_the_file_gets_401(secure: SecureServer) -> None:
+    secure.add_key("removed-secret")
+    secure.keys.write_text("other-secret\n")
+    wait_until(lambda: secure.embed("other-secret").status_code == 200)
+    assert secure.embed("removed-secret").status_code == 401
+
+
+@pytest.mark.parametrize("body", [b'{"input": "a private text', b'{"input": {"text": "a private text"}}'])
+def test_rejected_text_is_not_in_the_log(secure: SecureServer, body: bytes) -> None:
+    headers = {"api-key": secure.add_key("third-secret")}
+    assert secure.client.post("/v1/embeddings", content=body, headers=headers).status_code == 400
+    assert_log_is_clean(secure.server)
 
 
 @pytest.mark.parametrize(

