@@ -2,8 +2,8 @@
 
     make bench-peers ARGS='--rounds 1 --seconds 3 --peers penstock,infinity'
 
-Sets the peers up in environments of their own, finds the best setting of each in a short trial, starts all of them and
-runs every load in turn. A peer that cannot be had is reported with its reason, and the rest goes on.
+Installs each peer in its own environment, finds its best setting in a short trial, starts all peers and runs the loads
+one after the other. If a peer cannot be installed, the report has the reason, and the other peers run.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
     python benchmarks/conditions.py --only busy quota length requests idle --output conditions.json
 
 - busy: one short request after another, alone and beside a process that takes a whole core. Aim: p50 at most 1.5 times.
-- quota: a server whose container has one core's time of two, beside one with one thread on one core. Aim: 0.9 of it.
+- quota: a server with a CPU quota of one core on two cores, against one thread on one core. Aim: 0.9 of its rate.
 - length: tokens per second with texts of 32 tokens up to the model's limit. Aim: within 15 % of the mean.
-- requests: the same with 8 to 64 requests under way. Aim: within 15 % of the mean.
+- requests: the same with 8 to 64 concurrent requests. Aim: within 15 % of the mean.
 - idle: processor time of every thread in 10 s without a request, after a load. Aim: no tick of the kernel's clock.
 
-Each starts `penstock serve` itself and ends it. Client and server share the processors, as everywhere here; the load
-average before each part is in the result.
+Each part starts and stops its own `penstock serve`. Client and server share the processors. The result contains the
+load average before each part.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class SizedLoad(Load):
-    """A load whose texts have a certain number of tokens.
+    """A load of texts with a fixed number of tokens.
 
     Attributes:
         words: Those of one token.
@@ -133,13 +133,13 @@ class Bench:
         return found
 
     def run(self, server: Server, load: Load, seed: int = 0, seconds: float | None = None) -> Round:
-        """Runs one round, after a short one that is not counted."""
+        """Runs one round after a short warm-up."""
         bodies = load.bodies(self.name, "base64", seed=seed)
         asyncio.run(run_round(server.url, load, bodies, 0.3))
         return asyncio.run(run_round(server.url, load, bodies, seconds or self._seconds))
 
     def busy(self) -> list[Row]:
-        """Beside a process that the system may put on any core, and beside one that stays on the last."""
+        """Measures beside a busy process on any core, and beside a busy process that is pinned to the last core."""
         load, core = LOADS["single"], max(os.sched_getaffinity(0))
         kinds = {"quiet": None, "beside a busy process": [], "beside a busy core": ["taskset", "-c", str(core)]}
         p50: dict[str, list[float]] = {name: [] for name in kinds}

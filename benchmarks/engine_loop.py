@@ -3,14 +3,13 @@
     python benchmarks/engine_loop.py --output benchmarks/results/engine-loop.json
     python benchmarks/engine_loop.py --against ../before --rounds 3
 
-An engine process as a server starts it, behind its sockets, asked by a frontend's own table of requests; only the
-runner packs its inputs as arrays, sleeps for as long as a forward would take, and gives rows of 384 numbers. The queue
-is deep all the while. Two loads: requests of one text, of which as many come in one turn of the event loop as were
-answered in one batch, and requests of 32. Texts have 8 to 128 tokens.
+The engine process and its sockets are those of a server. Only the runner is replaced: it packs its inputs as arrays,
+sleeps for the time of a forward, and returns rows of 384 numbers. The queue is always full. There are two loads:
+requests of one text (each finished batch is replaced in one iteration of the event loop), and requests of 32 texts.
+Texts have 8 to 128 tokens.
 
-Seconds are processor time of the engine's device thread: `receive`, `schedule`, `pack` and `deliver`; the rest is
-sockets, decoding and the loop. `--against` runs the same script, in turn, on the package that
-another checkout has installed in its .venv.
+Seconds are CPU time of the engine's device thread: `receive`, `schedule`, `pack` and `deliver`; the rest is sockets,
+decoding and the loop. `--against` alternates with the package in the .venv of another checkout.
 """
 
 from __future__ import annotations
@@ -147,7 +146,7 @@ def main() -> None:
 
 
 def best(rounds: Sequence[Row]) -> Row:
-    """Returns the least of each figure over several rounds: what others do on the machine only adds to it."""
+    """Returns the minimum of each value over several rounds, because other processes can only increase it."""
     found = {key: min(each[key] for each in rounds) for key in rounds[0]}
     found["sequences_per_s"] = round(1e6 / found["engine_us"])
     found["sequences_per_s_of_rounds"] = [round(1e6 / each["engine_us"]) for each in rounds]
@@ -230,13 +229,13 @@ class Meter:
 
     @classmethod
     def create(cls, path: Path, stages: Sequence[str]) -> Meter:
-        """Returns one whose sums are in a file; another process opens the same with `open`."""
+        """Creates a timer with its sums in a file. Another process opens the file with `open`."""
         np.zeros(1 + len(stages)).tofile(path)
         return cls.open(path, stages)
 
     @classmethod
     def open(cls, path: Path, stages: Sequence[str]) -> Meter:
-        """Returns one whose sums are in a file that there is."""
+        """Opens a timer with its sums in an existing file."""
         return cls(np.memmap(path, np.float64, "r+"), stages)
 
     def watch(self, owner: Any, method: str, stage: str) -> None:

@@ -1,11 +1,11 @@
-"""Measures penstock on a CUDA device, phase by phase, and says which goals are met.
+"""Measures penstock on a CUDA device, phase by phase, and reports which goals are met.
 
     python benchmarks/measure_gpu.py                                   # all phases; `make bench-gpu` sets its paths
     python benchmarks/measure_gpu.py --phases kernels --output results
     python benchmarks/measure_gpu.py --device cpu --tiny               # tries the code where there is no GPU
 
-Each phase is a process with a time limit of its own. What it has found is in the JSON file when it ends, however it
-ends, and the next phase begins.
+Each phase is a process with its own time limit. Its results are in the JSON file even if it fails, and the next phase
+starts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Final
 
 FOLDER: Final = Path(__file__).resolve().parent
 PARTS: Final = {"phase": "gpu.phases", "client": "gpu.client"}
-"""What this program is besides: one phase, and one of the processes that ask a server."""
+"""Modules that this program runs in child processes: one phase, and one client of a server."""
 
 
 def load(module: str) -> ModuleType:
-    """Imports a module of this folder, which is on the path meanwhile and no longer.
+    """Imports a module of this folder, which is on `sys.path` only during the import.
 
-    It holds a folder `kernels`, and transformers takes one that can be imported for a package that it knows.
+    The folder contains `kernels`. If it could be imported, transformers would use it as the package of that name.
     """
     sys.path.insert(0, str(FOLDER))
     try:

@@ -1,17 +1,17 @@
-"""How long a device has nothing to do, under the engine's own loop: a simulated device, whose forwards take 5 ms.
+"""Measures the idle time of a simulated device under the engine's own loop. A forward takes 5 ms.
 
     python benchmarks/overlap.py --output benchmarks/results/overlap-simulated.json
     python benchmarks/overlap.py --clock wall
 
-The loop is EngineCore with its real scheduler, whose queue is deep all the while; only the runner is played. The host
-can be given work for every batch beside the loop's own, half while it begins one and half while it collects it. Loads
-are texts of 512 tokens, 16 in a batch, and chunks of long prompts, of which the next is begun while the last one runs.
-Under way are two forwards for the loop as it is, and one for a loop that collects a batch before it begins the next.
+The loop is EngineCore with its real scheduler and a full queue; only the runner is simulated. An option adds host work
+to each batch: half when it begins and half when its results are read. Loads are texts of 512 tokens, 16 in a batch, and
+chunks of long prompts; the next chunk begins while the last one runs. The real loop has two forwards in flight. It is
+compared with a loop that reads the results of a batch before it begins the next one.
 
-By the clock of the processor, on which other work of the machine has little effect: the host's time is processor time
-of the loop and of what takes requests in, in one thread, and that of the work it is given; the device counts along. By
-the wall clock: the device is a process of its own, with its own times, the host's work holds the interpreter's lock,
-and a machine with two idle processors is needed. It uses no GPU: it measures the loop only.
+With the clock of the processor, other work of the machine has little effect. The host's time is the CPU time of the
+loop, of the intake of requests and of the added work, all in one thread. The device uses the same clock. With the wall
+clock (`--clock wall`) the device is a separate process and the host's work holds the interpreter lock. This needs two
+idle processors. The benchmark uses no GPU: it measures the loop only.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Load:
         self.core.receive(*turn.pack())
 
     def refill(self, timeout_s: float | None = None) -> None:
-        """Sends as many requests as were answered, and waits for some of these for a while."""
+        """Sends a new request for each finished one. Waits up to `timeout_s` seconds for the first."""
         with contextlib.suppress(Empty):
             if count := self._answered.get(timeout_s is not None, timeout_s):
                 self.submit(count)

@@ -1,4 +1,4 @@
-"""What processes under test hold of memory and take of the processor, how that is bounded, and how they are ended."""
+"""Measures memory and CPU time of the processes under test, limits both, and kills the processes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def quota(cores: float) -> Iterator[str]:
 
 
 def kill(pid: int) -> None:
-    """Ends a process at once; one that has ended already is fine."""
+    """Kills a process. Does nothing if it has already ended."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -129,7 +129,7 @@ def _bytes_of(pid: int, file: str, field: str) -> int:
 
 
 def _remove_group(folder: Path) -> None:
-    """Removes a group whose processes have been ended; the kernel takes a moment to forget them."""
+    """Removes a control group of killed processes. Retries, because the kernel removes them with a delay."""
     for _ in range(50):
         try:
             folder.rmdir()

@@ -82,7 +82,7 @@ class Server:
             processes.kill(self._process.pid)
             self._process.wait()
         processes.kill_group(self._process.pid)
-        for pid in family[1:]:  # what outlived it in a group of its own
+        for pid in family[1:]:  # descendants in their own process groups
             processes.kill(pid)
 
     def _is_ready(self) -> bool:

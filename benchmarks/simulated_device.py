@@ -113,7 +113,7 @@ class CountedDevice:
         self._forward_s = forward_ms / 1000
         self._added_s = 0.0
         self._ends_s: list[float] = []
-        self._first = 0  # whose times count
+        self._first = 0  # index of the first forward that is measured
         self._idle_s = 0.0
 
     def now_s(self) -> float:

@@ -1,4 +1,4 @@
-"""What several rounds of one load say of several sides: medians, and ratios of rounds that stood side by side."""
+"""Summarises several rounds of one load on several sides: medians, and ratios of rounds with the same number."""
 
 from __future__ import annotations
 

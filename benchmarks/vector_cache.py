@@ -4,7 +4,7 @@ r"""Measures a hit of the vector cache: CPU time of the server process in additi
 
 One engine of MODEL, in a process of its own, answers lists of texts that it has answered before: with their rows in
 memory, and with their rows on disk alone. CPU time is that of all threads of this process, the least of many rounds, so
-that other work on the machine counts little. What tokenization takes is measured in turn with it and taken away. The
+that other work on the machine counts little. Measures tokenization in alternating rounds and subtracts it. The
 rows of each list are compared bit for bit with computed rows.
 
 The last table is one look-up on disk in the turn of the event loop and in a thread, by the number of rows.

@@ -1,6 +1,6 @@
-"""How long something takes: by events on a CUDA device, by the clock of the process on a CPU.
+"""Measures time: with events on a CUDA device, with the clock of the process on a CPU.
 
-Runs take turns over several buffers, so that one finds in the cache of the device only what traffic would have left.
+Runs alternate between several buffers, so that the inputs of a run are not in the device's cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The engine from token ids: its rate in a process of its own, and what host and device do meanwhile.
+"""The engine from token ids: its rate in a process of its own, and the times of host and device.
 
 The rate is that of a server without HTTP and without a tokenizer. Idle share and stages are those of a second run, in
-which the core is a thread of this process, so that the profiler sees its kernels: its rate is not the one that counts.
+which the core is a thread of this process, so that the profiler sees its kernels. The rate of that run is not reported.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def sharegpt(shape: Shape, bench: Bench) -> list[int]:
 
 
 def rate(engine: Engine, shape: Shape, lengths: list[int], bench: Bench) -> Row:
-    """Returns the rate with texts of these lengths."""
+    """Returns the rate for texts with `lengths`."""
     return rate_row(shape, lengths, engine.ask(token_ids(lengths), bench.pick(3.0, 0.1), bench))
 
 
@@ -99,7 +99,7 @@ def rate_row(shape: Shape, lengths: list[int], rate: Rate) -> Row:
 
 
 def observe(engine: Engine, stages: dict[str, Stage], lengths: list[int], bench: Bench) -> Row:
-    """Returns the host's time by stage and the share of the time in which the device has nothing to do."""
+    """Returns the host's time by stage and the share of the time in which the device is idle."""
     texts = token_ids(lengths)
     engine.ask(texts, bench.pick(1.5, 0.1), bench, on_start=stages.clear)
     num_batches = max(stages["deliver"].calls, 1)
@@ -174,7 +174,7 @@ class Engine:
             while time.perf_counter() - began_s < seconds or counts[0] == before[0]:
                 done, _ = await asyncio.wait(clients, timeout=0.01, return_when=asyncio.FIRST_EXCEPTION)
                 for task in done:
-                    task.result()  # raises what ended it
+                    task.result()  # raises the exception of the task
             taken_s = time.perf_counter() - began_s
             on_end()
             return Rate(taken_s, counts[0] - before[0], counts[1] - before[1])
@@ -265,7 +265,7 @@ def kernel_times(profiler: torch.profiler.profile) -> list[tuple[float, float]]:
 
 
 def idle_share(times_us: Sequence[tuple[float, float]]) -> float:
-    """Returns the share of the time between the first and the last in which none runs."""
+    """Returns the share of idle time between the first and the last kernel."""
     if not times_us:
         raise ValueError("the profiler saw no kernel")
     busy_us, end_us = 0.0, -math.inf

@@ -85,9 +85,9 @@ def variant(name: str, shape: Shape, bench: Bench) -> PackedModel:
 
 
 def compiled(model: PackedModel, bench: Bench) -> PackedModel:
-    """Returns the model whose work between two attentions is compiled by torch, one function for all layers.
+    """Returns the model with `Layer.after_attention` compiled by torch, one function for all layers.
 
-    Where only the code is tried, it is traced and not compiled.
+    A trial of the code (`--tiny`) traces the function and does not compile it.
     """
     between = torch.compile(Layer.after_attention, dynamic=True, backend=bench.pick("inductor", "eager"))
     assert isinstance(model, SpecModel)
@@ -102,7 +102,7 @@ def exact_rows(shape: Shape, bench: Bench) -> Tensor:
 
 
 def compared(shape: Shape) -> list[int]:
-    """Lengths of the texts whose rows are compared."""
+    """Returns the lengths of the compared texts."""
     return [min(length, shape.max_tokens) for length in _LENGTHS_COMPARED]
 
 

@@ -47,13 +47,13 @@ def model_folder(shape: Shape, bench: Bench) -> Path:
 def load_made(
     shape: Shape, bench: Bench, *, device: str | None = None, dtype: str = "bfloat16", fusion: Fusion | None = None
 ) -> PackedModel:
-    """Loads the model as the engine does; on a CPU by torch, whatever kernels there are."""
+    """Loads the model as the engine does; on a CPU always with torch."""
     info = resolve_model(EngineConfig(model=str(model_folder(shape, bench))))
     return load_model(with_device(info, device or str(bench.device), dtype), fusion=fusion)
 
 
 def pack(lengths: list[int], device: torch.device) -> PackedBatch:
-    """Returns sequences of random ids of these lengths."""
+    """Returns sequences of random token ids with `lengths`."""
     numbers = torch.Generator().manual_seed(0)
     inputs = [
         TokenizedInput(torch.randint(_FIRST_ID, VOCABULARY_SIZE, (n,), generator=numbers, dtype=torch.int32).numpy())

@@ -1,6 +1,6 @@
 """A server over HTTP: short requests with one HTTP process and with several, and long texts beside the engine's rate.
 
-Several processes ask, as one of them can ask less than the server can answer.
+Several processes send requests, because one process sends fewer than the server can answer.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def ask(case: Case, port: int, seconds: float) -> list[tuple[int, float]]:
 
 
 def free_port() -> int:
-    """Returns a port on which nobody listens now."""
+    """Returns a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,7 +1,7 @@
 """sentence-transformers in bfloat16 with SDPA, in its best batch size, beside the engine on the same texts.
 
-Both read texts as long as people's turns in ShareGPT, and tokenize them. sentence-transformers is handed all texts at
-once and sorts them by length: its best case. What its batches would be slower with is not held against it.
+Both tokenize and embed texts with the lengths of user messages in ShareGPT. sentence-transformers gets all texts at
+once and sorts them by length, which is its fastest case.
 """
 
 from __future__ import annotations

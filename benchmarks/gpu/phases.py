@@ -1,9 +1,9 @@
-"""The phases, in the order in which they run, and one of them in a process of its own.
+"""Lists the phases in their order, and runs one phase in its own process.
 
     python benchmarks/measure_gpu.py phase NAME --device cuda --folder FOLDER
 
-prints a line of JSON for each row as soon as it is measured, so that what a phase has found outlives its end, whatever
-that is: out of time, out of memory, a device that is lost.
+prints a line of JSON for each row as soon as it is measured. So its results remain if it runs out of time or memory, or
+loses the device.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Bench:
 
     Attributes:
         device: A CUDA device, or a CPU to test the code.
-        is_tiny: Small sizes and short measurements, whose figures mean nothing.
+        is_tiny: Small sizes and short measurements to test the code. The results are meaningless.
         folder: For models that phases make; those of an earlier phase are still there.
     """
 
@@ -124,7 +124,7 @@ def main(arguments: list[str]) -> None:
 
 @contextmanager
 def _rows_alone_on_standard_output() -> Iterator[TextIO]:
-    """Gives a file for the rows; whatever libraries and processes that are started print goes to standard error."""
+    """Yields a file for the rows. Output of libraries and child processes goes to standard error."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w") as rows:
         os.dup2(2, 1)

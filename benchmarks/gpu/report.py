@@ -73,9 +73,9 @@ def share_of_copy(*kernels: str) -> Callable[[Report], float | None]:
 
 
 def least_cosine(report: Report) -> float | None:
-    """The least cosine of a bfloat16 forward's rows with float32 on the CPU; one that failed, or is NaN, counts as 0.
+    """The least cosine of a bfloat16 forward's rows with float32 on the CPU; a failed forward or NaN counts as 0.
 
-    The variants are those of a server. None where those compared are close enough and some were not compared.
+    Covers the variants that a server runs. None if all compared variants are close enough and some were not compared.
     """
     rows = [
         row
@@ -113,7 +113,7 @@ def times_peer(shape: str) -> Callable[[Report], float | None]:
 
 
 def http_share(report: Report) -> float | None:
-    """Tokens/s over HTTP of those of the engine, for texts of 512 tokens and bge-large."""
+    """Ratio of tokens/s over HTTP to tokens/s of the engine, for texts of 512 tokens and bge-large."""
     over_http = _largest(row["tokens_per_s"] for row in rows_of(report, "http", name="long"))
     rates = rows_of(report, "engine", name="rate", shape="bge-large", lengths="equal 512")
     inside = _largest(row["tokens_per_s"] for row in rates)

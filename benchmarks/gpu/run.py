@@ -64,12 +64,12 @@ def main(arguments: list[str], about: str | None) -> int:
 
 
 def phase_limit_s(name: str, phases: Sequence[str], seconds: float | None, passed_s: float) -> float:
-    """Returns the seconds after which a phase is ended.
+    """Returns the time limit of a phase in seconds.
 
     Args:
-        name: Of the phase.
-        phases: All that run.
-        seconds: For all of them together; None: the sum of their limits. For a single phase it replaces the limit.
+        name: Name of the phase.
+        phases: Names of all phases of this run.
+        seconds: Limit of the whole run; None: the sum of the limits of its phases. It replaces the limit of a single phase.
         passed_s: Seconds that earlier phases took.
     """
     own_s = PHASES[name].seconds
@@ -104,7 +104,7 @@ def run_phase(words: list[str], seconds: float) -> dict[str, Any]:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Ends a phase, and whatever it has started, in sessions of their own too."""
+    """Kills a phase and all its descendants, also those in their own sessions."""
     family = processes.family(process.pid)
     if process.poll() is None:
         process.terminate()

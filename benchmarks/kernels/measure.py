@@ -56,7 +56,7 @@ def alternate(
 ) -> dict[str, float]:
     """Minimum microseconds of each candidate: the time on otherwise idle cores.
 
-    They take turns, so that a slow moment slows all of them.
+    Candidates run alternately, so that a slow moment slows all of them.
     """
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times_s: dict[str, list[float]] = {name: [] for name in candidates}

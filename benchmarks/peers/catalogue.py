@@ -75,8 +75,8 @@ class Peer:
 
     Attributes:
         name: Name in tables.
-        package: Package whose version is reported; "" for penstock.
-        variants: Each with the dtypes that it knows.
+        package: Package with the reported version; "" for penstock.
+        variants: Settings to try, each with its supported dtypes.
         open: Makes a side that is not running yet.
         over: "HTTP" or "in process".
         environment: Name of its environment; "" for penstock's own.
@@ -97,7 +97,7 @@ class Peer:
         return [Setting(dtype, number, variant) for dtype in dtypes for number in threads]
 
     def further_settings(self, best: Setting) -> list[Setting]:
-        """Returns its other variants, as near as they come to the best setting so far.
+        """Returns the other variants, each with the values of the best setting so far if it supports them.
 
         One thread is one stream, so that variants in streams are left out there.
         """
@@ -193,7 +193,7 @@ def _assignments(variables: dict[str, str]) -> str:
 
 
 def free_port() -> int:
-    """Returns a port on which nobody listens now."""
+    """Returns a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -83,7 +83,7 @@ class Comparison:
         for peer in peers:
             self._settle(peer, reference, threads, dtypes, report["peers"])
         self._measure(reference, report)
-        # Once more: what else the machine did may have been in the way the first time.
+        # Measured twice, because other processes may have slowed the first measurement.
         again = machine_limit(sorted({1, len(self._place.cores)}))
         report["limit_gflops"] = largest_of(report["limit_gflops"], again)
         add_shares(report)
@@ -156,7 +156,7 @@ class Comparison:
         }
 
     def _measure(self, reference: Reference, report: dict[str, Any]) -> None:
-        """Starts all sides, runs everything and stops them, whatever happens."""
+        """Starts all sides, runs all loads, and stops the sides even after an error."""
         with ExitStack() as running:
             sides: dict[str, Side] = {}
             for name, facts in report["peers"].items():
@@ -236,7 +236,7 @@ def largest_of(one: dict[str, dict[str, float]], other: dict[str, dict[str, floa
 
 
 def add_shares(report: dict[str, Any]) -> None:
-    """Adds to the figures of each side what share they are of the machine's limit, and of that of its dtype."""
+    """Adds the share of each side's rate of the machine's limit, and of the limit for its dtype."""
     of_dtype = {dtype: max(rates.values()) for dtype, rates in report["limit_gflops"].items()}
     for load in [*report["loads"].values(), *(load for sweep in report["sweeps"].values() for load in sweep.values())]:
         for name, own in load["sides"].items():

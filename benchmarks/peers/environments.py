@@ -53,7 +53,7 @@ class Environment:
         return [line for line in lines if line and not line.startswith("#")]
 
     def version(self, package: str) -> str:
-        """Returns the version to which `package` is pinned."""
+        """Returns the pinned version of `package`."""
         return next(pin.partition("==")[2] for pin in self.pins() if pin.startswith(f"{package}=="))
 
     def install(self) -> None:

@@ -31,7 +31,7 @@ def table(report: Report, plots: list[str]) -> str:
 
 
 def show(report: Report) -> None:
-    """Prints the loads, the facts of each side and what was left out."""
+    """Prints the loads, the properties of each side, and the skipped loads and sides."""
     for name, load in report["loads"].items():
         print(f"\n{name}: {load['about']}")
         print(f"{'':24}{'texts/s':>10}{'p50 ms':>10}{'p99 ms':>10}{'ratio':>8}{'of limit':>10}")

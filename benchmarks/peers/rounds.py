@@ -36,7 +36,7 @@ def run_rounds(
     """Runs one load on all sides in turn and returns the rounds of the sides that did not fail.
 
     Args:
-        sides: By name. One that fails is stopped and taken out.
+        sides: By name. A side that fails is stopped and removed.
         load: The requests to send.
         plan: How often and how long.
         fail: Told the name and the reason of a side that fails.

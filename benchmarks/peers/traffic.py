@@ -20,7 +20,7 @@ TOKENS_AROUND = 2
 
 @dataclass(frozen=True, slots=True)
 class CorpusLoad(Load):
-    """A load whose texts are drawn from given ones.
+    """A load that samples from given texts.
 
     Attributes:
         texts: The texts to sample.
@@ -42,7 +42,7 @@ def describe(load: Load) -> str:
 
 
 def corpus_loads(data: Path, model: Model) -> tuple[dict[str, Load], dict[str, str]]:
-    """Returns the loads for which `data` has a folder, and why the others are left out.
+    """Returns the loads with a folder in `data`, and the reason for each missing load.
 
     Texts are within the model's limit, so that every side reads the same tokens.
     """

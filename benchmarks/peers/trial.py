@@ -47,7 +47,7 @@ class Trial:
 
 
 def best_of(trials: list[Trial]) -> Trial | None:
-    """Returns the fastest whose answers are right, or None."""
+    """Returns the fastest trial with correct vectors, or None."""
     return max((trial for trial in trials if not trial.reason), key=lambda trial: trial.score, default=None)
 
 

@@ -1,7 +1,7 @@
 """Classification quality: accuracy on Banking77 from a few examples a class, on frozen vectors.
 
 Eight examples of each of the 77 classes are drawn ten times, as MTEB does. Its classifier is a logistic regression;
-here a text gets the class whose examples' mean is nearest by cosine: no solver, and no seed but that of the draws. The
+here a text gets the class with the nearest mean of examples (cosine), without a solver. Only the draws use a seed. The
 accuracy is the mean over the draws, on all 3,080 test texts.
 
 The data folder holds train.csv and test.csv, with the columns text and category.

@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure(model: str, dtype: str, scifact: SciFact, banking: Banking77) -> dict[str, float | str]:
-    """Returns both figures of a model in a type, and what ran it.
+    """Returns both scores of a model in a dtype, and the executor that ran it.
 
     Raises:
         ModelLoadError: It cannot be loaded, or not in this type.

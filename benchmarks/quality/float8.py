@@ -25,7 +25,7 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Float8Linear(nn.Module):
-    """A linear layer whose factors are rounded to e4m3, row by row."""
+    """A linear layer that rounds inputs and weights to e4m3, row by row."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Every kernel with inputs to try it on: a new one is a function beside this and a line in KERNELS.
+"""Kernels with inputs for tests and measurements. Add a kernel as a function in this package and a line in KERNELS.
 
-Sizes come in pairs: what a kernel is compared with its reference on, and what it is timed on, where the reference would
-take too long or too much memory. Shape letters: T rows, D width, N sequences.
+Sizes come in pairs: small ones to compare a kernel with its reference, and large ones to time it. The reference is too
+slow, or needs too much memory, for large sizes. Shape letters: T rows, D width, N sequences.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ class Work:
 
     Attributes:
         call: Takes `backend`; without it the kernel chooses, as in a server.
-        moved_bytes: That have to be read and written at least.
-        operations: Floating-point, of matrix products; 0 where memory is what counts.
+        moved_bytes: Minimum bytes that the kernel reads and writes.
+        operations: Floating-point operations of matrix products; 0 for kernels that are limited by memory bandwidth.
         written: The tensors that are written in place if nothing is returned.
         reference: The backend that it is compared with.
     """
@@ -55,7 +55,7 @@ class Inputs:
         return torch.rand(shape, generator=self._numbers, device=self.device)
 
     def borders(self, lengths: tuple[int, ...]) -> Tensor:
-        """cu_seqlens of these lengths."""
+        """Returns cu_seqlens for `lengths`."""
         return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device)
 
 

@@ -1,6 +1,6 @@
 """Libraries that embed in process, each at its best: texts sorted by length, in batches of like length.
 
-Runs in environments that hold one of the libraries, so each is imported where it is used.
+Each environment has only one of the libraries, so functions import them.
 """
 
 from __future__ import annotations

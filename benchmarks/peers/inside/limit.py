@@ -1,4 +1,4 @@
-"""Measures what this machine can do at most: the best rate of a matrix product, by dtype and number of threads.
+"""Measures the highest rate of a matrix product on this machine, by dtype and number of threads.
 
     python limit.py 1 2
 

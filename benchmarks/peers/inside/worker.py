@@ -20,7 +20,7 @@ def main() -> None:
     """Loads the backend and answers until the questions end."""
     options = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print must not mix with answers
+    os.dup2(2, 1)  # output of libraries must not mix with responses
     backend: backends.Backend = getattr(backends, options["backend"])(options)
     _write(answers, {"ready": True})
     for line in sys.stdin:
