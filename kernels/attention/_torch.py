@@ -99,7 +99,7 @@ def _attend(
     relative_bias: Tensor | None,
     softcap: float | None,
 ) -> None:
-    """Attention of N sequences of equal length. The rows are the last I of J tokens; with a bias, I equals J."""
+    """Attention of N sequences of equal length. Queries are the last I of J positions; with a bias, I equals J."""
     num_heads, num_rows = q_NHIK.shape[1:3]
     num_keys = k_NGJK.shape[2]
     past = num_keys - num_rows

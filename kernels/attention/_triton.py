@@ -114,7 +114,7 @@ def add_tile(
     bias_ptr,
     bias_rows,
     position,
-    j0,
+    first_key,
     end,
     left,
     right,
@@ -132,8 +132,22 @@ def add_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Adds the tile of keys at j0 to the running (maximum, total, rows). IS_BORDER: some rows do not see all keys."""
-    j = j0 + tl.arange(0, BLOCK_N)
+    """Adds the tile of keys from `first_key` on to the running softmax, and returns the new (maximum, total, rows).
+
+    Inputs:
+        q: [BLOCK_M, BLOCK_K], queries.
+        maximum, total, rows: Largest score, sum of weights [BLOCK_M] and weighted values [BLOCK_M, BLOCK_K] so far.
+        k_ptr, v_ptr, stride_k_row, stride_v_row: Keys and values of one head.
+        start: First row of the sequence. Not read if IS_PAGED.
+        table: Block table of the sequence. Read only if IS_PAGED.
+        bias_rows: [BLOCK_M], address of the bias of key 0 for each query. Read only if HAS_BIAS.
+        position: [BLOCK_M], position of each query in its sequence.
+        end: End of the keys that the tile of queries attends to.
+        left, right: Sizes of the window. Read only if HAS_LEFT, HAS_RIGHT and IS_BORDER.
+        scale, cap: As for `_attention_kernel`.
+        IS_BORDER: Some queries do not attend to all keys of the tile.
+    """
+    j = first_key + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_K)
     is_key = j < end
     if IS_PAGED:
@@ -235,7 +249,20 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out[rows] = softmax(scores) v. `scale` and `cap` include the factor log2(e); `left`, `right`: the window."""
+    """Computes out[rows] = softmax(scores) v for one tile of rows and one key head.
+
+    Inputs:
+        q_ptr, k_ptr, v_ptr, out_ptr: As in `attention`, or k and v as in `attention_paged` if IS_PAGED.
+        bias_ptr: Bias of distance 0, [H, distances]. Read only if HAS_BIAS.
+        cu_seqlens_ptr: [num_seqs + 1], first row of each sequence or chunk.
+        context_lens_ptr, block_tables_ptr: As in `attention_paged`. Read only if IS_PAGED.
+        left, right: Sizes of the window. Read only if HAS_LEFT and HAS_RIGHT.
+        scale: Factor of the scores times log2(e). With HAS_CAP: 2 log2(e) times this factor, divided by the cap.
+        cap: Cap of the scores times log2(e). Read only if HAS_CAP.
+        GROUP_SIZE: Query heads per key head.
+        BLOCK_SIZE: Tokens per block of the cache.
+        BLOCK_M, BLOCK_N, BLOCK_K: Rows, keys and padded head size of a tile.
+    """
     # Longest work first: batches are sorted by length, and the last rows of a causal sequence have the most keys.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = program // num_kv_heads
@@ -284,7 +311,8 @@ def _attention_kernel(
         maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         rows = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-        # Full tiles first: t is the first key of the tile. Then border tiles: t is their index.
+        # The loop is unrolled: pass 0 adds the full tiles, pass 1 the border tiles on both sides of them. Both passes
+        # share one call of add_tile, which is compiled without masks for the full tiles.
         for IS_BORDER in tl.static_range(2):
             begin = whole
             stop = whole_end
@@ -292,10 +320,15 @@ def _attention_kernel(
                 num_left = (whole - first) // BLOCK_N
                 begin = 0
                 stop = num_left + tl.cdiv(tl.maximum(end - whole_end, 0), BLOCK_N)
-            for t in range(begin, stop, 1 if IS_BORDER else BLOCK_N):
-                j0 = t
+            # The first key of a full tile, or the index of a border tile.
+            for tile_index in range(begin, stop, 1 if IS_BORDER else BLOCK_N):
+                first_key = tile_index
                 if IS_BORDER:
-                    j0 = tl.where(t < num_left, first + t * BLOCK_N, whole_end + (t - num_left) * BLOCK_N)
+                    first_key = tl.where(
+                        tile_index < num_left,
+                        first + tile_index * BLOCK_N,
+                        whole_end + (tile_index - num_left) * BLOCK_N,
+                    )
                 maximum, total, rows = add_tile(
                     q,
                     maximum,
@@ -310,7 +343,7 @@ def _attention_kernel(
                     bias_ptr,
                     bias_rows,
                     position,
-                    j0,
+                    first_key,
                     end,
                     left,
                     right,

@@ -3,8 +3,8 @@
 Long sequences are split into blocks of `BLOCK_ROWS` rows with a program each; a second kernel adds the blocks and
 finishes. Both paths add the same numbers in the same order, so the result is the same. README.md has the layout.
 
-Names: a block is `BLOCK_ROWS` rows of one sequence; `limit` is the number of columns that a sequence keeps; `width` is
-the number of columns of the output.
+Names: a block is `BLOCK_ROWS` rows of one sequence; `limit` is the number of columns that a sequence keeps, at
+most `width`, the number of columns of the output. The columns from `limit` to `width` are 0.
 """
 
 import torch
@@ -109,29 +109,29 @@ def _finish(
     total,
     weight,
     n,
-    start,
-    first,
-    end,
+    seq_start,
+    first_row,
+    end_row,
     columns,
     limit,
     width,
     POOLING: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):
-    """out[n] = truncate(total / divisor), divided by max(norm, 1e-12) if NORMALIZE says so."""
+    """out[n] = total / divisor with 0 from column `limit` on, divided by max(norm, 1e-12) if NORMALIZE says so."""
     divisor = tl.full((), 1.0, tl.float32)
     if POOLING == "mean":
-        divisor = (end - first).to(tl.float32)
+        divisor = (end_row - first_row).to(tl.float32)
     elif POOLING == "mean_sqrt_len":
-        divisor = tl.sqrt((end - first).to(tl.float32))
+        divisor = tl.sqrt((end_row - first_row).to(tl.float32))
     elif POOLING == "weighted_mean":
-        length = (end - start).to(tl.int64)
-        skipped = (first - start).to(tl.int64)
+        length = (end_row - seq_start).to(tl.int64)
+        skipped = (first_row - seq_start).to(tl.int64)
         divisor = ((length * (length + 1) - skipped * (skipped + 1)) // 2).to(tl.float32)
     elif POOLING == "weighted":
         divisor = weight
     row = total / tl.where(divisor < 1e-9, 1e-9, divisor)
-    row = tl.where(columns < tl.where(first < end, limit, 0), row, 0.0)
+    row = tl.where(columns < tl.where(first_row < end_row, limit, 0), row, 0.0)
     if NORMALIZE != "none":
         norm = tl.sqrt(tl.sum(row * row, 0))
         norm = tl.where(norm < 1e-12, 1e-12, norm)

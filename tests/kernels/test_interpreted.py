@@ -15,7 +15,7 @@ OTHERS = ("grouped_linear", "pooling", "norm", "gated", "rotary", "recurrent")
 @needs_triton
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("kernels", "chosen", "least"),
+    ("kernels", "chosen", "min_passed"),
     [
         (PRODUCTS, "triton and not (nan_stays and inf)", 60),
         (OTHERS, f"triton and not (nan_stays and inf) and {ONE_OF_16_BITS}", 180),
@@ -23,6 +23,6 @@ OTHERS = ("grouped_linear", "pooling", "norm", "gated", "rotary", "recurrent")
     ],
     ids=["products", "others", "all"],
 )
-def test_kernels_pass_in_the_interpreter(kernels: tuple[str, ...], chosen: str, least: int) -> None:
+def test_kernels_pass_in_the_interpreter(kernels: tuple[str, ...], chosen: str, min_passed: int) -> None:
     files = (FOLDER / f"test_{kernel}.py" for kernel in kernels)
-    assert num_passed_interpreted(*files, chosen=chosen) > least
+    assert num_passed_interpreted(*files, chosen=chosen) > min_passed

@@ -46,8 +46,9 @@ def encode(library: Path, isa: str, numbers: np.random.Generator) -> None:
             spec = make_spec(shape)
             attention = numbers.choice([of for products, of in format_pairs(machine) if products is form])
             encoder = CpuEncoder(machine, spec, form, attention=Format(attention))
-            for most in (4, 60, LONGEST):
-                lengths = numbers.integers(1, most + 1, numbers.integers(1, 4 if most > 60 else 12)).tolist()
+            for max_length in (4, 60, LONGEST):
+                num_seqs = numbers.integers(1, 4 if max_length > 60 else 12)
+                lengths = numbers.integers(1, max_length + 1, num_seqs).tolist()
                 hides, weighs = (not shape.is_decoder and numbers.random() < 0.5 for _ in range(2))
                 texts = make_texts(lengths, int(numbers.integers(100)), hides=hides)
                 rows, _ = encoder.begin(
@@ -57,7 +58,7 @@ def encode(library: Path, isa: str, numbers: np.random.Generator) -> None:
                     raise ArithmeticError(f"{machine.isa}, {shape}, {form.name}, {lengths}: not finite")
                 if shape.is_decoder and shape.window is not None and shape.window[1] == 0:
                     chunked = ChunkedDecoder(encoder, spec, texts, int(numbers.integers(1, 40)))
-                    if not np.array_equal(rows, chunked.run(int(numbers.integers(1 if most < 9 else 60, 300)))):
+                    if not np.array_equal(rows, chunked.run(int(numbers.integers(1 if max_length < 9 else 60, 300)))):
                         raise ArithmeticError(f"{machine.isa}, {shape}, {form.name}: chunks differ from the whole")
 
 

@@ -68,8 +68,8 @@ def test_every_format_stays_close(machine: Machine, shape: Shape) -> None:
         if form in (Format.F32, Format.BF16):
             assert_close(form.name, expected, actual, TOLERANCE)
         else:
-            least = {Format.DOT: 0.9995, Format.INT8: 0.99 if shape.is_decoder else 0.995}[form]
-            assert torch.cosine_similarity(actual.double(), expected, dim=1).min() > least, form
+            min_cosine = {Format.DOT: 0.9995, Format.INT8: 0.99 if shape.is_decoder else 0.995}[form]
+            assert torch.cosine_similarity(actual.double(), expected, dim=1).min() > min_cosine, form
 
 
 @every_shape
