@@ -18,7 +18,7 @@ from ..protocol.request import RequestOptions, Text, TokenizedInput
 from ..protocol.tasks import PoolingTask
 from .late_chunking import JoinedText, LateChunking, verify_late_chunking
 from .long_text import LongText, Passages, Windows
-from .model_tokenizer import Truncation, cut_chars
+from .model_tokenizer import Truncation, truncate_chars
 from .tokenizer import TokenizerPool
 
 _SPARE_TOKENS: Final = 4
@@ -79,7 +79,7 @@ class InputEncoder:
             return Windows.whole(tokenized)
         prompt_ids = await self._prompt_ids(self._prompt(options))
         has_special = [isinstance(item, str) and options.add_special_tokens for item in inputs]
-        return self._long_text.cut(tokenized, has_special, prompt_ids)
+        return self._long_text.split(tokenized, has_special, prompt_ids)
 
     async def pairs(
         self,
@@ -103,11 +103,11 @@ class InputEncoder:
         Raises:
             RequestTooLongError: A document does not fit into its passages and must not be truncated.
         """
-        truncation = replace(self._truncation(params, param=None), cut=True)
+        truncation = replace(self._truncation(params, param=None), may_truncate=True)
         sizes = await self._passage_sizes(queries, params, options, truncation)
         sizes = sizes if len(sizes) > 1 else sizes * len(documents)
         num_chars = replace(truncation, max_num_tokens=options.max_passages * truncation.max_num_tokens).max_chars
-        read = [cut_chars(document, num_chars, keeps_end=False) for document in documents]
+        read = [truncate_chars(document, num_chars, keeps_end=False) for document in documents]
         details = await self._tokenizer.token_details(read, add_special_tokens=False)
         offsets = [detail.offsets for detail in details]
         spare = _SPARE_TOKENS if params.reject_too_long else 0
@@ -142,9 +142,11 @@ class InputEncoder:
                 param="late_chunking",
             )
         truncation = self._truncation(params, param="input")
-        cuts_left = self._tokenizer.cuts_left(truncation)
+        truncates_left = self._tokenizer.truncates_left(truncation)
         include_prompt = self._info.include_prompt
-        return LateChunking(special=special, include_prompt=include_prompt, truncation=truncation, cuts_left=cuts_left)
+        return LateChunking(
+            special=special, include_prompt=include_prompt, truncation=truncation, truncates_left=truncates_left
+        )
 
     async def join(self, late: LateChunking, inputs: Sequence[Text], options: RequestOptions) -> JoinedText:
         """Returns all inputs as one sequence; see LateChunking.join."""
@@ -226,7 +228,7 @@ class InputEncoder:
             # The model was trained on queries of one length only.
             is_fixed = params.is_query and multi_vector.expansion is not None and multi_vector.expansion.is_fixed
             cut = cut or (is_fixed and not params.reject_too_long)
-        return Truncation(max_num_tokens=limit, cut=cut, side=params.truncation_side, param=param, name=name)
+        return Truncation(max_num_tokens=limit, may_truncate=cut, side=params.truncation_side, param=param, name=name)
 
 
 def _document_too_long(

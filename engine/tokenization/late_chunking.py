@@ -68,13 +68,13 @@ class LateChunking:
         special: Special tokens around a text.
         include_prompt: False excludes the rows of the prompt and of the special tokens before it.
         truncation: Token limit, and the handling of longer sequences.
-        cuts_left: Truncate the beginning, not the end.
+        truncates_left: Truncate the beginning, not the end.
     """
 
     special: SpecialTokens
     include_prompt: bool
     truncation: Truncation
-    cuts_left: bool
+    truncates_left: bool
 
     def join(
         self, parts: Sequence[NDArray[np.int32]], is_text: Sequence[bool], prompt_ids: Sequence[int], *, is_whole: bool
@@ -104,7 +104,7 @@ class LateChunking:
                 "Please send fewer or shorter inputs, or set {cut_to_fit} to cut the text.",
             )
             num_left = max(self.truncation.max_num_tokens - len(leading) - len(trailing), 0)
-            first, end = (end - num_left, end) if self.cuts_left else (0, num_left)
+            first, end = (end - num_left, end) if self.truncates_left else (0, num_left)
 
         num_prompt = count_prompt(parts[0], prompt_ids)
         first_text = max(num_prompt, first)

@@ -117,7 +117,9 @@ class LongText:
             )
         return cls(info.max_model_len, info.chunk_overlap, info.chunked_processing_mode, special)
 
-    def cut(self, inputs: Sequence[TokenizedInput], is_text: Sequence[bool], prompt_ids: Sequence[int] = ()) -> Windows:
+    def split(
+        self, inputs: Sequence[TokenizedInput], is_text: Sequence[bool], prompt_ids: Sequence[int] = ()
+    ) -> Windows:
         """Splits inputs into windows.
 
         Args:

@@ -59,14 +59,14 @@ class Truncation:
 
     Attributes:
         max_num_tokens: The limit in tokens, special tokens included.
-        cut: Truncate to the limit; False rejects the request.
+        may_truncate: Truncate to the limit; False rejects the request.
         side: "left" or "right", the side to remove; None means the tokenizer's own.
         param: Request field to name in errors.
         name: The cause of the limit if it is not the model; see ModelInfo.limit_name.
     """
 
     max_num_tokens: int
-    cut: bool = False
+    may_truncate: bool = False
     side: str | None = None
     param: str | None = "input"
     name: str | None = None
@@ -113,7 +113,7 @@ class Truncation:
         remedy: str = "Please reduce the length of the input prompt, or set {cut_to_fit} to cut it.",
     ) -> None:
         """Raises RequestTooLongError unless inputs may be truncated; see RequestTooLongError.over_limit."""
-        if not self.cut:
+        if not self.may_truncate:
             raise RequestTooLongError.over_limit(
                 found,
                 remedy,
@@ -188,14 +188,14 @@ class ModelTokenizer:
         """Returns the side to remove, "left" or "right"."""
         return truncation.side or self._truncation_side
 
-    def cuts_left(self, truncation: Truncation) -> bool:
+    def truncates_left(self, truncation: Truncation) -> bool:
         """Whether truncation removes the beginning of a text."""
         return self.side(truncation) == "left"
 
-    def cut_chars(self, texts: Sequence[str], truncation: Truncation, num_chars: int) -> list[str]:
+    def truncate_chars(self, texts: Sequence[str], truncation: Truncation, num_chars: int) -> list[str]:
         """Cuts texts to `num_chars` characters, on the side of the truncation."""
-        keeps_end = self.cuts_left(truncation)
-        return [cut_chars(text, num_chars, keeps_end=keeps_end) for text in texts]
+        keeps_end = self.truncates_left(truncation)
+        return [truncate_chars(text, num_chars, keeps_end=keeps_end) for text in texts]
 
     def max_text_tokens(self, truncation: Truncation, *, is_pair: bool = False) -> int:
         """Returns the number of text tokens that fit beside the special tokens.
@@ -258,7 +258,7 @@ class ModelTokenizer:
         for first, last in portions(num_chars, is_cancelled):
             part = inputs[first:last]
             texts = self.cased([prompt + item for item in part if isinstance(item, str)])
-            bounded = self.cut_chars(texts, truncation, first_chars)
+            bounded = self.truncate_chars(texts, truncation, first_chars)
             encoded = self.backend.encode_batch_fast(bounded, add_special_tokens=specials)
             encodings = iter(zip(texts, bounded, encoded, strict=True))
             for index, item in enumerate(part, first):
@@ -275,7 +275,7 @@ class ModelTokenizer:
         """Returns the ids of each part of one text, and whether they are complete; see TokenizerPool.encode_parts."""
         texts = [prompt * (i == 0) + item for i, item in enumerate(inputs) if isinstance(item, str)]
         texts = self.cased(texts)
-        bounded = self.cut_chars(texts, truncation, truncation.first_chars)
+        bounded = self.truncate_chars(texts, truncation, truncation.first_chars)
         encodings: list[Encoding] = []
         is_whole = True
         for first, last in portions([len(text) for text in bounded], is_cancelled):
@@ -316,7 +316,7 @@ class ModelTokenizer:
         num_cut = len(bare) - max_text
         bare.truncate(max_text, direction=self.side(truncation))
         cut_ids = self.backend.post_process(bare).ids if specials else bare.ids
-        if skip and self.cuts_left(truncation):
+        if skip and self.truncates_left(truncation):
             skip = max(skip - num_cut, 0) if bounded is text else 0
         return TokenizedInput(self.text_ids(cut_ids), num_prompt_tokens=min(skip, len(cut_ids) - 1))
 
@@ -337,7 +337,7 @@ class ModelTokenizer:
             and num_chars < truncation.max_chars
         ):
             num_chars = min(2 * num_chars, truncation.max_chars)
-            (bounded,) = self.cut_chars([text], truncation, num_chars)
+            (bounded,) = self.truncate_chars([text], truncation, num_chars)
             (encoding,) = self.backend.encode_batch_fast([bounded], add_special_tokens=specials)
         return bounded, encoding
 
@@ -346,7 +346,7 @@ class ModelTokenizer:
         if len(ids) <= limit:
             return ids
         truncation.reject_length_unless_truncated(len(ids), index)
-        return ids[-limit:] if self.cuts_left(truncation) else ids[:limit]
+        return ids[-limit:] if self.truncates_left(truncation) else ids[:limit]
 
     def _count_prefix(self, prompt: str, specials: bool) -> int:
         """Returns the number of tokens of a prompt, including leading special tokens."""
@@ -359,7 +359,7 @@ class ModelTokenizer:
         return len(encoding) - trailing
 
 
-def cut_chars(text: str, num_chars: int, *, keeps_end: bool) -> str:
+def truncate_chars(text: str, num_chars: int, *, keeps_end: bool) -> str:
     """Returns at most `num_chars` characters from the end or beginning of a text, cut between words if possible."""
     if len(text) <= num_chars:
         return text

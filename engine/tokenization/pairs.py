@@ -59,12 +59,12 @@ class PairEncoder:
 
     def _bounded(self, pairs: Sequence[Pair], truncation: Truncation) -> list[Pair]:
         """Cuts very long texts before tokenization. Raises RequestTooLongError if they must not be truncated."""
-        num_chars = truncation.max_truncated_chars if truncation.cut else truncation.max_chars
+        num_chars = truncation.max_truncated_chars if truncation.may_truncate else truncation.max_chars
         for i, pair in enumerate(pairs):
             longest = max(map(len, pair))
             if longest > num_chars:
                 truncation.reject_unread_unless_truncated(longest, 0, i)
-        sides = (self._tokenizer.cut_chars(side, truncation, num_chars) for side in zip(*pairs, strict=True))
+        sides = (self._tokenizer.truncate_chars(side, truncation, num_chars) for side in zip(*pairs, strict=True))
         return list(zip(*map(self._tokenizer.cased, sides), strict=True))
 
     def _encode_with_template(
@@ -76,7 +76,7 @@ class PairEncoder:
         first: int,
     ) -> list[TokenizedInput]:
         """Encodes pairs with the model's prompt. `first`: index of the first pair in the request."""
-        limit, left = truncation.max_num_tokens, self._tokenizer.cuts_left(truncation)
+        limit, left = truncation.max_num_tokens, self._tokenizer.truncates_left(truncation)
         tokenized = []
         for i, ids in enumerate(encoder.encode(pairs, instruction)):
             if len(ids) > limit:

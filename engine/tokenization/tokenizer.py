@@ -212,9 +212,9 @@ class TokenizerPool:
 
         return await self._jobs.run(work, sum(map(len, batches)))
 
-    def cuts_left(self, truncation: Truncation) -> bool:
+    def truncates_left(self, truncation: Truncation) -> bool:
         """Whether truncation removes the beginning of a text."""
-        return self._tokenizer.cuts_left(truncation)
+        return self._tokenizer.truncates_left(truncation)
 
     def close(self) -> None:
         """Ends the worker threads; waiting jobs raise EngineUnavailableError."""

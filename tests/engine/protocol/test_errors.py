@@ -29,7 +29,7 @@ def test_message_without_values_is_no_template(message: str) -> None:
 
 
 def test_too_long_error_names_the_setting_of_the_dialect() -> None:
-    limit = Truncation(max_num_tokens=4, cut=False, side=None, param="input", name="{truncate_prompt_tokens}")
+    limit = Truncation(max_num_tokens=4, may_truncate=False, side=None, param="input", name="{truncate_prompt_tokens}")
     with pytest.raises(RequestTooLongError) as caught:
         limit.reject_unless_truncated("input 0 has 5 tokens", 5)
     assert "(truncate_prompt_tokens)" in caught.value.message

@@ -153,7 +153,7 @@ async def test_rendered_chat_has_only_its_own_special_tokens(pool: TokenizerPool
 
 async def test_text_without_special_tokens_is_cut_to_the_limit(pool: TokenizerPool) -> None:
     for side, expected in (("right", [3, 4, 5]), ("left", [6, 7, 8])):
-        cut = Truncation(max_num_tokens=3, cut=True, side=side)
+        cut = Truncation(max_num_tokens=3, may_truncate=True, side=side)
         (tokens,) = await pool.encode(["a b c d e f"], cut, add_special_tokens=False)
         assert tokens.token_ids.tolist() == expected
     with pytest.raises(RequestTooLongError):

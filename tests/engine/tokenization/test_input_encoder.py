@@ -114,8 +114,8 @@ async def test_request_overrides_auto_truncate(
     pool: TokenizerPool, params: PoolingParams, auto_truncate: bool, cut: bool
 ) -> None:
     encoder = encoder_of(pool, auto_truncate=auto_truncate)
-    assert encoder._truncation(params, param="input").cut is cut
-    assert encoder.late_chunking(params.clone(task=PoolingTask.TOKEN_EMBED)).truncation.cut is cut
+    assert encoder._truncation(params, param="input").may_truncate is cut
+    assert encoder.late_chunking(params.clone(task=PoolingTask.TOKEN_EMBED)).truncation.may_truncate is cut
 
 
 async def test_limit_of_the_kv_cache_is_named_in_errors(pool: TokenizerPool) -> None:

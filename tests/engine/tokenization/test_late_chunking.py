@@ -32,9 +32,9 @@ SIZE = 64
 
 def late(**changes: Any) -> LateChunking:
     special = SpecialTokens(np.array([CLS], np.int32), np.array([SEP], np.int32))
-    limits = {name: changes.pop(name) for name in ("max_num_tokens", "cut", "name") if name in changes}
+    limits = {name: changes.pop(name) for name in ("max_num_tokens", "may_truncate", "name") if name in changes}
     truncation = Truncation(**{"max_num_tokens": 12, **limits})
-    defaults = {"special": special, "include_prompt": True, "truncation": truncation, "cuts_left": False}
+    defaults = {"special": special, "include_prompt": True, "truncation": truncation, "truncates_left": False}
     return LateChunking(**{**defaults, **changes})
 
 
@@ -43,7 +43,7 @@ def parts(*lists: list[int]) -> list[np.ndarray]:
 
 
 NO_PROMPT = {"include_prompt": False}
-LEFT_CUT = {"cut": True, "cuts_left": True, "max_num_tokens": 6, "include_prompt": False}
+LEFT_CUT = {"may_truncate": True, "truncates_left": True, "max_num_tokens": 6, "include_prompt": False}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ LEFT_CUT = {"cut": True, "cuts_left": True, "max_num_tokens": 6, "include_prompt
         (NO_PROMPT, [[8, 1], [2]], [8, 9], [CLS, 8, 1, 2, SEP], [(2, 3), (3, 5)], [3, 2]),
         (NO_PROMPT, [[8, 1], [2]], [8, 9, 10, 11], [CLS, 8, 1, 2, SEP], [(2, 3), (3, 5)], [3, 2]),
         (
-            {"cut": True, "max_num_tokens": 6},
+            {"may_truncate": True, "max_num_tokens": 6},
             *([[1, 2], [3], [4, 5]], [], [CLS, 1, 2, 3, 4, SEP], [(0, 3), (3, 4), (4, 6)], None),
         ),
         (LEFT_CUT, [[8, 9, 1], [2, 3]], [8, 9], [CLS, 9, 1, 2, 3, SEP], [(2, 3), (3, 6)], [3, 3]),
@@ -91,9 +91,24 @@ def test_token_ids_get_no_special_tokens(is_text: list[bool], ids: list[int]) ->
     [
         ({}, [[1], [], [2]], [], "input 1 has no tokens;"),
         ({}, [[8], [1]], [8], "input 0 has no tokens;"),
-        ({"cut": True, "max_num_tokens": 4}, [[1], [2], [3, 4]], [], "input 2 has no tokens left after truncation"),
-        ({"cut": True, "max_num_tokens": 3}, [[8, 1], [2]], [8], "input 0 has no tokens left after truncation"),
-        ({"cut": True, "max_num_tokens": 4, "cuts_left": True}, [[1], [2], [3]], [], "input 0 has no tokens left"),
+        (
+            {"may_truncate": True, "max_num_tokens": 4},
+            [[1], [2], [3, 4]],
+            [],
+            "input 2 has no tokens left after truncation",
+        ),
+        (
+            {"may_truncate": True, "max_num_tokens": 3},
+            [[8, 1], [2]],
+            [8],
+            "input 0 has no tokens left after truncation",
+        ),
+        (
+            {"may_truncate": True, "max_num_tokens": 4, "truncates_left": True},
+            [[1], [2], [3]],
+            [],
+            "input 0 has no tokens left",
+        ),
     ],
 )
 def test_input_without_tokens_is_rejected(

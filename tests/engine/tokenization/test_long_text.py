@@ -39,13 +39,13 @@ def ids_of(windows: Windows) -> list[list[int]]:
     return [w.token_ids.tolist() for w in windows.sequences]
 
 
-def cutter(size: int, overlap: int = 0, mode: ChunkedProcessingMode = WINDOWS) -> LongText:
+def splitter(size: int, overlap: int = 0, mode: ChunkedProcessingMode = WINDOWS) -> LongText:
     return LongText(size, overlap, mode, SPECIAL)
 
 
 def test_windows_weigh_by_their_text_tokens() -> None:
     short, long = tokens(CLS, 9, SEP), tokens(CLS, *range(1, 8), SEP)
-    windows = cutter(5).cut([short, long, short], [True] * 3)
+    windows = splitter(5).split([short, long, short], [True] * 3)
     assert ids_of(windows) == [[CLS, 9, SEP], [CLS, 1, 2, 3, SEP], [CLS, 4, 5, 6, SEP], [CLS, 7, SEP], [CLS, 9, SEP]]
     assert windows.num_windows.tolist() == [1, 3, 1]
     assert windows.weights == pytest.approx([1, 3 / 7, 3 / 7, 1 / 7, 1])
@@ -55,7 +55,7 @@ def test_windows_weigh_by_their_text_tokens() -> None:
 
 @pytest.mark.parametrize(("length", "overlap"), [(9, 0), (40, 0), (10, 1), (41, 3), (11, 6), (40, 6)])
 def test_windows_cover_every_token_and_weights_sum_to_one(length: int, overlap: int) -> None:
-    windows = cutter(9, overlap).cut([tokens(CLS, *range(1, length + 1), SEP)], [True])
+    windows = splitter(9, overlap).split([tokens(CLS, *range(1, length + 1), SEP)], [True])
     bodies = [w.token_ids[1:-1].tolist() for w in windows.sequences]
     joined = bodies[0] + [i for body in bodies[1:] for i in body[overlap:]]
     assert joined == list(range(1, length + 1))
@@ -67,25 +67,25 @@ def test_windows_cover_every_token_and_weights_sum_to_one(length: int, overlap: 
 
 def test_prompt_starts_every_window_without_weight() -> None:
     text = tokens(CLS, 50, 51, *range(1, 6), SEP, num_prompt_tokens=3)
-    windows = cutter(7).cut([text], [True], [50, 51])
+    windows = splitter(7).split([text], [True], [50, 51])
     assert ids_of(windows) == [[CLS, 50, 51, 1, 2, 3, SEP], [CLS, 50, 51, 4, 5, SEP]]
     assert [w.num_prompt_tokens for w in windows.sequences] == [3, 3]
     assert windows.weights == pytest.approx([3 / 5, 2 / 5])
     # Cut on the left, the text starts within the prompt. Only the first window has the rest of the prompt.
     cut = tokens(CLS, 51, *range(1, 6), SEP, num_prompt_tokens=2)
-    windows = cutter(7).cut([cut], [True], [50, 51])
+    windows = splitter(7).split([cut], [True], [50, 51])
     assert ids_of(windows) == [[CLS, 51, 1, 2, 3, 4, SEP], [CLS, 5, SEP]]
     assert [w.num_prompt_tokens for w in windows.sequences] == [2, 0]
 
 
 def test_token_ids_are_cut_without_special_tokens() -> None:
-    windows = cutter(4, overlap=1).cut([tokens(*range(1, 9))], [False], [50])
+    windows = splitter(4, overlap=1).split([tokens(*range(1, 9))], [False], [50])
     assert ids_of(windows) == [[1, 2, 3, 4], [4, 5, 6, 7], [7, 8]]
 
 
 def test_vllm_mode_slices_the_whole_sequence() -> None:
     text = tokens(CLS, 50, *range(1, 6), SEP, num_prompt_tokens=2)
-    windows = cutter(3, mode=VLLM).cut([text], [True], [50])
+    windows = splitter(3, mode=VLLM).split([text], [True], [50])
     assert ids_of(windows) == [[CLS, 50, 1], [2, 3, 4], [5, SEP]]
     assert [w.num_prompt_tokens for w in windows.sequences] == [2, 0, 0]
     assert windows.weights == pytest.approx([3 / 8, 3 / 8, 2 / 8])
@@ -97,13 +97,13 @@ def test_prompt_that_fills_a_window_is_rejected(overlap: int) -> None:
     prompt = range(50, 56 - overlap)
     text = tokens(CLS, *prompt, *range(1, 6), SEP)
     with pytest.raises(errors.InvalidRequestError, match=r"prompt takes \d of the 8 tokens of a window") as caught:
-        cutter(8, overlap).cut([text], [True], list(prompt))
+        splitter(8, overlap).split([text], [True], list(prompt))
     assert caught.value.param == "prompt_name"
 
 
 def test_join_keeps_vectors_of_short_inputs() -> None:
     vectors = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
-    windows = cutter(5).cut([tokens(1), tokens(CLS, *range(4), SEP), tokens(2)], [True] * 3)
+    windows = splitter(5).split([tokens(1), tokens(CLS, *range(4), SEP), tokens(2)], [True] * 3)
     joined = windows.join(vectors, normalized=True)
     assert np.array_equal(joined[[0, 2]], vectors[[0, 3]])
     mean = 0.75 * vectors[1] + 0.25 * vectors[2]
@@ -191,8 +191,8 @@ async def test_embedding_is_the_weighted_mean_of_the_windows(tiny: Path, referen
         bare = await engine.embed([TEXT, body], PARAMS, RequestOptions(add_special_tokens=False, prompt=""))
         scores = await engine.score([TEXT], [SHORT, TEXT], PARAMS)
         assert engine.stats().num_tokens == 0
-    long_text = cutter(SIZE, overlap)
-    expected = reference.mean(long_text.cut([tokens(CLS, *body, SEP)], [True]))
+    long_text = splitter(SIZE, overlap)
+    expected = reference.mean(long_text.split([tokens(CLS, *body, SEP)], [True]))
     short_vector = reference.embed([short])[0]
     assert result.embeddings[1] == pytest.approx(expected, abs=1e-5)
     assert result.embeddings[0] == pytest.approx(short_vector, abs=1e-5)
@@ -200,9 +200,9 @@ async def test_embedding_is_the_weighted_mean_of_the_windows(tiny: Path, referen
     assert bare.embeddings[0] == pytest.approx(bare.embeddings[1], abs=1e-5)
     assert bare.num_tokens == [len(body), len(body)]
 
-    windows = long_text.cut([tokens(CLS, *body, SEP)], [False])
+    windows = long_text.split([tokens(CLS, *body, SEP)], [False])
     assert as_ids.embeddings[0] == pytest.approx(reference.mean(windows), abs=1e-5)
-    windows = long_text.cut([tokens(CLS, *prompt, *body, SEP)], [True], prompt)
+    windows = long_text.split([tokens(CLS, *prompt, *body, SEP)], [True], prompt)
     assert with_prompt.embeddings[0] == pytest.approx(reference.mean(windows), abs=1e-5)
     assert with_prompt.num_tokens == [len(prompt) + len(body) + 2]
     assert scores.scores == pytest.approx(with_prompt.embeddings[0] @ np.stack([short_vector, expected]).T, abs=1e-5)

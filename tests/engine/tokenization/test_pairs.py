@@ -110,7 +110,7 @@ async def pool(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> AsyncIte
 
 
 PAIRS = [("A B", "c"), ("a", "0 1 2 3 4 5")]
-CUT = Truncation(max_num_tokens=9, cut=True)
+CUT = Truncation(max_num_tokens=9, may_truncate=True)
 
 
 @pytest.mark.parametrize("pool", [JOINT], indirect=True)
@@ -124,7 +124,7 @@ async def test_pool_cuts_or_rejects_long_pairs(pool: TokenizerPool, tokenizer: T
     with pytest.raises(RequestTooLongError, match="input 1 has 13 tokens"):
         await pool.encode_pairs(PAIRS, Truncation(max_num_tokens=9))
     with pytest.raises(InvalidRequestError, match="The limit is 2 tokens, but the prompt leaves") as caught:
-        await pool.encode_pairs(PAIRS, Truncation(max_num_tokens=2, cut=True))
+        await pool.encode_pairs(PAIRS, Truncation(max_num_tokens=2, may_truncate=True))
     assert caught.value.param == "truncate_prompt_tokens"
     with pytest.raises(InvalidRequestError, match="instruction leaves no room for a query and") as caught:
         await pool.encode_pairs(PAIRS, CUT, instruction="g g g g g")

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.model_info import TokenizerSpec
-from penstock.engine.tokenization.model_tokenizer import Truncation, cut_chars
+from penstock.engine.tokenization.model_tokenizer import Truncation, truncate_chars
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 
 TEXTS = ["", "a", "The quick brown fox.", "naïve café — 東京 🚀", "word " * 40, "\x00 odd \u200b input"]
@@ -66,7 +66,7 @@ async def test_ids_of_texts_equal_transformers(pool: TokenizerPool, reference: A
 @pytest.mark.parametrize("limit", [2, 3, 16])
 @pytest.mark.parametrize("side", ["left", "right"])
 async def test_truncated_texts_equal_transformers(pool: TokenizerPool, reference: Any, limit: int, side: str) -> None:
-    tokenized = await pool.encode(TEXTS, Truncation(max_num_tokens=limit, cut=True, side=side))
+    tokenized = await pool.encode(TEXTS, Truncation(max_num_tokens=limit, may_truncate=True, side=side))
     with truncating(reference, side):
         expected = reference(TEXTS, truncation=True, max_length=limit)["input_ids"]
     assert [t.token_ids.tolist() for t in tokenized] == expected
@@ -74,7 +74,7 @@ async def test_truncated_texts_equal_transformers(pool: TokenizerPool, reference
 
 @pytest.mark.parametrize("limit", [10, 31, 32, 60, 500])
 async def test_truncated_pairs_equal_transformers(pool: TokenizerPool, reference: Any, limit: int) -> None:
-    tokenized = await pool.encode_pairs(PAIRS, Truncation(max_num_tokens=limit, cut=True))
+    tokenized = await pool.encode_pairs(PAIRS, Truncation(max_num_tokens=limit, may_truncate=True))
     with truncating(reference, "right"):
         expected = reference(PAIRS, truncation=True, max_length=limit)
     assert [t.token_ids.tolist() for t in tokenized] == expected["input_ids"]
@@ -93,9 +93,9 @@ async def test_too_long_text_is_rejected_with_both_numbers(pool: TokenizerPool) 
 
 async def test_limit_below_the_special_tokens_is_rejected(pool: TokenizerPool) -> None:
     with pytest.raises(InvalidRequestError, match="the model adds 2 special tokens"):
-        await pool.encode(["fox"], Truncation(max_num_tokens=1, cut=True))
+        await pool.encode(["fox"], Truncation(max_num_tokens=1, may_truncate=True))
     with pytest.raises(InvalidRequestError, match="the model adds 3 special tokens"):
-        await pool.encode_pairs([("a", "b")], Truncation(max_num_tokens=2, cut=True))
+        await pool.encode_pairs([("a", "b")], Truncation(max_num_tokens=2, may_truncate=True))
 
 
 @pytest.mark.parametrize("num_used", [14_998_997, 14_998_998])
@@ -120,7 +120,7 @@ async def test_token_ids_are_taken_or_cut_as_they_are(pool: TokenizerPool) -> No
     tokenized = await pool.encode([[5, 6, 7], "a", [0]], UNCUT)
     assert [t.token_ids.tolist() for t in tokenized] == [[5, 6, 7], [101, 1037, 102], [0]]
     for side, expected in (("left", [6, 7]), ("right", [5, 6])):
-        (cut,) = await pool.encode([[5, 6, 7]], Truncation(max_num_tokens=2, cut=True, side=side))
+        (cut,) = await pool.encode([[5, 6, 7]], Truncation(max_num_tokens=2, may_truncate=True, side=side))
         assert cut.token_ids.tolist() == expected
 
 
@@ -135,7 +135,7 @@ async def test_prompt_tokens_include_the_leading_special_token(pool: TokenizerPo
     text, ids = await pool.encode(inputs, UNCUT, prompt="search query: ", skip_prompt=True)
     assert text.token_ids.tolist() == [101, 3945, 23032, 1024, 4419, 102]
     assert (text.num_prompt_tokens, ids.num_prompt_tokens) == (4, 0)
-    short = Truncation(max_num_tokens=4, cut=True, side="left")
+    short = Truncation(max_num_tokens=4, may_truncate=True, side="left")
     (cut,) = await pool.encode(["a red fox"], short, prompt="search query: ", skip_prompt=True)
     assert cut.num_prompt_tokens == 0
     (plain,) = await pool.encode(["fox"], UNCUT, prompt="search query: ")
@@ -207,7 +207,7 @@ async def test_on_count_is_called_before_results_are_made(pool: TokenizerPool) -
 async def test_truncated_long_texts_equal_transformers(
     pool: TokenizerPool, reference: Any, text: str, side: str
 ) -> None:
-    (cut,) = await pool.encode([text], Truncation(max_num_tokens=32, cut=True, side=side))
+    (cut,) = await pool.encode([text], Truncation(max_num_tokens=32, may_truncate=True, side=side))
     with truncating(reference, side):
         expected = reference([text], truncation=True, max_length=32)["input_ids"]
     assert [cut.token_ids.tolist()] == expected
@@ -225,8 +225,8 @@ async def test_text_above_the_read_limit_is_rejected_or_cut(pool: TokenizerPool,
         await pool.encode([text], Truncation(max_num_tokens=32))
     with pytest.raises(RequestTooLongError, match="has 10000004 characters, of which 524288 would be read"):
         await pool.encode_pairs([("the", "fox"), ("the", text)], Truncation(max_num_tokens=32))
-    (cut,) = await pool.encode([text], Truncation(max_num_tokens=32, cut=True))
-    (pair,) = await pool.encode_pairs([("the", text)], Truncation(max_num_tokens=32, cut=True))
+    (cut,) = await pool.encode([text], Truncation(max_num_tokens=32, may_truncate=True))
+    (pair,) = await pool.encode_pairs([("the", text)], Truncation(max_num_tokens=32, may_truncate=True))
     assert len(cut) <= 32
     assert len(pair) <= 32
 
@@ -248,7 +248,7 @@ async def test_pair_of_few_tokens_may_have_many_characters(pool: TokenizerPool) 
     ],
 )
 def test_bounded_text_ends_at_the_nearest_space(text: str, num_chars: int, keeps_end: bool, expected: str) -> None:
-    assert cut_chars(text, num_chars, keeps_end=keeps_end) == expected
+    assert truncate_chars(text, num_chars, keeps_end=keeps_end) == expected
 
 
 # Templates of decoders, which pool the last token -----------------------------------------------------------------
@@ -269,7 +269,7 @@ async def test_truncated_text_keeps_its_special_tokens(
     spec = TokenizerSpec(json=with_template(reference, template).to_str(), truncation_side=side, uses_token_types=False)
     pool = TokenizerPool(spec, vocab_size=len(reference), do_lower_case=False, num_workers=1)
     try:
-        (cut,) = await pool.encode(["the quick brown fox"], Truncation(max_num_tokens=3, cut=True))
+        (cut,) = await pool.encode(["the quick brown fox"], Truncation(max_num_tokens=3, may_truncate=True))
     finally:
         pool.close()
     assert cut.token_ids.tolist() == expected
