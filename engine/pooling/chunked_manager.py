@@ -165,7 +165,7 @@ class ChunkedPoolingManager(Generic[R]):
                     f"a chunk must be [L, {self._hidden_dim}] of a float type, got {rows.dtype} {list(rows.shape)}"
                 )
             num_rows = rows.shape[0]
-            end = cursor.start + num_rows
+            end = cursor.num_pooled + num_rows
             if end > cursor.prompt_len:
                 raise ValueError(
                     f"sequence {seq_id!r}: a chunk of {num_rows} rows, but {cursor.remaining} of "
@@ -236,12 +236,12 @@ class ChunkedPoolingManager(Generic[R]):
             sequence = self._running.get(seq_id)
             if sequence is None and not is_part[index]:
                 continue
-            chunks.num_pooled[index] = 0 if sequence is None else sequence.cursor.start
+            chunks.num_pooled[index] = 0 if sequence is None else sequence.cursor.num_pooled
             metadata.cursors[index] = PoolingCursor(
                 prompt_len=int(chunks.prompt_lens[index]),
-                start=int(chunks.num_pooled[index]),
-                row=int(bounds[index]),
-                num_scheduled=metadata.seq_lens[index],
+                num_pooled=int(chunks.num_pooled[index]),
+                global_start=int(bounds[index]),
+                chunk_len=metadata.seq_lens[index],
             )
 
     def process_batch(
@@ -302,7 +302,7 @@ class ChunkedPoolingManager(Generic[R]):
             return
         seq_ids, ends = metadata.chunks.seq_ids, metadata.chunks.ends.tolist()
         for index, cursor in metadata.cursors.items():
-            cursor.advance(max(ends[index] - cursor.start, 0))
+            cursor.advance(max(ends[index] - cursor.num_pooled, 0))
             if cursor.is_complete:
                 self._running.pop(seq_ids[index], None)
             else:

@@ -55,6 +55,8 @@ class Rows(Protocol):
 
 R = TypeVar("R", bound=Rows)
 """A numpy array or a tensor."""
+WEIGHTED: Final = PoolingType.ATTENTION
+"""Type of the kernel for a mean with a weight for each row. It computes ATTENTION, and WEIGHTED_MEAN in chunks."""
 RowMap = Callable[[R], R]
 """Maps rows [R, D] to rows [R, W] or weights [R, 1]."""
 
@@ -81,15 +83,15 @@ class VectorTransform:
             params: One per row.
             width: Columns of the rows before the truncation.
         """
-        different = distinct_params(params)
-        widths = {min(p.dimensions or width, width) for p in different}
-        normalize: bool | NDArray[np.bool_] = bool(different[0].normalize)
-        if any(bool(p.normalize) != normalize for p in different):
+        distinct = distinct_params(params)
+        widths = {min(p.dimensions or width, width) for p in distinct}
+        normalize: bool | NDArray[np.bool_] = bool(distinct[0].normalize)
+        if any(bool(p.normalize) != normalize for p in distinct):
             normalize = np.array([bool(p.normalize) for p in params])
         if len(widths) == 1:
             return cls(width=widths.pop(), normalize=normalize)
-        each = np.array([min(p.dimensions or width, width) for p in params], np.int32)
-        return cls(width=max(widths), widths=each, normalize=normalize)
+        widths_per_row = np.array([min(p.dimensions or width, width) for p in params], np.int32)
+        return cls(width=max(widths), widths=widths_per_row, normalize=normalize)
 
     def changes(self, width: int) -> bool:
         """Whether the transform changes rows with `width` columns."""
@@ -104,11 +106,14 @@ class VectorTransform:
         )
 
     def among(self, indices: Sequence[int], num_rows: int) -> VectorTransform:
-        """Expands the transform of the rows `indices` to `num_rows` rows. That of the other rows is arbitrary."""
+        """Expands the transform of the rows `indices` to `num_rows` rows.
+
+        The transform of the other rows is arbitrary.
+        """
         widths, normalize = self.widths, self.normalize
         if widths is not None:
-            own, widths = widths, np.ones(num_rows, np.int32)
-            widths[list(indices)] = own
+            picked_widths, widths = widths, np.ones(num_rows, np.int32)
+            widths[list(indices)] = picked_widths
         if not isinstance(normalize, bool):
             flags, normalize = normalize, np.zeros(num_rows, np.bool_)
             normalize[list(indices)] = flags
@@ -139,7 +144,7 @@ class RowOps(Protocol[R]):
             metadata: Metadata of the batch.
             pooling_type: A sequence-level type.
             transform: Truncation and normalisation of the pooled rows.
-            weights: [T] float32, for ATTENTION.
+            weights: [T] float32, for WEIGHTED.
             indices: The sequences to pool, ascending; None for all.
 
         Returns:
@@ -234,7 +239,7 @@ class RowOps(Protocol[R]):
 
 
 class EmbeddingPoolerHead(Generic[R]):
-    """Projects rows through the Dense modules, cuts them to `dimensions` and L2-normalises the rest.
+    """Projects rows through the Dense modules, truncates them to `dimensions` and L2-normalises them.
 
     Args:
         ops: Arithmetic of the rows.
@@ -314,8 +319,10 @@ class ClassifierPoolerHead(Generic[R]):
             uses = {False}
         if len(uses) == 1:
             return self._ops.scores(logits, self._info, uses.pop())
-        each = np.array([p.use_activation is not False for p in params])
-        return self._ops.scores(logits, self._info, each if row_lens is None else np.repeat(each, row_lens))
+        uses_activation = np.array([p.use_activation is not False for p in params])
+        return self._ops.scores(
+            logits, self._info, uses_activation if row_lens is None else np.repeat(uses_activation, row_lens)
+        )
 
 
 TokenRows = tuple[IntArray | None, tuple[int, ...]]
@@ -397,15 +404,15 @@ def compare(
     Raises:
         ValueError: A document has no query.
     """
-    different: dict[int, NDArray[np.float32]] = {}
+    queries_by_id: dict[int, NDArray[np.float32]] = {}
     for query in queries:
         if query is None:
             raise ValueError("a document needs the vectors of its query")
-        different.setdefault(id(query), query)
-    index_of = {key: index for index, key in enumerate(different)}
+        queries_by_id.setdefault(id(query), query)
+    index_of = {key: index for index, key in enumerate(queries_by_id)}
     query_of = [index_of[id(query)] for query in queries]
-    query_lens = [len(query) for query in different.values()]
-    similarities = ops.maxsim(np.concatenate(list(different.values())), vectors, query_lens, row_lens, query_of)
+    query_lens = [len(query) for query in queries_by_id.values()]
+    similarities = ops.maxsim(np.concatenate(list(queries_by_id.values())), vectors, query_lens, row_lens, query_of)
     present = np.flatnonzero(row_lens)
     if len(present) < len(row_lens):
         similarities = ops.pick(similarities, present)

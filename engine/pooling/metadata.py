@@ -30,35 +30,30 @@ class PoolingCursor:
 
     Attributes:
         prompt_len: Tokens of the whole sequence.
-        start: Tokens pooled so far.
-        row: First row of the chunk in the batch.
-        num_scheduled: Tokens of the chunk.
+        num_pooled: Tokens pooled so far.
+        global_start: First row of the chunk in the packed batch.
+        chunk_len: Tokens of the chunk.
     """
 
     prompt_len: int
-    start: int = 0
-    row: int = 0
-    num_scheduled: int = 0
-
-    @property
-    def global_start(self) -> int:
-        """First row of the chunk in the packed batch."""
-        return self.row
+    num_pooled: int = 0
+    global_start: int = 0
+    chunk_len: int = 0
 
     @property
     def global_end(self) -> int:
         """One past the last row of the chunk in the packed batch."""
-        return self.row + self.num_scheduled
+        return self.global_start + self.chunk_len
 
     @property
     def remaining(self) -> int:
         """Tokens that are not pooled yet."""
-        return self.prompt_len - self.start
+        return self.prompt_len - self.num_pooled
 
     @property
     def is_complete(self) -> bool:
         """Whether every token is pooled."""
-        return self.start >= self.prompt_len
+        return self.num_pooled >= self.prompt_len
 
     def advance(self, num_tokens: int) -> None:
         """Counts `num_tokens` more tokens as pooled.
@@ -68,12 +63,12 @@ class PoolingCursor:
         """
         if not 0 <= num_tokens <= self.remaining:
             raise ValueError(f"cannot advance by {num_tokens}: {self.remaining} of {self.prompt_len} tokens remain")
-        self.start += num_tokens
-        self.num_scheduled = 0
+        self.num_pooled += num_tokens
+        self.chunk_len = 0
 
     def reset(self) -> None:
         """Resets the cursor to the first token, with no chunk."""
-        self.start = self.row = self.num_scheduled = 0
+        self.num_pooled = self.global_start = self.chunk_len = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

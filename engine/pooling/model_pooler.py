@@ -121,8 +121,8 @@ class ModelPooler(Generic[R]):
         self._embedding_head = EmbeddingPoolerHead(ops, dense)
         # A Dense module for concatenated pooled rows does not accept token rows.
         fits_tokens = bool(dense) and info.dense[0].in_features == info.hidden_size
-        own = (maps.vectors,) if maps.vectors is not None else dense if fits_tokens else ()
-        self._token_embedding_head = EmbeddingPoolerHead(ops, own)
+        token_heads = (maps.vectors,) if maps.vectors is not None else dense if fits_tokens else ()
+        self._token_embedding_head = EmbeddingPoolerHead(ops, token_heads)
         self._classifier_head = ClassifierPoolerHead(ops, info, classify)
         self._token_classifier_head = ClassifierPoolerHead(ops, info, classify_tokens)
 
@@ -180,10 +180,12 @@ class ModelPooler(Generic[R]):
         weights = self._row_weights(output.attention_weights if weights is None else weights)
 
         def pooled(pooling_type: PoolingType, transform: VectorTransform) -> R:
-            own = weights if pooling_type is PoolingType.ATTENTION else None
-            if pooling_type is PoolingType.ATTENTION and own is None:
+            type_weights = weights if pooling_type is PoolingType.ATTENTION else None
+            if pooling_type is PoolingType.ATTENTION and type_weights is None:
                 raise ValueError("ATTENTION pooling needs the attention weights of the model")
-            return self.ops.pool(hidden_states, metadata, pooling_type, transform, weights=own, indices=indices)
+            return self.ops.pool(
+                hidden_states, metadata, pooling_type, transform, weights=type_weights, indices=indices
+            )
 
         if group.name == "embedding" and self._is_fused:
             transform = VectorTransform.of(params, hidden_states.shape[1])
@@ -270,9 +272,11 @@ class ModelPooler(Generic[R]):
         for group, members in groups.items():
             positions = [position for position, i in enumerate(done) if members is None or i in members]
             if positions and not group.is_token_level:
-                own = [done[position] for position in positions]
+                done_indices = [done[position] for position in positions]
                 picked = rows if len(positions) == len(done) else self.ops.pick(rows, np.array(positions))
-                blocks.append(self._from_pooled(group, picked, [metadata.params[i] for i in own], own))
+                blocks.append(
+                    self._from_pooled(group, picked, [metadata.params[i] for i in done_indices], done_indices)
+                )
         return blocks
 
     def _row_weights(self, attention: R | None) -> R | None:

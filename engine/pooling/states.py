@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, cast
 import numpy as np
 
 from ..protocol.tasks import PoolingType
-from .heads import R, RowOps, VectorTransform
+from .heads import WEIGHTED, R, RowOps, VectorTransform
 from .metadata import IntArray, PoolingMetadata, check_gap, prefix_sums, ranges, rows_between
 
 Strategy = str | Sequence[str]
@@ -175,14 +175,14 @@ class PoolingStates(Generic[R]):
             raise ValueError(f"attention weights {list(self.weights.shape)} do not fit {self.num_tokens} tokens")
         metadata = PoolingMetadata.of_rows(np.array([self.num_tokens]), skips=np.array([self.skip_tokens]))
         rows = self.ops.concat_rows(self.rows)
-        return self.ops.pool(rows, metadata, PoolingType.ATTENTION, VectorTransform(), weights=self.weights)
+        return self.ops.pool(rows, metadata, WEIGHTED, VectorTransform(), weights=self.weights)
 
 
 def update_states(
     states: Sequence[PoolingStates[R]],
     hidden_states: R,
-    firsts: IntArray,
-    ends: IntArray,
+    first_rows: IntArray,
+    end_rows: IntArray,
     chunk_starts: IntArray,
     skip_tokens: IntArray,
     attention_weights: Sequence[R | None],
@@ -192,9 +192,9 @@ def update_states(
     Args:
         states: N states of the same pooling types. Their arrays are replaced, not written.
         hidden_states: [T, D], any float type.
-        firsts: [N], the first row of each chunk.
-        ends: [N], the row after its last row.
-        chunk_starts: [N], position of its first row in its sequence. Rows that were pooled before are skipped.
+        first_rows: [N], the first row of each chunk in `hidden_states`.
+        end_rows: [N], the row after its last row.
+        chunk_starts: [N], position of its first token in its sequence. Rows that were pooled before are skipped.
         skip_tokens: [N], tokens at the start of each sequence to leave out.
         attention_weights: N weights, see `PoolingStates.update`.
 
@@ -205,22 +205,22 @@ def update_states(
     num_pooled = np.array([state.num_tokens for state in states])
     for start, num_tokens in zip(chunk_starts.tolist(), num_pooled.tolist(), strict=True):
         check_gap(types, start, num_tokens)
-    num_repeated = (num_pooled - chunk_starts).clip(0, ends - firsts)
-    firsts, positions = firsts + num_repeated, chunk_starts + num_repeated
-    lengths, skips = ends - firsts, (skip_tokens - positions).clip(0)
-    rows = ops.pick(hidden_states, rows_between(firsts, ends))
+    num_repeated = (num_pooled - chunk_starts).clip(0, end_rows - first_rows)
+    first_rows, positions = first_rows + num_repeated, chunk_starts + num_repeated
+    lengths, skips = end_rows - first_rows, (skip_tokens - positions).clip(0)
+    rows = ops.pick(hidden_states, rows_between(first_rows, end_rows))
     metadata = PoolingMetadata.of_rows(lengths, skips=skips)
     for pooling_type in types:
         if pooling_type.is_token_level or pooling_type is PoolingType.ATTENTION:
             continue
-        kernel: PoolingType = pooling_type
+        kernel_type: PoolingType = pooling_type
         weights = None
         if pooling_type is PoolingType.WEIGHTED_MEAN:
-            kernel = PoolingType.ATTENTION
+            kernel_type = WEIGHTED
             weights = ops.rows_of((ranges(positions, positions + lengths) + 1).astype(np.float32))
         elif pooling_type is PoolingType.MEAN_SQRT_LEN:
-            kernel = PoolingType.MEAN
-        pooled = ops.pool(rows, metadata, kernel, VectorTransform(), weights=weights)
+            kernel_type = PoolingType.MEAN
+        pooled = ops.pool(rows, metadata, kernel_type, VectorTransform(), weights=weights)
         for n in np.flatnonzero(skips < lengths).tolist():
             first, end = int(positions[n] + skips[n]), int(positions[n] + lengths[n])
             weight = _position_sum(first, end) if pooling_type is PoolingType.WEIGHTED_MEAN else end - first

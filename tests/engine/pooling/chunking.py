@@ -24,7 +24,7 @@ ROW_BOUNDS = [0, *np.cumsum(LENGTHS).tolist()]
 class Chunk(NamedTuple):
     """Tokens start to end of a sequence."""
 
-    seq: int
+    sequence: int
     start: int
     end: int
 
@@ -64,26 +64,36 @@ class Sequences:
 
     def output(self, batch: Sequence[Chunk]) -> ModelOutput:
         """Returns the model output for chunks. Attention weights are NaN unless the chunk ends its sequence."""
-        rows = torch.cat([self.hidden[ROW_BOUNDS[s.seq] + s.start : ROW_BOUNDS[s.seq] + s.end] for s in batch])
+        rows = torch.cat(
+            [
+                self.hidden[ROW_BOUNDS[chunk.sequence] + chunk.start : ROW_BOUNDS[chunk.sequence] + chunk.end]
+                for chunk in batch
+            ]
+        )
         weights = torch.cat(
             [
-                self.attention[ROW_BOUNDS[s.seq] : ROW_BOUNDS[s.seq] + s.end]
-                if s.end == LENGTHS[s.seq]
-                else torch.full((s.end, NUM_HEADS), float("nan"), device=self.device)
-                for s in batch
+                self.attention[ROW_BOUNDS[chunk.sequence] : ROW_BOUNDS[chunk.sequence] + chunk.end]
+                if chunk.end == LENGTHS[chunk.sequence]
+                else torch.full((chunk.end, NUM_HEADS), float("nan"), device=self.device)
+                for chunk in batch
             ]
         )
         return ModelOutput(hidden_states=rows, attention_weights=weights)
 
     def metadata(self, batch: Sequence[Chunk]) -> PoolingMetadata:
-        indices = [s.seq for s in batch]
+        indices = [chunk.sequence for chunk in batch]
         return make_metadata(
             [LENGTHS[i] for i in indices],
             [self.params[i] for i in indices],
-            chunk_sizes=[s.end - s.start for s in batch],
-            chunk_starts=[s.start for s in batch],
+            chunk_sizes=[chunk.end - chunk.start for chunk in batch],
+            chunk_starts=[chunk.start for chunk in batch],
             seq_ids=indices,
-            token_ids=torch.cat([self.token_ids[ROW_BOUNDS[s.seq] + s.start :][: s.end - s.start] for s in batch]),
+            token_ids=torch.cat(
+                [
+                    self.token_ids[ROW_BOUNDS[chunk.sequence] + chunk.start :][: chunk.end - chunk.start]
+                    for chunk in batch
+                ]
+            ),
             skip_tokens=None if self.skip_tokens is None else self.skip_tokens[indices],
             device=self.device,
         )
@@ -94,12 +104,12 @@ class Sequences:
         arrays = self.pooler.pool(self.output(batch), metadata, self.manager).to_numpy()
         self.manager.commit(metadata)
         incomplete = metadata.get_incomplete_indices()
-        for place, s in enumerate(batch):
-            assert (place in incomplete) is (s.end < LENGTHS[s.seq])
-            assert (s.seq in self.manager._running) is (place in incomplete)
-            if place in incomplete:
-                assert self.manager._running[s.seq].cursor.start >= s.end
-            self.parts.setdefault(s.seq, []).append(dict(arrays[place]))
+        for index, chunk in enumerate(batch):
+            assert (index in incomplete) is (chunk.end < LENGTHS[chunk.sequence])
+            assert (chunk.sequence in self.manager._running) is (index in incomplete)
+            if index in incomplete:
+                assert self.manager._running[chunk.sequence].cursor.num_pooled >= chunk.end
+            self.parts.setdefault(chunk.sequence, []).append(dict(arrays[index]))
         return arrays
 
     def results(self) -> list[dict[str, NDArray[np.float32]]]:
@@ -119,7 +129,11 @@ def in_chunks(chunk_size: int) -> list[list[Chunk]]:
     batches = []
     for start in range(0, max(LENGTHS), chunk_size):
         ends = {i: min(start + chunk_size, length) for i, length in enumerate(LENGTHS) if length > start}
-        batches.append(sorted((Chunk(i, start, end) for i, end in ends.items()), key=lambda s: s.end < LENGTHS[s.seq]))
+        batches.append(
+            sorted(
+                (Chunk(i, start, end) for i, end in ends.items()), key=lambda chunk: chunk.end < LENGTHS[chunk.sequence]
+            )
+        )
     return batches
 
 

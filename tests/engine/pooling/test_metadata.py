@@ -13,16 +13,16 @@ from .conftest import make_metadata
 
 
 def test_cursor_counts_pooled_tokens() -> None:
-    cursor = PoolingCursor(5, row=3, num_scheduled=2)
+    cursor = PoolingCursor(5, global_start=3, chunk_len=2)
     assert (cursor.global_start, cursor.global_end, cursor.is_complete, cursor.remaining) == (3, 5, False, 5)
     with pytest.raises(ValueError, match="advance by 6: 5 of 5 tokens remain"):
         cursor.advance(6)
     cursor.advance(2)
-    assert (cursor.start, cursor.num_scheduled, cursor.remaining, cursor.is_complete) == (2, 0, 3, False)
+    assert (cursor.num_pooled, cursor.chunk_len, cursor.remaining, cursor.is_complete) == (2, 0, 3, False)
     cursor.advance(3)
     assert (cursor.is_complete, cursor.remaining) == (True, 0)
     cursor.reset()
-    assert (cursor.start, cursor.remaining, cursor.is_complete) == (0, 5, False)
+    assert (cursor.num_pooled, cursor.remaining, cursor.is_complete) == (0, 5, False)
     assert (cursor.global_start, cursor.global_end) == (0, 0)
 
 

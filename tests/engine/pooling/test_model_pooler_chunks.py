@@ -204,7 +204,7 @@ def test_batch_that_is_not_committed_can_run_again() -> None:
         np.testing.assert_allclose(output, sequences.whole()[3]["embedding"], atol=1e-5)
         assert sequences.manager._running[3] is sequence
         assert sequence.states is not None
-        assert (sequence.cursor.start, sequence.states.num_tokens, len(sequence.states.rows)) == (20, 20, 1)
+        assert (sequence.cursor.num_pooled, sequence.states.num_tokens, len(sequence.states.rows)) == (20, 20, 1)
 
 
 def test_model_that_pools_by_itself_takes_no_chunks() -> None:
