@@ -10,6 +10,11 @@ never rejected because of tokens that another key has borrowed. The queue then e
 second key, 1/3 for the third, and so on, until the borrowed tokens have been processed, and by the last request of each
 key.
 
+Example: the limit is 1,000 tokens. Key A is alone and has 1,000 tokens in the queue, so the queue is full. Key B sends
+its first request: two keys share the limit, and the share of B is 500. B is admitted while it has fewer than 500 tokens
+in the queue, which then has up to 1,500 and the last request of B. A is rejected until it has fewer than 500 tokens, or
+the queue has fewer than 1,000.
+
 While the queue is full, cached vectors are still served. LookupRateLimit bounds the cost.
 """
 
@@ -103,14 +108,16 @@ class Admission:
         self._max_queue_s = max_queue_s
         self._rates = rates
         share, in_time, flag = RejectionReason.CLIENT_SHARE, RejectionReason.QUEUE_SECONDS, "--max-queue-s"
+        # Resource   Counts                                      Limit
+        # _tokens    tokens                                      --max-queued-tokens
+        # _work      tokens, at most `_largest` of a request     --max-queue-s times the measured tokens per second
+        # _large     requests of more than `_largest` tokens     _MIN_LARGE_REQUESTS
         self._tokens = SharedResource(
             max_tokens, "the queue", "tokens", "--max-queued-tokens", full=RejectionReason.QUEUE_TOKENS, share=share
         )
-        # Tokens, at most `_largest` of each request. The limit follows the drain rate.
         self._work = SharedResource(
             max_tokens, "the queue", "seconds of work", flag, full=in_time, share=share, shown=self._seconds
         )
-        # Requests of more than `_largest` tokens.
         self._large = SharedResource(
             _MIN_LARGE_REQUESTS, "the queue for large requests", "slots", flag, full=in_time, share=in_time
         )

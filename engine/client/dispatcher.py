@@ -45,7 +45,7 @@ class OpenRequest:
             self._was_full = admission.is_full
         else:
             self._dispatcher.check(self._options.client)
-        self._dispatcher.begin()
+        self._dispatcher.request_opened()
         await self._deadline.__aenter__()
         return self
 
@@ -58,7 +58,7 @@ class OpenRequest:
             message = f"The deadline of {self._options.timeout_s:g} s passed before the result."
             raise DeadlineExceededError(message) from timeout
         finally:
-            self._dispatcher.end()
+            self._dispatcher.request_closed()
             if self._is_lookup and error is not None and (self._was_full or isinstance(error, EngineOverloadedError)):
                 self._dispatcher.admission.lookups.spend(self._num_lookup_tokens)
 
@@ -185,13 +185,13 @@ class Dispatcher:
                 self.admission.lookups.spend(0)
             raise
 
-    def begin(self) -> None:
-        """Increases the number of open requests."""
+    def request_opened(self) -> None:
+        """Increases the number of open requests. Called by OpenRequest only."""
         self._num_open += 1
         self._idle.clear()
 
-    def end(self) -> None:
-        """Decreases the number of open requests."""
+    def request_closed(self) -> None:
+        """Decreases the number of open requests. Called by OpenRequest only."""
         self._num_open -= 1
         if not self._num_open:
             self._idle.set()

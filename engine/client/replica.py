@@ -55,7 +55,7 @@ class OutputTransform:
 
     Attributes:
         name: Name of the function in the keys of the cache.
-        apply: The function.
+        apply: Maps the outputs of one input to the outputs that the caller gets.
     """
 
     name: str
@@ -107,11 +107,11 @@ class Run:
         if is_last and self.parts and (parts := self.parts.pop((index, name), None)) is not None:
             self.outputs[index][name] = np.concatenate([*parts, array])
             return
-        own = array.copy() if array.ndim > 1 else array
+        stored = array.copy() if array.ndim > 1 else array
         if is_last:
-            self.outputs[index][name] = own
+            self.outputs[index][name] = stored
         else:
-            self.parts.setdefault((index, name), []).append(own)
+            self.parts.setdefault((index, name), []).append(stored)
 
     def record_times(self, times: StageTimes) -> None:
         """Adds the waiting time and the running time to `times`."""
@@ -246,13 +246,16 @@ class Replica:
                 return
             case _:
                 raise TypeError(f"{type(message).__name__} is not for a Replica")
+        # 1. Update the counters and the drain rate.
         self._count(message)
         if message.num_tokens and message.load is not None and message.load.num_deferred:
             self.rate.record(message.num_tokens, message.step_s)
         blocks = unpack_results(message, frames)
+        # 2. Store the times of finished runs.
         for request_id, *seconds in message.finished:
             if (run := self._runs.get(request_id)) is not None:
                 run.timing = Timing(*seconds)
+        # 3. Store the rows of each input, and count its last row once.
         done: list[Run] = []
         seen: set[tuple[int, int]] = set()  # complete inputs, which may be in several blocks
         for block in blocks:
@@ -274,6 +277,7 @@ class Replica:
                     run.num_tokens[index] = 0
                 if not run.num_incomplete:
                     done.append(run)
+        # 4. Return the outputs of runs without incomplete inputs.
         for run in done:
             self._settle(run.request_id, None)
 

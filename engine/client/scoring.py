@@ -77,8 +77,8 @@ class PairScorer:
         async with self._dispatcher.open(options, is_cacheable=is_cacheable(params)) as request:
             if options.max_passages == 1:
                 return await score(request, left, right, params, options)
-            own = options if task is PoolingTask.SCORE else self._document_options(options)
-            passages = await self._encoder.passages(left, right, params, own)
+            passage_options = options if task is PoolingTask.SCORE else self._document_options(options)
+            passages = await self._encoder.passages(left, right, params, passage_options)
             queries = left if len(left) == 1 else [left[owner] for owner in passages.owners]
             if params.truncate_prompt_tokens is None:
                 params = params.clone(truncate_prompt_tokens=-1)  # a passage encoded alone may have one more token
@@ -96,16 +96,16 @@ class PairScorer:
     async def _score_by_cosine(
         self, request: OpenRequest, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
-        of_query, of_document = self._query_options(options), self._document_options(options)
-        encoded = await self._encoder.encode(left, params, of_query, param=None)
-        queries = await self._encoder.windows(left, encoded, of_query)
-        encoded = await self._encoder.encode(right, params, of_document, param=None)
-        documents = await self._encoder.windows(right, encoded, of_document)
+        query_options, document_options = self._query_options(options), self._document_options(options)
+        encoded = await self._encoder.encode(left, params, query_options, param=None)
+        queries = await self._encoder.windows(left, encoded, query_options)
+        encoded = await self._encoder.encode(right, params, document_options, param=None)
+        documents = await self._encoder.windows(right, encoded, document_options)
         outputs = await request.run([*queries.sequences, *documents.sequences], params)
         vectors = np.stack([output["embedding"] for output in outputs])
-        of_queries, of_documents = np.split(vectors, [len(queries.sequences)])
-        left_vectors = queries.join(of_queries, normalized=True)
-        right_vectors = documents.join(of_documents, normalized=True)
+        query_vectors, document_vectors = np.split(vectors, [len(queries.sequences)])
+        left_vectors = queries.join(query_vectors, normalized=True)
+        right_vectors = documents.join(document_vectors, normalized=True)
         return ScoreResult(
             paired_cosine(left_vectors, right_vectors), _count_pairs(documents.num_tokens, queries.num_tokens)
         )
@@ -119,10 +119,10 @@ class PairScorer:
         documents = await self._encoder.encode(right, params, self._document_options(options), param=None)
         outputs = await request.run([*queries, *documents], params)
         vectors = [SparseVector.of(output["sparse"]) for output in outputs]
-        own = vectors[: len(left)] if len(left) == len(right) else [vectors[0]] * len(right)
+        paired_queries = vectors[: len(left)] if len(left) == len(right) else [vectors[0]] * len(right)
         scores = [
             query.similarity(document, is_cosine=sparse.is_cosine)
-            for query, document in zip(own, vectors[len(left) :], strict=True)
+            for query, document in zip(paired_queries, vectors[len(left) :], strict=True)
         ]
         return ScoreResult(np.array(scores, np.float32), _count_pairs(map(len, documents), map(len, queries)))
 
@@ -132,25 +132,27 @@ class PairScorer:
         """Scores by MaxSim. Queries run first; the engine process then compares the documents with them."""
         multi_vector = self._info.multi_vector
         assert multi_vector is not None, "only multi-vector models are scored late"
-        of_query = params.clone(is_query=True)
+        query_params = params.clone(is_query=True)
         texts = list(dict.fromkeys(left))
-        queries = await self._encoder.encode(texts, of_query, self._query_options(options), param=None)
+        queries = await self._encoder.encode(texts, query_params, self._query_options(options), param=None)
         documents = await self._encoder.encode(right, params, self._document_options(options), param=None)
         with request.admitted([*queries, *documents]) as run_admitted:
-            outputs = await run_admitted(queries, of_query)
+            outputs = await run_admitted(queries, query_params)
             rows: dict[str, NDArray[np.float32]] = {
                 text: output["token_embeddings"] for text, output in zip(texts, outputs, strict=True)
             }
-            own = [rows[text] for text in (left if len(left) == len(right) else [left[0]] * len(right))]
-            compared = [replace(document, query=query) for document, query in zip(documents, own, strict=True)]
+            paired_queries = [rows[text] for text in (left if len(left) == len(right) else [left[0]] * len(right))]
+            compared = [
+                replace(document, query=query) for document, query in zip(documents, paired_queries, strict=True)
+            ]
             outputs = await run_admitted(compared, params.clone(is_compared=True))
         scores = [
             late_score(output["similarities"], len(query), averages=multi_vector.averages)
-            for output, query in zip(outputs, own, strict=True)
+            for output, query in zip(outputs, paired_queries, strict=True)
         ]
         lengths = dict(zip(texts, map(len, queries), strict=True))
-        own_lengths = [lengths.pop(text, 0) for text in left]
-        return ScoreResult(np.array(scores, np.float32), _count_pairs(map(len, documents), own_lengths))
+        query_lengths = [lengths.pop(text, 0) for text in left]
+        return ScoreResult(np.array(scores, np.float32), _count_pairs(map(len, documents), query_lengths))
 
     def _query_options(self, options: RequestOptions) -> RequestOptions:
         """Returns options with the model's query prompt, with the request's instruction if it has one."""
@@ -229,8 +231,10 @@ def check_embeds(info: ModelInfo) -> None:
 
 def zero_shot_classes(embedded: EmbeddingResult, labels: Sequence[str]) -> ClassResult:
     """Classifies inputs among label texts; `embedded` has the inputs, then the labels. See AsyncEngine.zero_shot."""
-    inputs, own = _split(embedded, len(labels))
-    return ClassResult(zero_shot_scores(inputs, own), tuple(labels), _count_inputs(embedded.num_tokens, len(inputs)))
+    inputs, label_vectors = _split(embedded, len(labels))
+    return ClassResult(
+        zero_shot_scores(inputs, label_vectors), tuple(labels), _count_inputs(embedded.num_tokens, len(inputs))
+    )
 
 
 def few_shot_classes(embedded: EmbeddingResult, example_labels: Sequence[str]) -> ClassResult:

@@ -71,11 +71,11 @@ class ArrayRunner(PoolingRunner[Floats]):
         self.keeps_order = False
         self.num_lanes = encoder.machine.num_lanes
         self._encoder = encoder
-        self._pages: PagedKvCache | None = None
+        self._kv_blocks: PagedKvCache | None = None
         self._times: list[ForwardTime] = []
         self._ended_s = 0.0  # end of the last forward
         if encoder.cache_spec is not None and self._uses_chunks():
-            self._reserve_pages()
+            self._allocate_kv_blocks()
 
     @classmethod
     def load(cls, info: ModelInfo, machine: Machine, config: EngineConfig) -> ArrayRunner:
@@ -108,7 +108,7 @@ class ArrayRunner(PoolingRunner[Floats]):
     def begin(self, chunks: Sequence[PrefillChunk]) -> ArrayForward | EndedForward:
         """See Runner.
 
-        A batch with pages has ended when this returns, because another sequence may get the pages of a cancelled
+        A batch with KV blocks has ended when this returns, because another sequence may get the blocks of a cancelled
         request at once.
         """
         began_s = time.perf_counter()
@@ -116,8 +116,8 @@ class ArrayRunner(PoolingRunner[Floats]):
         try:
             if not has_allocation(chunks):
                 return self._begin(chunks, PackedArrays.build([c.sequence.prompt for c in chunks]), began_s)
-            assert self._pages is not None, "only a runner with pages runs chunks"
-            past = BatchPages(self._pages, *KvSlots.of(chunks, self._pages.page_size))
+            assert self._kv_blocks is not None, "only a runner with KV blocks runs chunks"
+            past = BatchPages(self._kv_blocks, *KvSlots.of(chunks, self._config.cache.kv_block_size))
             batch = PackedArrays.build([c.tokens for c in chunks], [c.start for c in chunks], past)
             if chunk_tokens:
                 self._meter.begin()
@@ -164,14 +164,14 @@ class ArrayRunner(PoolingRunner[Floats]):
         self._ended_s = now_s
         return outputs
 
-    def _reserve_pages(self) -> None:
+    def _allocate_kv_blocks(self) -> None:
         """Reserves memory for sequences in chunks. Batches then run one after another, each on all lanes."""
         spec, itemsize = self._encoder.cache_spec, self._encoder.page_itemsize
-        assert spec is not None, "only decoders have pages"
+        assert spec is not None, "only decoders have KV blocks"
         plan = self._make_pool(spec, itemsize, self._gauge.available())
         if plan is None:
             return
         layer = spec.kv_layers[0]
         shape = (plan.num_blocks, self._config.cache.kv_block_size, layer.num_kv_heads, layer.head_size)
-        self._pages = PagedKvCache.allocate(len(spec.kv_layers), shape, itemsize)
+        self._kv_blocks = PagedKvCache.allocate(len(spec.kv_layers), shape, itemsize)
         self.num_lanes = 1

@@ -83,12 +83,24 @@ class RunningBatch:
 class EngineCore:
     """Owns the scheduler and the model runner.
 
-    `receive` and `stop` may be called from any thread, all other methods from the device thread, which calls `run`, or
-    `load` and `step`.
+    `receive`, `cancel_client` and `stop` may be called from any thread, all other methods from the device thread, which
+    calls `run`, or `load` and `step`.
+
+    Start of the next batch:
+
+    ========================  ======================================================================================
+    `_should_begin`           Starts: a batch is started now. Combines the conditions below.
+    `_can_start_another`      Delays: False while the device has no capacity for a batch beside the running ones.
+    `has_large_batch`         Delays: while a batch runs on an ordered device, small batches wait for more sequences.
+    `_blocked_by_running`     Delays: the last batch was empty, until a batch ends or a request is added or cancelled.
+    `_has_freed_memory`       Starts: an empty batch reports the memory that a cancellation has freed.
+    `_waits_for_requests`     Wakes: the device thread sleeps and could start a batch, so `receive` wakes it.
+    ========================  ======================================================================================
 
     Args:
         config: Model and limits.
-        send: Called on the device thread with each message for the client.
+        send: Called with each message for the client, on the device thread or on the thread that calls `receive`. Must
+            be thread-safe.
         load_runner: Loads the model, on the device thread.
         on_ready: Called on the device thread when the model is loaded, before ModelReady is sent.
         waker: Wakes the device thread. If it watches sockets, the device thread calls their callbacks.
@@ -405,12 +417,13 @@ class EngineCore:
         num_tokens = sum(chunk.num_tokens for chunks, _ in completed for chunk in chunks)
         num_seqs = sum(len(chunks) for chunks, _ in completed)
         with self._lock:
+            # `not_finite` is lazy: a cancellation below also excludes later sequences of the same request.
             for sequence in chain.from_iterable(not_finite(chunks, outputs) for chunks, outputs in completed):
                 message = f"The model returned NaN or infinite values for input {sequence.index}."
                 # Also ends the request's other sequences. Their blocks may be wrong: the prefix cache drops them.
                 self._cancel(sequence.request.request_id, drop_cached_blocks=True)
                 self._send_failure(sequence.request, ModelExecutionError(message))
-            blocks = [block for own, outputs in completed for block in results_of(own, outputs, started_s)]
+            blocks = [block for chunks, outputs in completed for block in results_of(chunks, outputs, started_s)]
             finished = [
                 (r.request_id, r.started_s - r.arrival_s, ended_s - r.started_s)
                 for r in self._scheduler.finish(batch)
@@ -499,12 +512,12 @@ def results_of(chunks: Sequence[PrefillChunk], outputs: BatchOutputs, started_s:
     blocks = []
     for block in outputs.blocks:
         indices = range(len(chunks)) if block.indices is None else block.indices
-        own = [chunks[index] for index in indices]
+        block_chunks = [chunks[index] for index in indices]
         results = ResultBlock(
             block,
-            [chunk.sequence.request.request_id for chunk in own],
-            [chunk.sequence.index for chunk in own],
-            [chunk.end == chunk.sequence.num_tokens for chunk in own],
+            [chunk.sequence.request.request_id for chunk in block_chunks],
+            [chunk.sequence.index for chunk in block_chunks],
+            [chunk.end == chunk.sequence.num_tokens for chunk in block_chunks],
         )
         blocks.append(results.pick([position for position, index in enumerate(indices) if are_live[index]]))
     return [results for results in blocks if results.request_ids]

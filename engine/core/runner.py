@@ -232,15 +232,13 @@ class PoolingRunner(Runner, Generic[R]):
         """Returns the pooling metadata of a batch. `in_chunks`: whether a sequence of the batch has an allocation."""
         sequences = [chunk.sequence for chunk in chunks]
         params = [sequence.request.params for sequence in sequences]
-        metadata = PoolingMetadata.for_batch(batch, params)
-        if in_chunks:
-            metadata = PoolingMetadata.for_batch(
-                batch,
-                params,
-                seq_ids=sequences,
-                starts=[chunk.start for chunk in chunks],
-                prompt_lens=[sequence.num_tokens for sequence in sequences],
-            )
+        metadata = PoolingMetadata.for_batch(
+            batch,
+            params,
+            seq_ids=sequences if in_chunks else None,
+            starts=[chunk.start for chunk in chunks] if in_chunks else None,
+            prompt_lens=[sequence.num_tokens for sequence in sequences] if in_chunks else None,
+        )
         if any(sequence.prompt.query is not None for sequence in sequences):
             metadata.queries = [sequence.prompt.query for sequence in sequences]
         return metadata

@@ -46,7 +46,7 @@ class SharedResource:
         shown: Converts an amount into a text.
 
     Attributes:
-        limit: The argument.
+        limit: Capacity at which the resource is full. May be changed.
         used: Amount that all clients hold.
     """
 

@@ -41,7 +41,7 @@ def _by_priority(sequence: InputSequence) -> int:
 
 
 class ChunkedPrefillManager:
-    """Cuts prompts into chunks and schedules the chunks.
+    """Splits prompts into chunks and schedules the chunks.
 
     The scheduler adds sequences with `add`. Library callers add prompts with `create_chunks`. Both get chunks from
     `schedule_chunk` and report them with `start_chunk` and `complete_chunk` or `fail_chunk`.
@@ -58,7 +58,8 @@ class ChunkedPrefillManager:
         clock: Monotonic time in seconds.
 
     Attributes:
-        requests: The prompts by id.
+        requests: The sequences of the prompts by id. The public name is fixed; the values of Scheduler.requests are
+            Requests.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class ChunkedPrefillManager:
     ) -> None:
         if config is not None and chunk_size is not None:
             raise ValueError("chunk_size is part of config; give one of them.")
-        given = ChunkedPrefillConfig() if chunk_size is None else ChunkedPrefillConfig(chunk_size=chunk_size)
-        self.config = config or given
+        default = ChunkedPrefillConfig() if chunk_size is None else ChunkedPrefillConfig(chunk_size=chunk_size)
+        self.config = config or default
         self.requests: dict[Hashable, InputSequence] = {}
         self._tokenize = tokenize_fn
         self._order = order
@@ -181,11 +182,11 @@ class ChunkedPrefillManager:
         """
         if (sequence := self.peek()) is None:
             return None
-        num_left = sequence.num_tokens - sequence.num_scheduled
-        size = min(self.config.sized(sequence.chunk_size or self.config.chunk_size, memory_pressure), num_left)
+        num_remaining = sequence.num_tokens - sequence.num_scheduled
+        size = min(self.config.sized(sequence.chunk_size or self.config.chunk_size, memory_pressure), num_remaining)
         if max_tokens is not None and max_tokens < min(self.config.min_chunk_size, size):
             return None
-        return self._cut(sequence, size if max_tokens is None else min(size, max_tokens))
+        return self._next_chunk(sequence, size if max_tokens is None else min(size, max_tokens))
 
     def start_chunk(self, chunk_id: ChunkId) -> PrefillChunk:
         """Records the start of a chunk. Raises ChunkStateError if it is not scheduled."""
@@ -284,7 +285,7 @@ class ChunkedPrefillManager:
             if sequence.has_failed:
                 raise ChunkStateError(f"request {request_id!r} has failed: {sequence.error}")
             self._check_idle(sequence)
-            yield self.start_chunk(self._cut(sequence, sequence.chunk_size or self.config.chunk_size).chunk_id)
+            yield self.start_chunk(self._next_chunk(sequence, sequence.chunk_size or self.config.chunk_size).chunk_id)
 
     def merge_chunks(self, request_id: Hashable) -> Any:
         """Returns the outputs of a complete prompt in order. Joins lists and numpy arrays; returns others as a list.
@@ -306,7 +307,8 @@ class ChunkedPrefillManager:
         num_running = sum(len(sequence.chunks_in_flight) for sequence in self.requests.values())
         return msgspec.structs.replace(self._metrics, num_requests=len(self.requests), num_running_chunks=num_running)
 
-    def _cut(self, sequence: InputSequence, size: int) -> PrefillChunk:
+    def _next_chunk(self, sequence: InputSequence, size: int) -> PrefillChunk:
+        """Creates the next chunk of a sequence, of at most `size` tokens."""
         start = sequence.num_scheduled
         sequence.chunk = PrefillChunk(sequence, start, min(start + size, sequence.num_tokens), ChunkState.SCHEDULED)
         return sequence.chunk
@@ -344,7 +346,7 @@ class ChunkedPrefillManager:
 def create_prefill_manager(
     chunk_size: int = 512, threshold: int | None = None, dynamic: bool = True
 ) -> ChunkedPrefillManager:
-    """Returns a manager that cuts prompts of more than `threshold` tokens (None: `chunk_size`) into chunks.
+    """Returns a manager that splits prompts of more than `threshold` tokens (None: `chunk_size`) into chunks.
 
     With `dynamic`, chunks are smaller while memory is short.
     """

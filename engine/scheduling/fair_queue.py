@@ -14,8 +14,8 @@ each other. So equal requests run in order of arrival, short requests run before
 the tokens that the device runs in a second. All inputs of a request have the same `due`: a small request overtakes a
 large one, and its inputs run together.
 
-Bound: a request of n tokens is overtaken only by requests (of its priority) that arrive while its client gets
-SLOWDOWN x n tokens of service, and one forward. Later requests run after it, so no request starves.
+Bound: requests of the same priority that arrive after the client has received SLOWDOWN x n tokens, plus one forward,
+run after a waiting request of n tokens. So no request starves.
 Cost: large requests of one client run one after the other, and under an overload of small requests a large request
 takes up to SLOWDOWN times as long as alone.
 """
@@ -76,7 +76,10 @@ class _ClientQueue:
             self.delete_removed()
 
     def delete_removed(self) -> None:
-        """Deletes removed sequences from the iterated part. Only iterated sequences can run and be added again."""
+        """Deletes removed sequences from the lists.
+
+        The part before `_num_iterated` is enough, because only iterated sequences can run and be added again.
+        """
         waiting = [sequence for sequence in self.sequences[: self._num_iterated] if sequence.is_queued]
         self.dues[: self._num_iterated] = [sequence.request.due for sequence in waiting]
         self.sequences[: self._num_iterated] = waiting
@@ -160,7 +163,7 @@ class FairQueue:
             request: The request. `is_long` of its sequences is set.
             tokens_per_level: Tokens of service that equal one priority level.
         """
-        if not self.num_seqs:  # a busy period ends with the latest start time
+        if not self.num_seqs:  # the queue was empty: start the next busy period at the latest start time
             self._virtual_time = self._latest_start
         client = self._client(request.client)
         if not client.is_waiting:

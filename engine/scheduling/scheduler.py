@@ -276,7 +276,7 @@ class Scheduler:
         return ForwardBudget(min(num_tokens, token_budget - self.prefill.config.min_chunk_size), num_seqs)
 
     def _should_start(self, sequence: InputSequence, max_tokens: int) -> bool:
-        """Whether a long sequence should start: the running ones leave tokens for it, or all run after it."""
+        """Returns True if running prompts do not use all tokens, or the prompt sorts before all of them."""
         running = self.prefill.requests.values()
         chunk_size = self.prefill.config.chunk_size
         if sum(min(other.num_tokens - other.num_scheduled, chunk_size) for other in running) < max_tokens:
@@ -319,11 +319,13 @@ class Scheduler:
     def _victims(self, sequence: InputSequence) -> list[tuple[InputSequence, Allocation]]:
         """Returns the running sequences to preempt, latest arrival first. Empty if their memory is not enough.
 
-        Victims arrived later (a priority level counts as `ageing_s`), which excludes cycles of preemption. In addition,
-        victims of the same client are later in its order, and victims of other clients arrived later without regard to
-        priority.
+        All victims arrived later, where a priority level counts as `ageing_s`. This excludes cycles of preemption.
+        Further conditions:
+
+        - Same client: the victim is after the sequence in the order of the client (`due`, then `number`).
+        - Other client: the victim also arrived later without regard to priority.
         """
-        own, arrival = sequence.request, self._arrival(sequence)
+        starting, arrival = sequence.request, self._arrival(sequence)
         later = sorted((s for s in self.prefill.requests.values() if self._arrival(s) > arrival), key=self._arrival)
         victims: list[tuple[InputSequence, Allocation]] = []
         while not self._pool.can_allocate(sequence.num_tokens, after=[allocation for _, allocation in victims]):
@@ -331,8 +333,11 @@ class Scheduler:
                 return []
             victim = later.pop()
             request = victim.request
-            is_own = request.client == own.client
-            if (request.due, request.number) < (own.due, own.number) if is_own else request.arrival_s <= own.arrival_s:
+            if request.client == starting.client:
+                is_earlier = (request.due, request.number) < (starting.due, starting.number)
+            else:
+                is_earlier = request.arrival_s <= starting.arrival_s
+            if is_earlier:
                 continue
             assert victim.allocation is not None, "a running long sequence has memory"
             victims.append((victim, victim.allocation))
@@ -355,7 +360,7 @@ class Scheduler:
     def _whole_chunk(self, sequence: InputSequence, budget: ForwardBudget) -> PrefillChunk | None:
         """Starts a short sequence after its cached prefix. Returns None if it does not fit.
 
-        Allocates no memory, and so reads no prefix, if a long sequence waits for memory that only short ones have.
+        Reads no prefix while a long sequence waits for memory held by short sequences.
         """
         num_tokens, num_cached, keys = sequence.num_tokens, 0, sequence.block_keys
         may_allocate = self._pool.can_hold(num_tokens) and not (self._waits_for_memory and not self.prefill.requests)

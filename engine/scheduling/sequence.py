@@ -36,7 +36,7 @@ class ChunkState(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class PrefillChunk:
-    """Consecutive tokens of one sequence that run in one forward."""
+    """Consecutive tokens of one sequence that run in one forward: a part of it, or also a whole short sequence."""
 
     sequence: InputSequence
     start: int  # index of its first token

@@ -109,8 +109,8 @@ class SequencePool:
             model with SSM layers, because its states at the end of a prefix are not stored.
 
     Attributes:
-        kv: The argument.
-        ssm: The argument.
+        kv: Blocks; None for a model without attention layers.
+        ssm: Slots; None for a model without SSM layers.
         prefixes: The prefix cache; None without one.
         prefix_query_tokens: Tokens of started sequences that were looked up in the prefix cache.
         prefix_hit_tokens: Tokens that were found.

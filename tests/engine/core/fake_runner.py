@@ -13,6 +13,7 @@ from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.messages import (
     CacheUse,
+    ChunkMetrics,
     ClientMessageBuilder,
     Frame,
     FromCore,
@@ -29,6 +30,7 @@ from penstock.engine.scheduling import (
     InputSequence,
     KvCachePool,
     PrefillChunk,
+    Request,
     SequencePool,
     SsmStatePool,
 )
@@ -257,10 +259,34 @@ class CoreDriver:
 
     def run_all(self) -> None:
         for _ in range(5000):
-            if not self.core._scheduler.requests:
+            if not self.unfinished_requests:
                 return
             self.run()
         raise AssertionError("requests never finish")
+
+    @property
+    def unfinished_requests(self) -> dict[int, Request]:
+        return self.core._scheduler.requests
+
+    @property
+    def token_budget(self) -> int:
+        return self.core._scheduler.token_budget
+
+    @property
+    def chunk_metrics(self) -> ChunkMetrics:
+        return self.core._scheduler.prefill.statistics()
+
+    @property
+    def has_freed_memory(self) -> bool:
+        return self.core._has_freed_memory
+
+    @property
+    def waker_fd(self) -> int:
+        return self.core._waker.fd
+
+    def replace_wait(self, wait: Callable[[], Any]) -> None:
+        """Replaces the function in which the device thread sleeps."""
+        self.core._waker.wait = wait  # type: ignore[method-assign]
 
     @property
     def failures(self) -> dict[int, tuple[str, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 
@@ -28,6 +27,7 @@ from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.scheduling import InputSequence, PrefillChunk
 
 from ...clock import Clock
+from ...waiting import wait_until
 from .fake_runner import PARAMS, ROWS, CoreDriver, FakeRunner, fail_above, fail_on, id_of, model, pool
 
 SEVENS = TokenizedInput(np.array([7, 7], np.int32))
@@ -79,15 +79,14 @@ def test_stop_ends_the_loop_after_the_running_step() -> None:
     running, may_end = threading.Event(), threading.Event()
     runner.hook = lambda chunks: (running.set(), may_end.wait(120))
     thread.start()
-    while not driver.messages:
-        time.sleep(0.001)
+    wait_until(lambda: driver.messages)
     driver.submit(1, 5)
     assert running.wait(120)
     driver.core.stop()
     may_end.set()
     thread.join(120)
     assert not thread.is_alive()
-    assert runner.wakeup_fds == [driver.core._waker.fd, None]
+    assert runner.wakeup_fds == [driver.waker_fd, None]
     driver.submit(2, 5)
     assert not driver.core.step()
     assert driver.results == {1: {0: [5.0]}}
@@ -107,7 +106,7 @@ def test_wrong_frame_size_is_rejected() -> None:
     for wrong in (b"", bytes(frame) * 2):
         with pytest.raises(ValueError, match=f"a frame of {len(wrong) // 4} values does not contain the"):
             driver.core.receive(message, wrong)
-    assert not driver.core._scheduler.requests
+    assert not driver.unfinished_requests
 
 
 def test_too_long_sequence_is_rejected_alone() -> None:
@@ -125,7 +124,7 @@ def test_one_message_submits_and_cancels() -> None:
     driver = CoreDriver(FakeRunner())
     driver.submit(1, 3)
     driver.send(SubmitRequest(2, PARAMS, [SEVENS]), SubmitRequest(3, PARAMS, [SEVENS]), cancels=[1, 2])
-    assert not driver.core._has_freed_memory  # without a pool no memory was freed
+    assert not driver.has_freed_memory  # without a pool no memory was freed
     driver.run_all()
     assert driver.results == {3: {0: [14.0]}}
 
@@ -298,7 +297,7 @@ def test_failed_batch_is_halved_to_the_failing_inputs(caplog: pytest.LogCaptureF
     assert all(len(driver.results[request_id]) == 4 for request_id in range(8) if request_id not in (1, 4))
     assert len(driver.runner.batches) <= 1 + 2 * 3 * 5
     assert "input 2 of request 1 failed" in caplog.text
-    assert driver.core._scheduler.token_budget == 4096
+    assert driver.token_budget == 4096
 
 
 def test_failed_forward_holds_no_memory_while_it_is_retried() -> None:

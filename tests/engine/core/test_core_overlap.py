@@ -39,7 +39,7 @@ class QueueDriver(CoreDriver):
     def run_all(self, chance: random.Random | None = None) -> None:
         """Ends a forward if the loop would sleep, or by chance earlier."""
         for _ in range(5000):
-            if not self.core._scheduler.requests and not self.core._running:
+            if not self.unfinished_requests and not self.core._running:
                 return
             if self.runner.queue and (self.would_sleep() or (chance is not None and chance.random() < 0.3)):
                 self.runner.end()
@@ -57,10 +57,10 @@ def test_next_chunk_starts_while_the_previous_one_runs() -> None:
     driver.run(2)
     assert driver.runner.batches == [[(1, 0, 0, 64)], [(1, 0, 64, 128)]]
     assert driver.would_sleep()  # two batches are in flight
-    assert driver.core._scheduler.prefill.statistics().num_running_chunks == 2
+    assert driver.chunk_metrics.num_running_chunks == 2
     driver.end()
     assert driver.runner.batches[2:] == [[(1, 0, 128, 192)]]
-    assert driver.core._scheduler.prefill.statistics().completed_tokens == 64
+    assert driver.chunk_metrics.completed_tokens == 64
     driver.run_all()
     assert driver.results == {1: {0: [200.0]}}
     assert set(driver.finished) == {1}
@@ -159,7 +159,7 @@ def test_not_finite_chunk_drops_the_next_one() -> None:
     driver.core._running[0].forward.result.is_finite[:] = False  # type: ignore[attr-defined]
     driver.end()
     assert set(driver.failures) == {1}
-    assert not driver.core._scheduler.requests
+    assert not driver.unfinished_requests
     driver.run_all()
     assert driver.results == {}
     assert driver.cache_use.usage == 0
@@ -188,7 +188,7 @@ def test_chunk_without_memory_runs_again_at_half_size() -> None:
     driver.run()  # waits for the first chunk, then tries the second one alone
     assert driver.runner.batches == [[(1, 0, 0, 64)], [(1, 0, 64, 128)], [(1, 0, 64, 128)]]
     assert not driver.core._running
-    assert driver.core._scheduler.token_budget == 32
+    assert driver.token_budget == 32
     driver.run_all()
     assert driver.results == {1: {0: [200.0]}}
     assert not driver.failures
@@ -200,7 +200,7 @@ def test_cancelled_request_is_not_retried() -> None:
     driver.submit(2, 9)
 
     def cancel_and_fail(chunks: Sequence[PrefillChunk]) -> None:
-        if 1 in driver.core._scheduler.requests:
+        if 1 in driver.unfinished_requests:
             driver.cancel(1)
             raise ValueError("made up")
 
@@ -294,7 +294,7 @@ def test_results_are_sent_in_the_order_batches_end(lanes: LaneDriver) -> None:
     assert lanes.results == {2: {0: [80.0]}}
     lanes.end(0)
     assert lanes.results == {1: {0: [40.0]}, 2: {0: [80.0]}}
-    assert not lanes.core._scheduler.requests
+    assert not lanes.unfinished_requests
 
 
 def test_stop_sends_results_of_running_batches(lanes: LaneDriver) -> None:
@@ -308,7 +308,7 @@ def test_stop_sends_results_of_running_batches(lanes: LaneDriver) -> None:
 def test_new_request_wakes_a_loop_with_a_free_lane(lanes: LaneDriver) -> None:
     wakes: list[str] = []
     lanes.core._waker.wake = lambda: wakes.append("wake")  # type: ignore[method-assign]
-    lanes.core._waker.wait = Mock(side_effect=TimeoutError)  # type: ignore[method-assign]
+    lanes.replace_wait(Mock(side_effect=TimeoutError))
     for num_wakes, request_id in ((1, 1), (2, 2), (2, 3)):  # both lanes are busy in the end
         with pytest.raises(TimeoutError):
             lanes.core._wait()

@@ -89,14 +89,15 @@ def test_thread_reports_a_hanging_step_once(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_core_without_requests_exceeds_no_limit() -> None:
-    core, found = CoreDriver(FakeRunner()).core, []
+    driver, found = CoreDriver(FakeRunner()), []
+    core = driver.core
 
     def wait() -> list[Callable[[], None]]:
         found.extend(core._watch.check() for _ in range(100))
         core.stop()
         return []
 
-    core._waker.wait = wait  # type: ignore[method-assign]
+    driver.replace_wait(wait)
     assert not core.step()
     assert found == [None] * 100
 
