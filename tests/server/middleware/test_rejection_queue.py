@@ -1,4 +1,4 @@
-"""RejectionQueue sends rejections at a bounded rate, the earliest limit first."""
+"""RejectionQueue sends rejections at a bounded rate, in the order of their latest times."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def released(pace: RejectionQueue, clock: Clock, number: int) -> list[list[int]]:
+def released(queue: RejectionQueue, clock: Clock, number: int) -> list[list[int]]:
     """Adds `number` rejections. Returns the indices that each tick released."""
     out: list[int] = []
 
@@ -59,7 +59,7 @@ def released(pace: RejectionQueue, clock: Clock, number: int) -> list[list[int]]
         return True
 
     for index in range(number):
-        pace.add(functools.partial(release, index))
+        queue.add(functools.partial(release, index))
     assert not out
     ticks = []
     while clock.tick():
@@ -81,9 +81,9 @@ def sizes(ticks: list[list[int]]) -> list[int]:
     ],
 )
 def test_each_tick_releases_a_bounded_number_in_order(clock: Clock, number: int, expected: list[int]) -> None:
-    pace = RejectionQueue(max_waiting=1000)
+    queue = RejectionQueue(max_waiting=1000)
     for _ in range(2):  # and again after a pause
-        ticks = released(pace, clock, number)
+        ticks = released(queue, clock, number)
         assert [index for tick in ticks for index in tick] == list(range(number))
         assert sizes(ticks) == expected
 
@@ -92,21 +92,21 @@ def test_rejections_above_the_maximum_are_sent_at_once(clock: Clock) -> None:
     assert sizes(released(RejectionQueue(max_waiting=15), clock, 100)) == [85, REJECTIONS_PER_TICK, 5]
 
 
-async def test_cancelled_requests_use_no_place(clock: Clock) -> None:
-    pace = RejectionQueue(max_waiting=1000)
-    turns = [asyncio.ensure_future(pace.wait()) for _ in range(2 * REJECTIONS_PER_TICK + 1)]
-    turns[0].cancel()
+async def test_cancelled_requests_are_not_counted(clock: Clock) -> None:
+    queue = RejectionQueue(max_waiting=1000)
+    waits = [asyncio.ensure_future(queue.wait()) for _ in range(2 * REJECTIONS_PER_TICK + 1)]
+    waits[0].cancel()
     for num_done in (REJECTIONS_PER_TICK, 2 * REJECTIONS_PER_TICK):
         assert clock.tick()
-        assert sum(turn.done() and not turn.cancelled() for turn in turns) == num_done
+        assert sum(wait.done() and not wait.cancelled() for wait in waits) == num_done
     assert not clock.due
 
 
 def test_rejection_with_the_earliest_limit_goes_first(clock: Clock) -> None:
-    pace = RejectionQueue(max_waiting=1000)
+    queue = RejectionQueue(max_waiting=1000)
     order: list[float] = []
     for within_s in (2.0, 2.0, 0.5, 1.0, 9.0):
-        pace.add(lambda within_s=within_s: not order.append(within_s), within_s=within_s)
+        queue.add(lambda within_s=within_s: not order.append(within_s), within_s=within_s)
     clock.tick()
     assert order == [0.5, 1.0, 2.0, 2.0, 9.0]
 
