@@ -1,4 +1,4 @@
-"""Hang-ups of clients behind an ASGI server other than ours."""
+"""ClientWatch: hang-ups of clients behind an ASGI server other than ours, and errors of routes without a model."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from penstock.engine.protocol.errors import RequestCancelledError
+from penstock.engine.protocol.errors import DeadlineExceededError, RequestCancelledError
 from penstock.server.calls import context
 
 
@@ -33,3 +33,10 @@ async def test_hang_up_cancels_the_request() -> None:
     messages.put_nowait({"type": "http.disconnect"})
     with pytest.raises(RequestCancelledError), context.ClientWatch(request_of(messages)):
         await asyncio.Event().wait()
+
+
+async def test_deadline_error_of_a_route_without_limits_is_raised_unchanged() -> None:
+    error = DeadlineExceededError("The deadline passed.")
+    with pytest.raises(DeadlineExceededError) as raised, context.ClientWatch(request_of(asyncio.Queue())):
+        raise error
+    assert raised.value is error

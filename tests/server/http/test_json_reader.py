@@ -101,6 +101,8 @@ async def test_invalid_json_raises_a_validation_error(body: bytes) -> None:
     ("path", "body", "named"),
     [
         ("/v1/embeddings", {"input": [[5]] * 5}, "input"),
+        ("/v1/embeddings", {"input": [5, *["a"] * 4]}, "input"),
+        ("/v1/embeddings", {"input": [*[5] * 4, []]}, "input"),
         ("/v1/embeddings", {"input": "a", "user": [None] * 5}, "user"),
         ("/rerank", {"query": "a", "texts": [{}] * 5}, "texts"),
         ("/similarity", {"inputs": {"source_sentence": "a", "sentences": [{}] * 5}}, "sentences"),

@@ -119,6 +119,24 @@ async def test_time_of_a_slow_body_counts_for_the_deadline(serving, engine) -> N
         assert not engine.calls
 
 
+async def test_invalid_header_is_rejected_before_the_body_is_read(serving, engine) -> None:
+    num_read = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal num_read
+        for part in (b'{"input": ', b'"a"', b"}"):
+            num_read += 1
+            yield part
+
+    async with serving(engine) as client:
+        for name, value in (("x-request-timeout", "soon"), ("x-priority", "urgent")):
+            headers = {"content-type": "application/json", name: value}
+            response = await client.post("/v1/embeddings", content=body(), headers=headers)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+        assert num_read == 0
+    assert not engine.calls
+
+
 async def test_time_before_the_engine_counts_for_the_deadline(serving, engine) -> None:
     async def tokenize(texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         await asyncio.sleep(600)

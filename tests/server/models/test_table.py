@@ -75,6 +75,34 @@ async def test_request_holds_its_model_until_its_response(make_engine, fails: bo
         assert entry.num_in_use == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/score", {"text_1": "a"}),
+        ("/score", {"text_1": "a", "text_2": ["b"] * 5}),
+        ("/rerank", {"query": "a", "documents": ["b"] * 5}),
+        ("/v1/embeddings", {}),
+        ("/v1/embeddings", {"input": ["a"] * 5}),
+        ("/v1/embeddings", {"input": "a", "dimensions": 0}),
+        ("/v1/multi-vector", {"input": ["a"] * 5}),
+        ("/v1/encode", {}),
+        ("/pooling", {}),
+        ("/classify", {}),
+        ("/v2/embed", {"texts": ["a"] * 5, "input_type": "query"}),
+        ("/embed", {"inputs": ["a"] * 5}),
+        ("/api/embed", {"input": ["a"] * 5}),
+        ("/tokenize", {}),
+    ],
+)
+async def test_invalid_body_loads_no_model(make_engine, path: str, body: dict[str, Any]) -> None:
+    models = [served(make_engine(name="one")), served(make_engine(name="two"), is_preloaded=False)]
+    async with serving(*models, max_loaded_models=1, max_inputs_per_request=4) as (client, app):
+        response = await client.post(path, json={"model": "two", **body})
+        assert 400 <= response.status_code < 500
+        entries = app.state.context.models.entries
+        assert [(entry.state, entry.num_loads) for entry in entries] == [("ready", 1), ("unloaded", 0)]
+
+
 async def test_request_that_waits_for_its_model_has_a_deadline(make_engine) -> None:
     may_load = asyncio.Event()
 
