@@ -19,6 +19,7 @@ from .config_values import read_config
 from .spec import (
     AttentionKind,
     AttentionSpec,
+    Bias,
     EmbeddingSpec,
     Family,
     HeadSpec,
@@ -221,7 +222,7 @@ def bert_spec(config: BertConfig, info: ModelInfo, relative_bias: RelativeBiasSp
         )
     D, E, I = config.hidden_size, config.embedding_width, config.intermediate_size  # noqa: E741
     names, head_size = config.block_names, D // config.num_attention_heads
-    norm = partial(NormSpec, eps=config.layer_norm_eps, bias=True)
+    norm = partial(NormSpec, eps=config.layer_norm_eps, bias=Bias.REQUIRED)
     layers = tuple(
         LayerSpec(
             prefix=f"{config.blocks_name}.{index}",
@@ -284,7 +285,7 @@ def _vocabulary(config: BertConfig, info: ModelInfo) -> VocabularySpec | None:
         return None
     return VocabularySpec(
         dense=linear(names.dense, config.hidden_size, E, activation=config.hidden_act),
-        norm=NormSpec(name=names.norm, size=E, eps=config.layer_norm_eps, bias=True),
+        norm=NormSpec(name=names.norm, size=E, eps=config.layer_norm_eps, bias=Bias.REQUIRED),
         decoder=names.decoder,
         biases=names.biases,
     )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..protocol.errors import UnsupportedModelError
 from ..protocol.model_info import ModelInfo, ModelKind
 from .bert import BertConfig, BlockNames, VocabularyNames, bert_spec
-from .spec import DisentangledSpec, Family, LinearSpec, ModelSpec, NormSpec, linear
+from .spec import Bias, DisentangledSpec, Family, LinearSpec, ModelSpec, NormSpec, linear
 
 _ATTENTION: Final = "attention.self"
 
@@ -54,7 +54,7 @@ class DebertaV2Config(BertConfig):
 
     @property
     def reach(self) -> int:
-        """Largest distance with an own embedding, before distances share buckets."""
+        """Largest distance that the embeddings distinguish."""
         return self.max_relative_positions if self.max_relative_positions > 0 else self.max_position_embeddings
 
     @property
@@ -75,7 +75,7 @@ def distance_buckets(distances: NDArray[np.int64], num_buckets: int, reach: int)
     """Returns the signed bucket, int64, of each distance: short ones have their own, long ones share them."""
     half = num_buckets // 2
     magnitude = np.abs(distances)
-    # In float32 as in transformers, which decides the bounds of buckets.
+    # In float32, as in transformers: the rounding decides the bounds of the buckets.
     growth = np.log(np.maximum(magnitude, half).astype(np.float32) / np.float32(half))
     growth /= np.log(np.float32((reach - 1) / half))
     far = np.ceil(growth * np.float32(half - 1)).astype(np.int64) + half
@@ -102,7 +102,7 @@ def _spec(info: ModelInfo) -> ModelSpec:
     if info.kind not in (ModelKind.EMBEDDING, ModelKind.TOKEN_CLASSIFIER):
         dense = linear("pooler.dense", D, D, activation=config.pooler_hidden_act)
         head = (dense, linear("classifier", D, info.num_labels))
-    norm = NormSpec(name="encoder.LayerNorm", size=D, eps=config.layer_norm_eps, bias=True)
+    norm = NormSpec(name="encoder.LayerNorm", size=D, eps=config.layer_norm_eps, bias=Bias.REQUIRED)
     without_positions = replace(spec.embedding, positions=None, num_positions=0)
     return replace(
         spec,

@@ -21,6 +21,7 @@ from .spec import (
     AnswerSpec,
     AttentionKind,
     AttentionSpec,
+    Bias,
     EmbeddingSpec,
     HeadSpec,
     LayerSpec,
@@ -228,10 +229,12 @@ def decoder_spec(config: DecoderConfig, info: ModelInfo) -> ModelSpec:
         prefix="",
         kind="",
         attention_norm=config.norm("input_layernorm", D),
-        qkv=linear([f"self_attn.{n}" for n in config.qkv_names], D, width, kv_width, kv_width, bias=config.qkv_bias),
+        qkv=linear(
+            [f"self_attn.{n}" for n in config.qkv_names], D, width, kv_width, kv_width, bias=Bias.of(config.qkv_bias)
+        ),
         query_norm=config.norm("self_attn.q_norm", K) if config.has_qk_norm else None,
         key_norm=config.norm("self_attn.k_norm", K) if config.has_qk_norm else None,
-        attention_out=linear("self_attn.o_proj", width, D, bias=config.out_bias),
+        attention_out=linear("self_attn.o_proj", width, D, bias=Bias.of(config.out_bias)),
         after_attention=after_attention,
         mlp_norm=config.norm(config.mlp_norm, D),
         mlp_in=linear(
@@ -239,11 +242,11 @@ def decoder_spec(config: DecoderConfig, info: ModelInfo) -> ModelSpec:
             D,
             I,
             I,
-            bias=config.gate_bias,
+            bias=Bias.of(config.gate_bias),
             activation=config.activation,
             is_gated=True,
         ),
-        mlp_out=linear(f"{config.mlp_prefix}.{config.down_name}", I, D, bias=config.gate_bias),
+        mlp_out=linear(f"{config.mlp_prefix}.{config.down_name}", I, D, bias=Bias.of(config.gate_bias)),
         after_mlp=after_mlp,
     )
     return ModelSpec(
@@ -279,7 +282,7 @@ def decoder_head(info: ModelInfo, size: int) -> HeadSpec | None:
     if info.kind is ModelKind.EMBEDDING:
         return None
     if not info.classifier_tokens:
-        return (linear("score", size, info.num_labels, bias=None),)
+        return (linear("score", size, info.num_labels, bias=Bias.OPTIONAL),)
     return answer_head(info, size, info.config.get("text_config") or info.config)
 
 

@@ -20,7 +20,7 @@ from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import ModelInfo
 from .decoder import DecoderConfig, decoder_spec
 from .mamba import read_step_limit, require_causal
-from .spec import ExpertsSpec, Family, LayerSpec, Mamba2Spec, MambaSpec, MixerSpec, ModelSpec, linear
+from .spec import Bias, ExpertsSpec, Family, LayerSpec, Mamba2Spec, MambaSpec, MixerSpec, ModelSpec, linear
 
 # Older config.json files use the short names.
 _ATTENTION: Final = ("attention", "full_attention")
@@ -160,8 +160,8 @@ class JambaConfig(HybridConfig):
             router="feed_forward.router",
             prefix="feed_forward.experts",
             is_stacked=False,
-            up=linear(self.gate_names, D, I, I, bias=False, activation=self.hidden_act, is_gated=True),
-            down=linear(self.down_name, I, D, bias=False),
+            up=linear(self.gate_names, D, I, I, bias=Bias.NONE, activation=self.hidden_act, is_gated=True),
+            down=linear(self.down_name, I, D, bias=Bias.NONE),
             num_experts=self.num_experts,
             top_k=self.num_experts_per_tok,
             renormalise=False,
@@ -306,8 +306,8 @@ class GraniteHybridConfig(Mamba2HybridConfig):
             router="block_sparse_moe.router.layer",
             prefix="block_sparse_moe",
             is_stacked=True,
-            up=linear(self.gate_names, D, I, I, bias=False, activation=self.hidden_act, is_gated=True),
-            down=linear(self.down_name, I, D, bias=False),
+            up=linear(self.gate_names, D, I, I, bias=Bias.NONE, activation=self.hidden_act, is_gated=True),
+            down=linear(self.down_name, I, D, bias=Bias.NONE),
             num_experts=self.num_local_experts,
             top_k=self.num_experts_per_tok,
             renormalise=True,

@@ -16,14 +16,14 @@ from typing import Final
 from ..protocol.errors import UnsupportedModelError
 from ..protocol.model_info import ModelInfo
 from .bert import BertConfig, bert_spec
-from .spec import AlibiSpec, Family, LayerSpec, ModelSpec, NormSpec, linear
+from .spec import AlibiSpec, Bias, Family, LayerSpec, ModelSpec, NormSpec, linear
 
 _ACTIVATIONS: Final = {"geglu": "gelu", "reglu": "relu"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JinaBertConfig(BertConfig):
-    """JinaBERT v2."""
+    """Values of config.json."""
 
     feed_forward_type: str = "original"
 
@@ -56,17 +56,17 @@ def _layer(config: JinaBertConfig, layer: LayerSpec) -> LayerSpec:
     D, I = config.hidden_size, config.intermediate_size  # noqa: E741
     return replace(
         layer,
-        mlp_in=linear("mlp.gated_layers", D, I, I, bias=False, activation=config.activation, is_gated=True),
+        mlp_in=linear("mlp.gated_layers", D, I, I, bias=Bias.NONE, activation=config.activation, is_gated=True),
         mlp_out=linear("mlp.wo", I, D),
-        mlp_norm=NormSpec(name="mlp.layernorm", size=D, eps=config.layer_norm_eps, bias=True),
+        mlp_norm=NormSpec(name="mlp.layernorm", size=D, eps=config.layer_norm_eps, bias=Bias.REQUIRED),
     )
 
 
 def _layer_with_norms(config: JinaBertConfig, layer: LayerSpec) -> LayerSpec:
     """Returns a layer of jina-bert-v2-qk-post-norm."""
     D, I = config.hidden_size, config.intermediate_size  # noqa: E741
-    norm = partial(NormSpec, size=D, eps=config.layer_norm_eps, bias=True)
-    up = linear("mlp.up_gated_layer", D, I, I, bias=False, activation=config.activation, is_gated=True)
+    norm = partial(NormSpec, size=D, eps=config.layer_norm_eps, bias=Bias.REQUIRED)
+    up = linear("mlp.up_gated_layer", D, I, I, bias=Bias.NONE, activation=config.activation, is_gated=True)
     return replace(
         layer,
         query_norm=norm(name="attention.self.layer_norm_q"),

@@ -59,7 +59,7 @@ class Lfm2Config(DecoderConfig):
 
     @property
     def types(self) -> list[str]:
-        """See DecoderConfig. A convolution has no kind of attention, and gets the one of the other layers."""
+        """See DecoderConfig. Layers with a convolution are listed like attention; `_spec` replaces their attention."""
         return [FULL] * self.num_hidden_layers
 
     @property

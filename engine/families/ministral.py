@@ -1,6 +1,6 @@
-"""Ministral 3: Mistral whose queries grow with their position beyond the length of the training.
+"""Ministral 3: Mistral with queries scaled by position beyond the training length.
 
-Source: Mistral AI, Ministral 3 (2025); the growth is that of Llama 4 (Meta, 2025). Defaults are those of transformers
+Source: Mistral AI, Ministral 3 (2025); the scale is that of Llama 4 (Meta, 2025). Defaults are those of transformers
 5.23.
 """
 
@@ -40,7 +40,7 @@ class Ministral3Config(DecoderConfig):
 
     @property
     def rope_values(self) -> dict[str, Any]:
-        """The values of the rotary positions."""
+        """Values of the rotary positions."""
         return self.rope_scaling or self.rope_parameters or _ROPE
 
     def rope(self, layer_type: str) -> RopeSpec:
@@ -55,7 +55,7 @@ def _spec(info: ModelInfo) -> ModelSpec:
     assert spec.attention is not None
     growth = rope.optional("llama_4_scaling_beta")
     if not growth or info.max_model_len <= rope.original_positions:
-        return spec  # no text is long enough, and the C library runs the model
+        return spec  # no position reaches the scale, so the C library can run the model
     return replace(spec, attention=replace(spec.attention, query_growth=(growth, rope.original_positions)))
 
 

@@ -19,6 +19,7 @@ from .rope import RopeSpec
 from .spec import (
     AttentionKind,
     AttentionSpec,
+    Bias,
     EmbeddingSpec,
     Family,
     LayerSpec,
@@ -93,21 +94,23 @@ def _spec(info: ModelInfo) -> ModelSpec:
         )
         for kind in sorted(set(config.types))
     }
-    norm = partial(NormSpec, size=D, eps=config.norm_eps, bias=config.norm_bias)
+    norm = partial(NormSpec, size=D, eps=config.norm_eps, bias=Bias.of(config.norm_bias))
     layers = tuple(
         LayerSpec(
             prefix=f"layers.{index}",
             kind=config.types[index],
             attention_norm=norm(name="attn_norm") if index else None,  # embeddings.norm normalises the first input
-            qkv=linear("attn.Wqkv", D, D, D, D, bias=config.attention_bias),
-            attention_out=linear("attn.Wo", D, D, bias=config.attention_bias),
+            qkv=linear("attn.Wqkv", D, D, D, D, bias=Bias.of(config.attention_bias)),
+            attention_out=linear("attn.Wo", D, D, bias=Bias.of(config.attention_bias)),
             mlp_norm=norm(name="mlp_norm"),
-            mlp_in=linear("mlp.Wi", D, I, I, bias=config.mlp_bias, activation=config.hidden_activation, is_gated=True),
-            mlp_out=linear("mlp.Wo", I, D, bias=config.mlp_bias),
+            mlp_in=linear(
+                "mlp.Wi", D, I, I, bias=Bias.of(config.mlp_bias), activation=config.hidden_activation, is_gated=True
+            ),
+            mlp_out=linear("mlp.Wo", I, D, bias=Bias.of(config.mlp_bias)),
         )
         for index in range(config.num_hidden_layers)
     )
-    dense = linear("head.dense", D, D, bias=config.classifier_bias, activation=config.classifier_activation)
+    dense = linear("head.dense", D, D, bias=Bias.of(config.classifier_bias), activation=config.classifier_activation)
     classifier = (dense, norm(name="head.norm"), linear("classifier", D, info.num_labels))
     return ModelSpec(
         hidden_size=D,

@@ -14,7 +14,7 @@ from ..protocol.errors import UnsupportedModelError
 from ..protocol.model_info import ModelInfo, ModelKind
 from .config_values import read_config
 from .rope import RopeSpec
-from .spec import AttentionKind, AttentionSpec, EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec, NormSpec, linear
+from .spec import AttentionKind, AttentionSpec, Bias, EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec, NormSpec, linear
 
 _KIND: Final = "full_attention"
 
@@ -115,8 +115,8 @@ def rotary_encoder_spec(
     """Returns the spec of a post-norm encoder with rotary positions and a gated MLP. Biases are optional."""
     D, I = config.hidden_size, config.intermediate_size  # noqa: E741
     width = config.num_attention_heads * config.head_size
-    norm = partial(NormSpec, size=D, eps=config.layer_norm_eps, bias=True)
-    projection = partial(linear, bias=None)
+    norm = partial(NormSpec, size=D, eps=config.layer_norm_eps, bias=Bias.REQUIRED)
+    projection = partial(linear, bias=Bias.OPTIONAL)
     layers = tuple(
         LayerSpec(
             prefix=f"{names.layers}.{index}",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,23 @@ from ..scheduling import CacheSpec, KvLayerSpec, SsmLayerSpec
 from .rope import RopeSpec
 
 
+class Bias(Enum):
+    """Whether a checkpoint stores a bias for a norm or a linear map."""
+
+    NONE = auto()
+    REQUIRED = auto()
+    OPTIONAL = auto()
+
+    @classmethod
+    def of(cls, has_bias: bool) -> Bias:
+        """Returns REQUIRED or NONE."""
+        return cls.REQUIRED if has_bias else cls.NONE
+
+    def is_read(self, is_stored: bool) -> bool:
+        """Whether to read the bias. To read a required bias that is not stored is an error."""
+        return self is Bias.REQUIRED or (self is Bias.OPTIONAL and is_stored)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
     """A LayerNorm or an RMSNorm.
@@ -30,7 +48,7 @@ class NormSpec:
         size: Columns.
         eps: Added to the variance.
         is_rms: RMSNorm instead of LayerNorm.
-        bias: Whether it has a bias; None: if the checkpoint has one.
+        bias: Whether it has a bias.
         offset: Added to the stored weights.
     """
 
@@ -38,7 +56,7 @@ class NormSpec:
     size: int
     eps: float
     is_rms: bool = False
-    bias: bool | None = False
+    bias: Bias = Bias.NONE
     offset: float = 0.0
 
 
@@ -50,7 +68,7 @@ class LinearSpec:
         names: Names of the parts, from top to bottom, without ".weight".
         in_features: Columns of W.
         rows: Rows of each part.
-        bias: Whether it has a bias; None: if the checkpoint has one.
+        bias: Whether it has a bias.
         activation: Name as in config.json; None: no activation.
         is_gated: The upper half of W is a gate: the result is activation(upper half) * lower half.
         is_gate_below: The checkpoint stores the gate in the lower half. The executors swap the halves.
@@ -60,7 +78,7 @@ class LinearSpec:
     names: tuple[str, ...]
     in_features: int
     rows: tuple[int, ...]
-    bias: bool | None = True
+    bias: Bias = Bias.REQUIRED
     activation: str | None = None
     is_gated: bool = False
     is_gate_below: bool = False
@@ -76,7 +94,7 @@ def linear(
     names: str | Sequence[str],
     in_features: int,
     *rows: int,
-    bias: bool | None = True,
+    bias: Bias = Bias.REQUIRED,
     activation: str | None = None,
     is_gated: bool = False,
     is_below_base: bool = False,

@@ -1,7 +1,7 @@
 """XLM-RoBERTa with the weight names of jinaai/xlm-roberta-flash-implementation: jina-embeddings-v3, jina-reranker-v2.
 
-jina-embeddings-v3 has rotary positions, jina-reranker-v2 has learned ones. `jina_embeddings_v3` is the first model in
-transformers 5.23. LoRA adapters are not applied.
+jina-embeddings-v3 has rotary positions, jina-reranker-v2 has learned ones. transformers 5.23 implements
+jina-embeddings-v3 as `jina_embeddings_v3`. LoRA adapters are not applied.
 
 Source: Sturua et al., jina-embeddings-v3 (arXiv 2409.10173). Defaults are those of the two implementations.
 
@@ -23,7 +23,7 @@ from .spec import AttentionKind, Family, ModelSpec, linear
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashConfig(RobertaConfig):
-    """A config.json of the hub."""
+    """Values of config.json of jinaai/xlm-roberta-flash-implementation."""
 
     blocks_name: ClassVar[str] = "layers"
     block_names: ClassVar[BlockNames] = BlockNames(
@@ -64,7 +64,7 @@ class FlashConfig(RobertaConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JinaV3Config(FlashConfig):
-    """A config.json of transformers."""
+    """Values of config.json of `jina_embeddings_v3` in transformers."""
 
     rotary_emb_base: float = 20_000.0
 
@@ -90,6 +90,7 @@ def _reader(config_class: type[FlashConfig]) -> Callable[[ModelInfo], ModelSpec]
 
 
 def _with_hub_names(spec: ModelSpec, config: FlashConfig) -> ModelSpec:
+    """Returns the spec with the weight names of jinaai/xlm-roberta-flash-implementation."""
     D, norm = config.hidden_size, spec.embedding.norm
     assert norm is not None
     layers = []

@@ -272,7 +272,7 @@ def _linear(scope: ArrayWeights, spec: LinearSpec) -> library.LinearWeights:
     """Returns a LinearWeights. Its arrays may be views of the file."""
     parts = list(zip(spec.names, spec.rows, strict=True))
     weights = [scope.floats(f"{name}.weight", rows, spec.in_features) for name, rows in parts]
-    has_bias = scope.has(f"{spec.names[0]}.bias") if spec.bias is None else spec.bias
+    has_bias = spec.bias.is_read(scope.has(f"{spec.names[0]}.bias"))
     biases = [scope.floats(f"{name}.bias", rows) for name, rows in parts] if has_bias else []
     weight = weights[0] if len(weights) == 1 else np.concatenate(weights)
     bias = np.concatenate(biases) if biases else None
@@ -301,7 +301,7 @@ def _norm(scope: ArrayWeights, spec: NormSpec | None) -> library.NormWeights | N
     if spec is None:
         return None
     weight = scope.floats(f"{spec.name}.weight", spec.size) + np.float32(spec.offset)
-    has_bias = scope.has(f"{spec.name}.bias") if spec.bias is None else spec.bias
+    has_bias = spec.bias.is_read(scope.has(f"{spec.name}.bias"))
     bias = scope.floats(f"{spec.name}.bias", spec.size).copy() if has_bias else None
     return library.NormWeights(weight=weight, bias=bias, eps=spec.eps, rms=spec.is_rms)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...families.spec import AnswerSpec, HeadSpec, LinearSpec, ModelSpec, NormSpec, linear, no_vocabulary_head
+from ...families.spec import AnswerSpec, Bias, HeadSpec, LinearSpec, ModelSpec, NormSpec, linear, no_vocabulary_head
 from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import DenseSpec, ModelInfo
 from .base import Head
@@ -177,7 +177,7 @@ class Dense:
             )
         self._activation = _DENSE_ACTIVATIONS[spec.activation]()
         self.linear = Linear.load(
-            weights, linear("linear", spec.in_features, spec.out_features, bias=spec.bias), is_head=True
+            weights, linear("linear", spec.in_features, spec.out_features, bias=Bias.of(spec.bias)), is_head=True
         )
 
     def __call__(self, x_NI: Tensor) -> Tensor:

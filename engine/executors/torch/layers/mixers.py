@@ -23,7 +23,7 @@ from penstock.kernels.gated import MAX_GROUP_WIDTH, Backend, gated_norm
 from penstock.kernels.selective_scan import selective_scan
 from penstock.kernels.ssd import ssd
 
-from ....families.spec import Mamba2Spec, MambaSpec, MixerSpec, ShortConvSpec, linear
+from ....families.spec import Bias, Mamba2Spec, MambaSpec, MixerSpec, ShortConvSpec, linear
 from ..packed_batch import BatchCache, PackedBatch
 from .linear import ActivationFunction, Linear, find_activation
 from .norm import RmsNorm
@@ -146,14 +146,14 @@ class MambaMixer:
         self.index = index
         self.splits = (Q, S, S)
         self.norms = [RmsNorm.load(weights, norm) for norm in spec.norms]
-        self.in_proj = Linear.load(weights, linear("in_proj", D, 2 * C, bias=spec.bias))
+        self.in_proj = Linear.load(weights, linear("in_proj", D, 2 * C, bias=Bias.of(spec.bias)))
         self.conv = CausalConv(weights, "conv1d", C, spec.conv_width, spec.conv_bias, spec.activation)
-        self.x_proj = Linear.load(weights, linear("x_proj", C, Q + 2 * S, bias=False))
-        self.dt_proj = Linear.load(weights, linear("dt_proj", Q, C, bias=False))
+        self.x_proj = Linear.load(weights, linear("x_proj", C, Q + 2 * S, bias=Bias.NONE))
+        self.dt_proj = Linear.load(weights, linear("dt_proj", Q, C, bias=Bias.NONE))
         self.dt_bias_C = weights.tensor("dt_proj.bias", C, dtype=torch.float32)
         self.a_CS = -torch.exp(weights.tensor("A_log", C, S, dtype=torch.float32))
         self.d_C = weights.tensor("D", C, dtype=torch.float32)
-        self.out_proj = Linear.load(weights, linear("out_proj", C, D, bias=spec.bias))
+        self.out_proj = Linear.load(weights, linear("out_proj", C, D, bias=Bias.of(spec.bias)))
 
     def __call__(self, x_TD: Tensor, batch: PackedBatch, *, add: Tensor | None = None) -> Tensor:
         """Returns [T, D].
@@ -222,14 +222,14 @@ class Mamba2Mixer:
         D, H, C, E = hidden_size, spec.num_heads, spec.inner_size, spec.conv_size
         self.spec = spec
         self.index = index
-        self.in_proj = Linear.load(weights, linear("in_proj", D, C + E + H, bias=spec.bias))
+        self.in_proj = Linear.load(weights, linear("in_proj", D, C + E + H, bias=Bias.of(spec.bias)))
         self.conv = CausalConv(weights, "conv1d", E, spec.conv_width, spec.conv_bias, spec.activation)
         self.dt_bias_H = weights.tensor("dt_bias", H, dtype=torch.float32)
         self.a_H = -torch.exp(weights.tensor("A_log", H, dtype=torch.float32))
         self.d_H = weights.tensor("D", H, dtype=torch.float32)
         weight_C = weights.tensor("norm.weight", C, dtype=torch.float32)
         self.norm = GatedGroupNorm(weight_C, spec.num_groups, spec.eps, fusion=weights.fusion)
-        self.out_proj = Linear.load(weights, linear("out_proj", C, D, bias=spec.bias))
+        self.out_proj = Linear.load(weights, linear("out_proj", C, D, bias=Bias.of(spec.bias)))
 
     def __call__(self, x_TD: Tensor, batch: PackedBatch, *, add: Tensor | None = None) -> Tensor:
         """Returns [T, D]; see MambaMixer."""
@@ -273,10 +273,10 @@ class ShortConvMixer:
 
     def __init__(self, weights: Weights, spec: ShortConvSpec, hidden_size: int) -> None:
         D, scope = hidden_size, weights.scope("conv")
-        self.in_proj = Linear.load(weights, linear("in_proj", D, D, D, D, bias=spec.bias))
+        self.in_proj = Linear.load(weights, linear("in_proj", D, D, D, D, bias=Bias.of(spec.bias)))
         self._weight_WD = scope.tensor("weight", D, 1, spec.width, dtype=torch.float32)[:, 0].t().contiguous()
         self._bias_D = scope.tensor("bias", D, dtype=torch.float32) if spec.bias else None
-        self.out_proj = Linear.load(weights, linear("out_proj", D, D, bias=spec.bias))
+        self.out_proj = Linear.load(weights, linear("out_proj", D, D, bias=Bias.of(spec.bias)))
 
     def __call__(self, x_TD: Tensor, batch: PackedBatch, *, add: Tensor | None = None) -> Tensor:
         """Returns [T, D]; see MambaMixer. Hidden tokens count as zeros, like padding in transformers."""

@@ -71,7 +71,7 @@ class LayerNorm(SumNorm):
         """Loads a norm; `dtype` is the type of its input if that is not the type of the model."""
         dtype = torch.float32 if weights.device.type == "cpu" else dtype
         weight_D = weights.tensor(f"{spec.name}.weight", spec.size, dtype=dtype)
-        has_bias = weights.has(f"{spec.name}.bias") if spec.bias is None else spec.bias
+        has_bias = spec.bias.is_read(weights.has(f"{spec.name}.bias"))
         bias_D = weights.tensor(f"{spec.name}.bias", spec.size, dtype=dtype) if has_bias else None
         return cls(weight_D, bias_D, spec.eps, fusion=weights.fusion)
 

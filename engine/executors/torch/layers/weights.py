@@ -94,7 +94,7 @@ class Weights(WeightView[Tensor]):
         """Reads the weight [O, I] and the bias [O] or None of a map and joins its parts; raises as `tensor` does."""
         scopes = [(self.scope(name), rows) for name, rows in zip(spec.names, spec.rows, strict=True)]
         matrices = [scope.tensor("weight", rows, spec.in_features, dtype=dtype) for scope, rows in scopes]
-        has_bias = scopes[0][0].has("bias") if spec.bias is None else spec.bias
+        has_bias = spec.bias.is_read(scopes[0][0].has("bias"))
         biases = [scope.tensor("bias", rows, dtype=dtype) for scope, rows in scopes] if has_bias else []
         weight, bias = matrices[0] if len(matrices) == 1 else torch.cat(matrices), torch.cat(biases) if biases else None
         if spec.is_gate_below:
