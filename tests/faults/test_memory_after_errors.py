@@ -75,12 +75,12 @@ class Case:
 
 CASES = (
     Case("success", 200, make=WAITING),
-    Case("broken JSON", 400, make=lambda n: LONG(n)[:-2]),
+    Case("broken JSON", 400, make=lambda num_bytes: LONG(num_bytes)[:-2]),
     Case("wrong value", 400, make=body(input="a", encoding_format=text)),
     Case("too long", 400),
     Case("no key", 401, headers={"authorization": "Bearer none"}),
     Case("no route", 404, "/none"),
-    Case("too large", 413, make=lambda n: LONG(MAX_BODY + 1)),
+    Case("too large", 413, make=lambda _: LONG(MAX_BODY + 1)),
     Case("media type", 415, headers={"content-type": "text/plain"}),
     Case("client leaves within a body", 0, num_unsent=100),
 )
@@ -162,7 +162,11 @@ def test_large_bodies_are_freed_after_errors(launch: Launch, small_bert: Path) -
 
     vocabulary = json.loads((small_bert / "tokenizer.json").read_text())["model"]["vocab"]
     poison = next(word for word, number in vocabulary.items() if number == POISONED_ID)
-    failing = Case("the model fails", 500, make=lambda n: body(input=f"{poison} {text(n)}", **CUT)(n))
+
+    def poisoned(num_bytes: int) -> bytes:
+        return body(input=f"{poison} {text(num_bytes)}", **CUT)(num_bytes)
+
+    failing = Case("the model fails", 500, make=poisoned)
     measured.run(launch(*FLAGS, model=small_bert), failing)
     assert not measured.wrong
 

@@ -211,11 +211,11 @@ class ChunkedRun:
 
     def step(self, chunks: Sequence[tuple[int, int, int]]) -> None:
         """Runs one batch of (sequence, start, end)."""
-        chunks = sorted(chunks, key=lambda s: s[1] > 0)
+        chunks = sorted(chunks, key=lambda chunk: chunk[1] > 0)
         batch = self.pack(chunks)
         hidden = self.model.forward(batch).hidden_states
-        for (n, _, _), part in zip(chunks, hidden.split(batch.seq_lens), strict=True):
-            self.rows[n].append(part)
+        for (sequence, _, _), rows in zip(chunks, hidden.split(batch.seq_lens), strict=True):
+            self.rows[sequence].append(rows)
 
 
 @pytest.fixture(scope="session")
