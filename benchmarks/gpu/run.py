@@ -69,7 +69,7 @@ def phase_limit_s(name: str, phases: Sequence[str], seconds: float | None, passe
     Args:
         name: Name of the phase.
         phases: Names of all phases of this run.
-        seconds: Limit of the whole run; None: the sum of the limits of its phases. It replaces the limit of a single phase.
+        seconds: Limit of the whole run; None: the sum of the limits of its phases. Replaces the limit of a single one.
         passed_s: Seconds that earlier phases took.
     """
     own_s = PHASES[name].seconds
