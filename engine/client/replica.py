@@ -304,8 +304,9 @@ class Replica:
             for request in outgoing.requests:
                 self._settle(request.request_id, error)
             for request_id in outgoing.clears:
-                if request_id in self._clearings:
-                    self._clearings[request_id].set_exception(error)
+                clearing = self._clearings.get(request_id)
+                if clearing is not None and not clearing.done():
+                    clearing.set_exception(error)
 
     def _settle(self, request_id: int, error: EngineError | None) -> None:
         run = self._runs.pop(request_id, None)

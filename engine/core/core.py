@@ -413,7 +413,7 @@ class EngineCore:
         self._send(RequestFailed(request.request_id, type(error).__name__, error.message), [])
 
     def _deliver(self, batch: Batch, completed: list[ChunkOutputs], started_s: float, ended_s: float) -> None:
-        """Sends the results of a batch in one message. A result with NaN or inf fails its request."""
+        """Completes a batch and sends its results. A result with NaN or inf fails its request."""
         num_tokens = sum(chunk.num_tokens for chunks, _ in completed for chunk in chunks)
         num_seqs = sum(len(chunks) for chunks, _ in completed)
         with self._lock:

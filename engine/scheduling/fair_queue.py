@@ -211,7 +211,8 @@ class FairQueue:
     def sort_key(self, sequence: InputSequence) -> tuple[float, float, int, int]:
         """Returns the sort key of a sequence, waiting or not: the smallest runs first. Changes no client."""
         client = self._clients.get(sequence.request.client)
-        return self._virtual_time if client is None else client.start, *_sort_key(sequence)
+        start = self._virtual_time if client is None else client.start
+        return (start, *_sort_key(sequence))
 
     def window(self, max_tokens: int, max_seqs: int, *, is_long: bool = False) -> list[InputSequence]:
         """Returns the next short, or long, sequences in order, up to a limit. At least one if any waits."""

@@ -135,7 +135,9 @@ class Scheduler:
         return request
 
     def schedule(self, now_s: float, free_tokens: int | None = None) -> Batch:
-        """Returns the next batch. It is empty only if no sequence waits, or all waiting sequences have expired.
+        """Returns the next batch. It is empty if no sequence can start.
+
+        No sequence waits then, all have expired, or all need a running batch to end.
 
         Args:
             now_s: Monotonic time in seconds, as in Request.arrival_s.

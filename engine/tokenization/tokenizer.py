@@ -1,4 +1,4 @@
-"""Tokenizes texts in worker threads.
+"""Tokenizes short texts in the event loop, others in worker threads.
 
 TokenizerPool runs in the client of the engine and needs only the `tokenizers` library. The engine process resolves the
 tokenizer (tokenizer_loader.py) and sends it as a TokenizerSpec.
@@ -35,7 +35,7 @@ OnCount = Callable[[int], None]
 
 
 class TokenizerPool:
-    """Tokenizes in worker threads for the tasks of one event loop.
+    """Tokenizes for the tasks of one event loop: short texts in the loop, others in worker threads.
 
     Every method raises EngineOverloadedError if too much text waits, and EngineUnavailableError after `close`.
 

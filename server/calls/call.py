@@ -3,7 +3,7 @@
 A handler checks the body against the limits, starts a call, reserves memory for the response, runs the engine, and
 builds the response:
 
-    check_count(request, body.inputs, "inputs")
+    check_inputs(request, body)
     call = await Call.start(request, body.model, EMBEDDERS)
     call.reserve(size_of_numbers(...), param="inputs")
     result = await call.engine.embed(body.inputs, params, call.options())
