@@ -1,4 +1,4 @@
-"""Long text, late chunking and short vectors with the openai client."""
+"""Long text and late chunking with the openai client."""
 
 import json
 
@@ -20,9 +20,8 @@ def vectors(response) -> np.ndarray:
 @pytest.fixture(scope="module")
 def client(launch, default_model):
     pooler = {"enable_chunked_processing": True, "max_embed_len": 500}
-    overrides = {"matryoshka_dimensions": [32, 64]}
-    flags = ("--max-model-len", str(MAX_MODEL_LEN), "--hf-overrides", json.dumps(overrides))
-    server = launch("--dtype", "float32", *flags, "--pooler-config", json.dumps(pooler))
+    flags = ("--max-model-len", str(MAX_MODEL_LEN), "--pooler-config", json.dumps(pooler))
+    server = launch("--dtype", "float32", *flags)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
         yield client
 
@@ -53,13 +52,3 @@ def test_mean_of_late_chunks_is_the_vector_of_the_text(client) -> None:
     assert np.abs(vectors(late)[1] - vectors(alone)[0]).max() > 0.05
     with pytest.raises(openai.BadRequestError, match="the inputs have 72 tokens together"):
         client.embeddings.create(model="", input=["water " * 35] * 2, extra_body={"late_chunking": True})
-
-
-def test_matryoshka_embedding_is_a_normalized_prefix(client) -> None:
-    raw, cut = (
-        vectors(client.embeddings.create(model="", input="a river", **options))
-        for options in ({"extra_body": {"normalize": False}}, {"dimensions": 32})
-    )
-    np.testing.assert_allclose(cut, raw[:, :32] / np.linalg.norm(raw[:, :32]), atol=1e-6)
-    with pytest.raises(openai.BadRequestError, match="declares 32, 64 and its native 384"):
-        client.embeddings.create(model="", input="a", dimensions=100)

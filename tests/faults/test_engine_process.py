@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
-import pytest
 
-from ..servers import MIB, Launch, Server
+from ..servers import Server
 from ..waiting import wait_until
 
 BODY = {"input": ["word " * 150] * 4}
@@ -63,24 +62,3 @@ def test_killed_engine_is_replaced_while_the_server_lives(server: Server) -> Non
     assert worker not in server.children()
     assert server.metric("penstock_engine_restarts_total") == num_restarts + 1
     assert "signal 9" in server.log.read_text()
-
-
-@pytest.mark.slow
-def test_server_on_a_full_disk_serves_and_replaces_its_engine(launch: Launch, small_disk) -> None:
-    disk = small_disk(8 * MIB)
-    folders = {name: str(disk.folder) for name in ("TMPDIR", "HF_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR")}
-    server = launch("--access-log", log=disk.folder / "log.txt", HF_HUB_OFFLINE="1", **folders)
-    disk.fill()
-    for _ in range(50):
-        assert server.embed(["word " * 20] * 4).status_code == 200
-    (worker,) = server.children()
-    os.kill(worker, signal.SIGKILL)
-    server.wait_for("/health/ready", 503)
-    server.wait_for("/health/ready", 200)
-    assert server.embed("a").status_code == 200
-    assert server.metric("penstock_engine_restarts_total") == 1
-    size = server.log.stat().st_size
-    disk.free()
-    server.embed("a")
-    wait_until(lambda: server.log.stat().st_size > size)
-    assert server.stop() == 0

@@ -22,7 +22,7 @@ HeadSteps = Sequence[LinearWeights | NormWeights | Callable[[Floats], Floats]]
 _SELU_ALPHA: Final = np.float32(1.6732632423543772)
 _SELU_SCALE: Final = np.float32(1.0507009873554805)
 
-# Class names in torch.nn.modules.activation (and Identity) without arguments. The C library supports a part of them.
+# Class names in torch.nn.modules.activation (and Identity) without arguments. The C library supports only some.
 DENSE_ACTIVATIONS: Final[dict[str, ActivationCode | Callable[[Floats], Floats]]] = {
     "ELU": lambda x_RC: np.where(x_RC > 0, x_RC, np.expm1(np.minimum(x_RC, 0))),
     "GELU": ActivationCode.GELU,

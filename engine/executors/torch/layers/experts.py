@@ -1,4 +1,4 @@
-"""A sparse mixture of experts: several MLPs; each token uses a few of them.
+"""A sparse mixture of experts: several MLPs; each token uses a few MLPs.
 
 Source: Shazeer et al., Outrageously Large Neural Networks (arXiv 1701.06538); Fedus et al., Switch Transformers (arXiv
 2101.03961).
