@@ -184,6 +184,7 @@ def test_pool_gets_a_share_of_the_remaining_memory(save_folder: SaveFolder) -> N
     [
         (True, True, 100 * MIB, 300),
         (False, False, 100 * MIB, 700),
+        (False, True, 100 * MIB, 700),
         (True, True, 0, 700),  # no block fits
     ],
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 
 from penstock.engine.pooling import ChunkedPoolingManager, PoolerFactory, PoolingStates
+from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.tasks import PoolingType
 
 from .conftest import SEQUENCE_TYPES, make_metadata
@@ -181,6 +182,25 @@ def test_prefetched_chunks_are_pooled(strategy: str, device: str, form: str) -> 
         pooled = manager.finalize(name)
         assert pooled.device.type == device
         assert_close(pooled.cpu(), whole(PoolingType(strategy), hidden, torch.ones(len(hidden))))
+
+
+def test_copies_of_two_chunks_are_stored() -> None:
+    chunks = rows(20).split(5)
+    copied: list[int] = []
+
+    class RecordingOps(TensorOps):
+        def rows_of(self, source: Any) -> Tensor:
+            copied.extend(index for index, chunk in enumerate(chunks) if chunk is source)
+            return super().rows_of(source)
+
+    manager = ChunkedPoolingManager(WIDTH, ops=RecordingOps())
+    manager.start_sequence("a", 20)
+    for index in (0, 0, 1, 2):
+        manager.prefetch("a", chunks[index])
+    for chunk in chunks:
+        manager.process_chunk("a", chunk)
+    assert copied == [0, 1, 2, 0, 3]  # the third call dropped the copy of chunk 0
+    assert_close(manager.finalize("a"), rows(20).mean(0))
 
 
 def test_prefetched_chunk_that_is_not_processed_is_ignored() -> None:

@@ -162,6 +162,17 @@ def test_long_request_does_not_preempt_a_shorter_one() -> None:
     assert ended(batches) == [0, 2, 1]
 
 
+@pytest.mark.parametrize(("gap_s", "expected"), [(0.0, []), (0.1, [0])])
+def test_priority_preempts_only_later_requests_of_other_clients(gap_s: float, expected: list[int]) -> None:
+    checked = CheckedScheduler(NO_PREFIXES)
+    checked.add(100, priority=5, client="a")
+    checked.requests[0].arrival_s = gap_s
+    checked.step(0.0)
+    checked.add(100, priority=-5, client="b")
+    assert preempted(checked.step(0.0)) == expected
+    checked.run_all()
+
+
 def test_none_is_preempted_if_that_frees_too_little() -> None:
     checked = CheckedScheduler(NO_PREFIXES)
     checked.add(80)  # arrived first
