@@ -12,7 +12,7 @@ import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
-from penstock.kernels.cpu import CpuKernelError, Machine
+from penstock.kernels.cpu import CpuKernelError, CpuLibrary
 from penstock.kernels.cpu.build import NoCompilerError, build
 from penstock.server.commands.default_model import default_model_folder
 from penstock.server.settings import UsageError
@@ -114,7 +114,7 @@ def _one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 def has_isa(name: str) -> bool:
     """Returns whether the native kernels can use an instruction set here."""
     try:
-        Machine(1, isa=name).close()
+        CpuLibrary(1, isa=name).close()
     except CpuKernelError:
         return False
     return True
@@ -140,7 +140,7 @@ def amx_model(
     folder = shared_folder(request.config) or tmp_path_factory.getbasetemp()
     library = folder / "amx_model.so"
     try:
-        Machine(1, isa="plain").close()
+        CpuLibrary(1, isa="plain").close()
         with (folder / "amx_model.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles it
             return library if library.is_file() else build_amx_model(library)
@@ -149,26 +149,26 @@ def amx_model(
 
 
 @pytest.fixture(params=ISAS)
-def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
+def library(request: pytest.FixtureRequest) -> Iterator[CpuLibrary]:
     """Two lanes of each instruction set of this processor. AMX is emulated on a processor with avx512bf16.
 
     On other processors emulated AMX would take minutes; only tests/kernels/cpu/test_amx.py uses it there.
     """
     try:
-        opened = Machine(2, isa=request.param)
+        opened = CpuLibrary(2, isa=request.param)
     except CpuKernelError as error:
         if request.param != "amx" or not has_isa("avx512bf16"):
             pytest.skip(str(error))
-        opened = Machine(2, isa="amx", library=request.getfixturevalue("amx_model"))
+        opened = CpuLibrary(2, isa="amx", path=request.getfixturevalue("amx_model"))
     with opened:
         yield opened
 
 
 @pytest.fixture
-def three_lane_machine() -> Iterator[Machine]:
+def three_lane_library() -> Iterator[CpuLibrary]:
     """Three lanes of the best instruction set of this processor."""
     try:
-        opened = Machine(3)
+        opened = CpuLibrary(3)
     except CpuKernelError as error:
         pytest.skip(str(error))
     with opened:

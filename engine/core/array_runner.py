@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from penstock.kernels.cpu import BatchPages, CpuForward, Machine, PagedKvCache
+from penstock.kernels.cpu import BatchPages, CpuForward, CpuLibrary, PagedKvCache
 
 from ..checkpoint.views import Floats
 from ..executors.cpu.array_encoder import ArrayEncoder, ArrayOutput
@@ -69,7 +69,7 @@ class ArrayRunner(PoolingRunner[Floats]):
     ) -> None:
         super().__init__(info, tokenizer, array_pooler(info, encoder, dense, maps), config, HostMemory())
         self.keeps_order = False
-        self.num_lanes = encoder.machine.num_lanes
+        self.num_lanes = encoder.library.num_lanes
         self._encoder = encoder
         self._kv_blocks: PagedKvCache | None = None
         self._times: list[ForwardTime] = []
@@ -78,12 +78,12 @@ class ArrayRunner(PoolingRunner[Floats]):
             self._allocate_kv_blocks()
 
     @classmethod
-    def load(cls, info: ModelInfo, machine: Machine, config: EngineConfig) -> ArrayRunner:
+    def load(cls, info: ModelInfo, library: CpuLibrary, config: EngineConfig) -> ArrayRunner:
         """Loads a model.
 
         Args:
             info: The model, with the device and dtype that choose_kernels has set.
-            machine: The C library.
+            library: The C library.
             config: Model and limits.
 
         Raises:
@@ -93,17 +93,17 @@ class ArrayRunner(PoolingRunner[Floats]):
             tokenizer = load_tokenizer(
                 info, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template
             )
-            encoder, dense = load_array_encoder(info, machine), load_array_dense(info, machine)
-            return cls(info, tokenizer, encoder, config, dense, load_array_maps(info, tokenizer, machine))
+            encoder, dense = load_array_encoder(info, library), load_array_dense(info, library)
+            return cls(info, tokenizer, encoder, config, dense, load_array_maps(info, tokenizer, library))
 
     @property
     def has_capacity(self) -> bool:
         """See Runner."""
-        return self._encoder.machine.num_free > 0
+        return self._encoder.library.num_free > 0
 
     def set_wakeup_fd(self, fd: int | None) -> None:
         """See Runner."""
-        self._encoder.machine.set_wakeup_fd(fd)
+        self._encoder.library.set_wakeup_fd(fd)
 
     def begin(self, chunks: Sequence[PrefillChunk]) -> ArrayForward | EndedForward:
         """See Runner.

@@ -38,9 +38,9 @@ def load_runner(config: EngineConfig) -> Runner:
         with needs_torch(name, why):
             from .device.device import resolve_device
         device, dtype = resolve_device(config)
-    info, machine = choose_kernels(with_device(info, device, dtype), config)
-    if machine is not None:
-        return ArrayRunner.load(info, machine, config)
+    info, library = choose_kernels(with_device(info, device, dtype), config)
+    if library is not None:
+        return ArrayRunner.load(info, library, config)
     if device == "cpu":
         why = f"the C library does not run {info.architecture} in {info.dtype} here"
     with needs_torch(name, why):

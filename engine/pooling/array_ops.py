@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import Format, Machine, PoolingCode
+from penstock.kernels.cpu import CpuLibrary, Format, PoolingCode
 
 from ..checkpoint.views import Floats
 from ..executors.cpu.array_encoder import ArrayEncoder
@@ -42,11 +42,11 @@ class ArrayOps:
     """See RowOps. All rows are float32.
 
     Args:
-        machine: The C library.
+        library: The C library.
     """
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(self, library: CpuLibrary) -> None:
+        self._library = library
 
     def pool(
         self,
@@ -147,8 +147,8 @@ class ArrayOps:
         for query, run in groupby(present, key=query_of.__getitem__):
             members = list(run)
             first, end = bounds[members[0]], bounds[members[-1] + 1]
-            packed = self._machine.pack(queries[query_bounds[query] : query_bounds[query + 1]], None, Format.F32)
-            similarities = self._machine.product(packed, documents[first:end])
+            packed = self._library.pack(queries[query_bounds[query] : query_bounds[query + 1]], None, Format.F32)
+            similarities = self._library.product(packed, documents[first:end])
             largest[members, : query_lens[query]] = np.maximum.reduceat(similarities, bounds[members] - first)
         return largest
 
@@ -171,7 +171,7 @@ class ArrayOps:
         skips: NDArray[np.int32] | None = None,
         weights: Floats | None = None,
     ) -> Floats:
-        return self._machine.pool(
+        return self._library.pool(
             rows,
             starts,
             lengths,
@@ -190,7 +190,7 @@ def array_pooler(
     """Returns the pooler of a model of the C library. See ModelPooler."""
     return ModelPooler(
         info,
-        ArrayOps(encoder.machine),
+        ArrayOps(encoder.library),
         encoder.classify,
         encoder.classify_tokens,
         dense,

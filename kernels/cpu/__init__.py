@@ -6,7 +6,7 @@
 from .encoder import CpuEncoder, CpuForward
 from .encoder_weights import DistanceWeights, EncoderWeights, LayerWeights, LinearWeights, NormWeights
 from .kv_cache import BatchPages, PagedKvCache
-from .machine import ActivationCode, CpuKernelError, Format, Machine, PoolingCode, has_exact_products, shared_machine
+from .library import ActivationCode, CpuKernelError, CpuLibrary, Format, PoolingCode, has_exact_products, shared_library
 
 __all__ = [
     "ActivationCode",
@@ -14,15 +14,15 @@ __all__ = [
     "CpuEncoder",
     "CpuForward",
     "CpuKernelError",
+    "CpuLibrary",
     "DistanceWeights",
     "EncoderWeights",
     "Format",
     "LayerWeights",
     "LinearWeights",
-    "Machine",
     "NormWeights",
     "PagedKvCache",
     "PoolingCode",
     "has_exact_products",
-    "shared_machine",
+    "shared_library",
 ]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from . import _abi
 from .encoder_weights import EncoderWeights, Floats, LayerWeights, LinearWeights, NormWeights
 from .kv_cache import BatchPages
-from .machine import CpuKernelError, Format, Machine, PackedProduct, address_of, aligned
+from .library import CpuKernelError, CpuLibrary, Format, PackedProduct, address_of, aligned
 
 
 @dataclass(slots=True)
@@ -39,17 +39,17 @@ class CpuForward:
     """A forward that runs on worker threads (lanes).
 
     Args:
-        machine: The machine that runs the forward.
-        handle: Handle of the forward in the machine.
+        library: The C library that runs the forward.
+        handle: Handle of the forward in the library.
         hidden_TD: [T, D] float32, the output array.
         weights_TH: [T, H] float32, the output array of attention weights; None if not requested.
         inputs: Objects that the forward reads. Kept alive until it has finished.
     """
 
     def __init__(
-        self, machine: Machine, handle: int, hidden_TD: Floats, weights_TH: Floats | None, inputs: tuple[Any, ...]
+        self, library: CpuLibrary, handle: int, hidden_TD: Floats, weights_TH: Floats | None, inputs: tuple[Any, ...]
     ) -> None:
-        self._machine = machine
+        self._library = library
         self._handle: int | None = handle
         self._outputs = hidden_TD, weights_TH
         self._inputs = inputs
@@ -64,7 +64,7 @@ class CpuForward:
     def is_done(self) -> bool:
         """Whether `result` returns without waiting."""
         if not self._is_done and self._handle is not None:
-            self._is_done = self._machine.is_done(self._handle)
+            self._is_done = self._library.is_done(self._handle)
         return self._is_done
 
     def result(self) -> tuple[Floats, Floats | None]:
@@ -79,15 +79,15 @@ class CpuForward:
         """
         if self._handle is not None:
             handle, self._handle, self._is_done = self._handle, None, True
-            self._machine.end(handle)
+            self._library.end(handle)
         return self._outputs
 
 
 class CpuEncoder:
-    """An encoder or a decoder with weights packed for one machine. Not thread-safe.
+    """An encoder or a decoder with weights packed for one CpuLibrary. Not thread-safe.
 
     Args:
-        machine: The machine that runs it.
+        library: The C library that runs it.
         spec: The model. Its weights are copied, except `word_embeddings`, which are read in place.
         form: Format of the products. With INT8 and `attention` DOT, the product of q, k and v is DOT, too.
         attention: Format of attention, DOT or F32. DOT becomes F32 if the head size is odd. None: DOT if `form` is DOT,
@@ -98,17 +98,17 @@ class CpuEncoder:
         page_itemsize: Bytes per number in the pages of a decoder: 4 if attention computes in float32, 2 for bfloat16.
 
     Raises:
-        CpuKernelError: The machine does not support these formats.
+        CpuKernelError: The library does not support these formats.
     """
 
     def __init__(
-        self, machine: Machine, spec: EncoderWeights, form: Format, *, attention: Format | None = None
+        self, library: CpuLibrary, spec: EncoderWeights, form: Format, *, attention: Format | None = None
     ) -> None:
-        self._machine = machine
+        self._library = library
         if attention is None:
             attention = Format.DOT if form is Format.DOT else Format.F32
-        if attention is Format.DOT and Format.DOT not in machine.formats:
-            raise CpuKernelError(f"{machine.isa} does not support attention in {Format.DOT.name}")
+        if attention is Format.DOT and Format.DOT not in library.formats:
+            raise CpuKernelError(f"{library.isa} does not support attention in {Format.DOT.name}")
         self._form = form
         # Rounding the product of q, k and v to int8 causes half of the error of all products.
         self._qkv_form = Format.DOT if form is Format.INT8 and attention is Format.DOT else form
@@ -206,8 +206,8 @@ class CpuEncoder:
             hidden=address_of(hidden_TD),
             first_weights=address_of(weights_TH),
         )
-        handle = self._machine.begin(self._struct, batch)
-        return CpuForward(self._machine, handle, hidden_TD, weights_TH, (self, arrays, pages, page_arrays, past))
+        handle = self._library.begin(self._struct, batch)
+        return CpuForward(self._library, handle, hidden_TD, weights_TH, (self, arrays, pages, page_arrays, past))
 
     def _layer(self, spec: LayerWeights) -> _abi.Layer:
         left, right = spec.window or (-1, -1)
@@ -252,7 +252,7 @@ class CpuEncoder:
     def _product(self, spec: LinearWeights | None, form: Format | None = None) -> _abi.Product:
         if spec is None:
             return _abi.Product()
-        packed: PackedProduct = self._machine.pack(
+        packed: PackedProduct = self._library.pack(
             spec.weight, spec.bias, self._form if form is None else form, activation=spec.activation, gated=spec.gated
         )
         self._memory.arrays.append(packed)

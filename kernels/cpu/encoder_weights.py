@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .machine import ActivationCode
+from .library import ActivationCode
 
 Floats = NDArray[np.float32]
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _abi
-from .machine import Array, address_of
+from .library import Array, address_of
 
 
 class PagedKvCache:

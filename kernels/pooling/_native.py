@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..backends import choose
-from ..cpu import Machine, PoolingCode, shared_machine
+from ..cpu import CpuLibrary, PoolingCode, shared_library
 from ._torch import MAX_TRITON_WIDTH, PoolArguments, pool_torch
 
 Array = NDArray[Any]
@@ -61,15 +61,15 @@ def pool_native(
         raise ValueError(f"hidden_states must be [T, D] with D at least 1, got {list(hidden_states.shape)}")
     starts, lengths = _indices("seq_starts", seq_starts), _indices("seq_lens", seq_lens)
     _check_bounds(starts, lengths, hidden_states.shape[0])
-    machine = shared_machine()
-    if isinstance(hidden_states, Tensor) and (machine is None or hidden_states.device.type != "cpu"):
+    library = shared_library()
+    if isinstance(hidden_states, Tensor) and (library is None or hidden_states.device.type != "cpu"):
         return _pool_gathered(hidden_states.detach(), starts, lengths, kind)
-    if machine is None:
+    if library is None:
         rows = torch.from_numpy(np.array(hidden_states, np.float32, order="C"))
         return _pool_gathered(rows, starts, lengths, kind).numpy()
     is_tensor = isinstance(hidden_states, Tensor)
     rows_TD = _readable(hidden_states.detach().float().numpy() if isinstance(hidden_states, Tensor) else hidden_states)
-    pooled = machine.pool(
+    pooled = library.pool(
         rows_TD,
         starts.astype(np.int32),
         lengths.astype(np.int32),
@@ -83,11 +83,11 @@ def pool_native(
     return torch.from_numpy(pooled) if is_tensor else pooled
 
 
-def pool_on_machine(machine: Machine, args: PoolArguments) -> Tensor:
+def pool_with_library(library: CpuLibrary, args: PoolArguments) -> Tensor:
     """Same as `pool` for float32 rows on the CPU, with a C library that the caller has opened. Checks nothing."""
     lengths = args.cu_seqlens.diff()
     normalize = args.normalize if isinstance(args.normalize, Tensor) else torch.full((len(lengths),), args.normalize)
-    rows = machine.pool(
+    rows = library.pool(
         args.hidden_states.numpy(),
         args.cu_seqlens[:-1].contiguous().numpy(),
         lengths.numpy(),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.engine.protocol.tasks import PoolingType
-from penstock.kernels.cpu import PoolingCode, shared_machine
+from penstock.kernels.cpu import PoolingCode, shared_library
 from penstock.kernels.pooling import _native, pool_native
 
 WIDTH = 20
@@ -29,8 +29,8 @@ class Strategy(enum.Enum):
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs each test with and without the C library."""
     if request.param == "torch":
-        monkeypatch.setattr(_native, "shared_machine", lambda: None)
-    elif shared_machine() is None:
+        monkeypatch.setattr(_native, "shared_library", lambda: None)
+    elif shared_library() is None:
         pytest.skip("the native kernels are not built")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu import CpuKernelError, Machine
+from penstock.kernels.cpu import CpuKernelError, CpuLibrary
 from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, pool
 
 from ..interpreter import IS_INTERPRETED
@@ -41,11 +41,11 @@ def place(request: pytest.FixtureRequest) -> Iterator[PoolTarget]:
         yield PoolTarget({"backend": backend}, device)
         return
     try:
-        machine = Machine(1, isa=backend)
+        library = CpuLibrary(1, isa=backend)
     except CpuKernelError as error:
         pytest.skip(str(error))
-    with machine:
-        yield PoolTarget({"machine": machine}, device)
+    with library:
+        yield PoolTarget({"library": library}, device)
 
 
 ignores_warnings = pytest.mark.filterwarnings(  # numpy warns in the interpreter

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from penstock.kernels.cpu import Machine, shared_machine
+from penstock.kernels.cpu import CpuLibrary, shared_library
 
 from ...protocol.model_info import ModelInfo
 from ...protocol.params import PoolingParams
@@ -39,7 +39,7 @@ def whole_params(params: PoolingParams) -> PoolingParams | None:
     return None if whole == params else whole
 
 
-def cut_embeddings(outputs: Sequence[Arrays], params: PoolingParams, machine: Machine | None) -> list[Arrays]:
+def cut_embeddings(outputs: Sequence[Arrays], params: PoolingParams, library: CpuLibrary | None) -> list[Arrays]:
     """Truncates and normalises whole embeddings. Other outputs are not changed.
 
     The C library returns the same bits as an engine on this machine. Results of numpy, torch and GPUs differ by at most
@@ -48,13 +48,13 @@ def cut_embeddings(outputs: Sequence[Arrays], params: PoolingParams, machine: Ma
     Args:
         outputs: Outputs of each input, with the whole "embedding" [W] float32. Not modified.
         params: Resolved parameters.
-        machine: The C library; None uses numpy.
+        library: The C library; None uses numpy.
     """
     rows = stacked([output["embedding"] for output in outputs])
     width = min(params.dimensions or rows.shape[1], rows.shape[1])
     normalize = bool(params.normalize)
-    if machine is not None:
-        cut = machine.truncate_rows(rows, width, normalize=normalize)
+    if library is not None:
+        cut = library.truncate_rows(rows, width, normalize=normalize)
     else:
         cut = rows[:, :width]
         if normalize:
@@ -95,7 +95,7 @@ class ModelCache:
         self._opening: asyncio.Task[None] | None = None
         self._num_opened = 0
         self._whole_params = lru_cache(_NUM_PARAMS)(whole_params)  # equal requests share one object, as in AsyncEngine
-        self._machine = shared_machine()
+        self._library = shared_library()
 
     def record_files(self, model: str) -> None:
         """Records the state of a model's files before a core loads them. `model` is a folder or a hub id."""
@@ -154,8 +154,8 @@ class ModelCache:
         if whole is None or not outputs:
             return outputs
         if sum(output["embedding"].size for output in outputs) > _MANY_NUMBERS:
-            return await asyncio.to_thread(cut_embeddings, outputs, params, self._machine)
-        return cut_embeddings(outputs, params, self._machine)
+            return await asyncio.to_thread(cut_embeddings, outputs, params, self._library)
+        return cut_embeddings(outputs, params, self._library)
 
     async def _find_or_compute(
         self, inputs: Sequence[TokenizedInput], params: PoolingParams, namespace: str, compute: Compute, transform: str

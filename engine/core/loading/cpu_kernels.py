@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from penstock.kernels.cpu import CpuKernelError, Format, LinearWeights, Machine, has_exact_products
+from penstock.kernels.cpu import CpuKernelError, CpuLibrary, Format, LinearWeights, has_exact_products
 
 from ...checkpoint.files import Checkpoint, OpenFile, open_checkpoint
 from ...checkpoint.views import Array, ArrayFile, ArrayWeights, Floats, holds_arrays
@@ -31,7 +31,7 @@ _MIN_SPEEDUP: Final = 1.15
 """bfloat16 is used if it is at least this many times as fast."""
 
 
-def choose_kernels(info: ModelInfo, config: EngineConfig) -> tuple[ModelInfo, Machine | None]:
+def choose_kernels(info: ModelInfo, config: EngineConfig) -> tuple[ModelInfo, CpuLibrary | None]:
     """Chooses the kernels that run a model.
 
     Args:
@@ -44,22 +44,22 @@ def choose_kernels(info: ModelInfo, config: EngineConfig) -> tuple[ModelInfo, Ma
     Raises:
         MachineError: The operator requires the C library, but it is not installed or does not support the model.
     """
-    machine = _open(info, config) if info.device == "cpu" and config.cpu_kernels != "torch" else None
+    library = _open(info, config) if info.device == "cpu" and config.cpu_kernels != "torch" else None
     sources = dict(info.sources) | {"kernels": "chosen at start-up"}
-    if info.dtype == "int8" and (machine is None or Format.INT8 not in machine.formats):
-        found = f"this one has {machine.isa}" if machine else f"only torch runs {info.architecture} here"
+    if info.dtype == "int8" and (library is None or Format.INT8 not in library.formats):
+        found = f"this one has {library.isa}" if library else f"only torch runs {info.architecture} here"
         raise MachineError(
             "--dtype int8 needs the native kernels, on a processor with AVX-512 VNNI or AVX-VNNI, but "
             f"{found}; set float32 or bfloat16."
         )
-    if machine is None:
+    if library is None:
         return dataclasses.replace(info, sources=sources), None
     sources["num_lanes"] = sources["kernels"]
-    info = dataclasses.replace(info, kernels=f"native, {machine.isa}", num_lanes=machine.num_lanes, sources=sources)
-    return _with_arithmetic(info, config, machine), machine
+    info = dataclasses.replace(info, kernels=f"native, {library.isa}", num_lanes=library.num_lanes, sources=sources)
+    return _with_arithmetic(info, config, library), library
 
 
-def _with_arithmetic(info: ModelInfo, config: EngineConfig, machine: Machine) -> ModelInfo:
+def _with_arithmetic(info: ModelInfo, config: EngineConfig, library: CpuLibrary) -> ModelInfo:
     """Chooses the type of the weights unless the operator sets it, and the arithmetic of bfloat16."""
     is_open, dtype, sources = config.dtype == "auto", info.dtype, dict(info.sources)
     if dtype == "float32" and not is_open:
@@ -67,7 +67,7 @@ def _with_arithmetic(info: ModelInfo, config: EngineConfig, machine: Machine) ->
     if config.arithmetic is not None and not is_open:
         sources["arithmetic"] = "measured at the first start"
         return dataclasses.replace(info, arithmetic=config.arithmetic, sources=sources)
-    gain = bfloat16_gain(machine, info.hidden_size)
+    gain = bfloat16_gain(library, info.hidden_size)
     if is_open and gain is not None and gain.over_float32 >= _MIN_SPEEDUP:
         dtype = "bfloat16"
         sources["dtype"] = f"measured: {gain.over_float32:.1f} times as fast as float32 here"
@@ -75,14 +75,14 @@ def _with_arithmetic(info: ModelInfo, config: EngineConfig, machine: Machine) ->
         return info
     arithmetic = "bfloat16" if gain is not None and gain.over_widened >= _MIN_SPEEDUP else "float32"
     sources["arithmetic"] = (
-        f"{machine.isa} has no products in bfloat16"
+        f"{library.isa} has no products in bfloat16"
         if gain is None
         else f"measured: bfloat16 is {gain.over_widened:.1f} times as fast as float32 here"
     )
     return dataclasses.replace(info, dtype=dtype, arithmetic=arithmetic, sources=sources)
 
 
-def _open(info: ModelInfo, config: EngineConfig) -> Machine | None:
+def _open(info: ModelInfo, config: EngineConfig) -> CpuLibrary | None:
     insists = config.cpu_kernels == "native"
     has_own = config.trust_remote_code and has_own_code(info.architecture, info.config)  # transformers runs it
     if has_own or read_spec(info) is None:
@@ -103,15 +103,15 @@ def _open(info: ModelInfo, config: EngineConfig) -> Machine | None:
         return None
 
 
-def _open_best_isa(num_lanes: int) -> Machine:
+def _open_best_isa(num_lanes: int) -> CpuLibrary:
     """Opens the library with the best instruction set; avx512bf16 instead of AMX if AMX returns wrong products."""
-    machine = Machine(num_lanes)
-    if machine.isa != "amx" or has_exact_products(machine):
-        return machine
-    machine.close()
-    machine = Machine(num_lanes, isa="avx512bf16")
-    logger.warning("AMX returns wrong products on this processor: using %s instead", machine.isa)
-    return machine
+    library = CpuLibrary(num_lanes)
+    if library.isa != "amx" or has_exact_products(library):
+        return library
+    library.close()
+    library = CpuLibrary(num_lanes, isa="avx512bf16")
+    logger.warning("AMX returns wrong products on this processor: using %s instead", library.isa)
+    return library
 
 
 _ROWS: Final = (8, 96)
@@ -134,22 +134,22 @@ class Bfloat16Gain(NamedTuple):
     over_widened: float
 
 
-def bfloat16_gain(machine: Machine, width: int) -> Bfloat16Gain | None:
+def bfloat16_gain(library: CpuLibrary, width: int) -> Bfloat16Gain | None:
     """Measures products of a model's width on one core. Takes the mean of few rows and many rows.
 
     Args:
-        machine: The C library.
+        library: The C library.
         width: Hidden size of the model.
 
     Returns:
         None if the processor has no bfloat16 instructions.
     """
-    if Format.DOT not in machine.formats:
+    if Format.DOT not in library.formats:
         return None
     width = max(width + width % 2, _MIN_WIDTH)
     numbers = np.random.default_rng(0)
     weights = numbers.random((_WEIGHTS // width, width), np.float32)
-    products = {form: machine.pack(weights, None, form) for form in (Format.F32, Format.BF16, Format.DOT)}
+    products = {form: library.pack(weights, None, form) for form in (Format.F32, Format.BF16, Format.DOT)}
     logs = dict.fromkeys(products, 0.0)
     for num_rows in _ROWS:
         rows = numbers.random((num_rows, width), np.float32)
@@ -157,7 +157,7 @@ def bfloat16_gain(machine: Machine, width: int) -> Bfloat16Gain | None:
         for _ in range(_NUM_ROUNDS):
             for form, product in products.items():
                 began_s = time.thread_time()  # excludes other processes
-                machine.product(product, rows)
+                library.product(product, rows)
                 min_seconds[form] = min(min_seconds[form], time.thread_time() - began_s)
         for form, seconds in min_seconds.items():
             logs[form] += math.log(seconds) / len(_ROWS)
@@ -167,7 +167,7 @@ def bfloat16_gain(machine: Machine, width: int) -> Bfloat16Gain | None:
     )
 
 
-def load_array_encoder(info: ModelInfo, machine: Machine) -> ArrayEncoder:
+def load_array_encoder(info: ModelInfo, library: CpuLibrary) -> ArrayEncoder:
     """Loads a model that `read_spec` supports.
 
     Raises:
@@ -179,12 +179,12 @@ def load_array_encoder(info: ModelInfo, machine: Machine) -> ArrayEncoder:
     folder = Path(info.path)
     with open_checkpoint(folder, _opener(info, holds_arrays(folder))) as checkpoint:
         weights = ArrayWeights(checkpoint)
-        encoder = ArrayEncoder(info, spec.with_stored_names(weights.has), weights, machine)
+        encoder = ArrayEncoder(info, spec.with_stored_names(weights.has), weights, library)
         checkpoint.log_unused(info.name)
     return encoder
 
 
-def load_array_dense(info: ModelInfo, machine: Machine) -> list[ArrayHead]:
+def load_array_dense(info: ModelInfo, library: CpuLibrary) -> list[ArrayHead]:
     """Loads the Dense modules after the pooling.
 
     Raises:
@@ -195,11 +195,11 @@ def load_array_dense(info: ModelInfo, machine: Machine) -> list[ArrayHead]:
     for spec in info.dense:
         folder = Path(info.path) / spec.folder
         with open_checkpoint(folder, _opener(info, holds_arrays(folder))) as checkpoint:
-            heads.append(ArrayHead(machine, read_dense(ArrayWeights(checkpoint), spec)))
+            heads.append(ArrayHead(library, read_dense(ArrayWeights(checkpoint), spec)))
     return heads
 
 
-def load_array_maps(info: ModelInfo, tokenizer: TokenizerSpec, machine: Machine) -> TokenMaps[Floats]:
+def load_array_maps(info: ModelInfo, tokenizer: TokenizerSpec, library: CpuLibrary) -> TokenMaps[Floats]:
     """Loads the token heads, and returns them with the tokens that token-level outputs leave out.
 
     Raises:
@@ -209,13 +209,13 @@ def load_array_maps(info: ModelInfo, tokenizer: TokenizerSpec, machine: Machine)
     if heads is None:
         return TokenMaps(skip_ids=multi_vector_tokens.skip_ids)
     return TokenMaps(
-        vectors=_load_map(info, heads.vectors_file, info.hidden_size, machine),
-        weights=_load_map(info, heads.weights_file, 1, machine),
+        vectors=_load_map(info, heads.vectors_file, info.hidden_size, library),
+        weights=_load_map(info, heads.weights_file, 1, library),
         unweighted_ids=multi_vector_tokens.unweighted_ids,
     )
 
 
-def _load_map(info: ModelInfo, name: str | None, out_features: int, machine: Machine) -> ArrayHead | None:
+def _load_map(info: ModelInfo, name: str | None, out_features: int, library: CpuLibrary) -> ArrayHead | None:
     if name is None:
         return None
     file = Path(info.path) / name
@@ -225,7 +225,7 @@ def _load_map(info: ModelInfo, name: str | None, out_features: int, machine: Mac
     step = LinearWeights(
         weight=weights.floats("weight", out_features, info.hidden_size), bias=weights.floats("bias", out_features)
     )
-    head = ArrayHead(machine, (step,))
+    head = ArrayHead(library, (step,))
     checkpoint.close()
     return head
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import CpuEncoder, CpuForward, Format, Machine
+from penstock.kernels.cpu import CpuEncoder, CpuForward, CpuLibrary, Format
 
 from ...checkpoint.views import ArrayWeights, Floats
 from ...families.registry import find_family
@@ -81,7 +81,7 @@ class ArrayEncoder:
         info: The resolved model.
         spec: Spec of the model. `has_kernels` must be True for it.
         weights: View of the whole checkpoint. Its files may be closed afterwards.
-        machine: The C library.
+        library: The C library.
 
     Attributes:
         vocabulary_head: Maps hidden states [R, D] to vocabulary logits [R, V]; None unless ModelInfo.sparse needs it.
@@ -93,21 +93,21 @@ class ArrayEncoder:
         UnsupportedModelError: An option of the model is not known.
     """
 
-    def __init__(self, info: ModelInfo, spec: ModelSpec, weights: ArrayWeights, machine: Machine) -> None:
-        self.machine = machine
+    def __init__(self, info: ModelInfo, spec: ModelSpec, weights: ArrayWeights, library: CpuLibrary) -> None:
+        self.library = library
         self.hidden_size = spec.hidden_size
         self.cache_spec = spec.cache_spec
         self._embedding = spec.embedding
         arithmetic = Arithmetic.of(info)
         self._encoder = CpuEncoder(
-            machine, read_encoder(spec, info, weights), arithmetic.products, attention=arithmetic.attention
+            library, read_encoder(spec, info, weights), arithmetic.products, attention=arithmetic.attention
         )
         steps = read_head(spec, weights)
-        head = None if steps is None else ArrayHead(machine, steps)
+        head = None if steps is None else ArrayHead(library, steps)
         self.page_itemsize = self._encoder.page_itemsize
         self.vocabulary_head: ArrayHead | None = None
         if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
-            self.vocabulary_head = ArrayHead(machine, read_vocabulary_head(spec, info, weights))
+            self.vocabulary_head = ArrayHead(library, read_vocabulary_head(spec, info, weights))
         is_token_classifier = info.kind is ModelKind.TOKEN_CLASSIFIER
         self.sequence_head = None if is_token_classifier else head
         self.token_head = head if is_token_classifier or spec.scores_rows else None

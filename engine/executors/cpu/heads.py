@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from penstock.kernels.cpu import ActivationCode, Format, LinearWeights, Machine, NormWeights
+from penstock.kernels.cpu import ActivationCode, CpuLibrary, Format, LinearWeights, NormWeights
 
 from ...checkpoint.views import ArrayWeights, Floats
 from ...protocol.errors import UnsupportedModelError
@@ -44,12 +44,12 @@ class ArrayHead:
     """Maps rows independently: the result has the same bits in any batch.
 
     Args:
-        machine: The C library.
+        library: The C library.
         steps: At least one.
     """
 
-    def __init__(self, machine: Machine, steps: HeadSteps) -> None:
-        self._steps = [_step(machine, step) for step in steps]
+    def __init__(self, library: CpuLibrary, steps: HeadSteps) -> None:
+        self._steps = [_step(library, step) for step in steps]
 
     def __call__(self, x_RD: Floats) -> Floats:
         """Returns [R, C] float32 of [R, D] float32."""
@@ -83,16 +83,16 @@ def read_dense(weights: ArrayWeights, spec: DenseSpec) -> HeadSteps:
 
 
 def _step(
-    machine: Machine, step: LinearWeights | NormWeights | Callable[[Floats], Floats]
+    library: CpuLibrary, step: LinearWeights | NormWeights | Callable[[Floats], Floats]
 ) -> Callable[[Floats], Floats]:
     if isinstance(step, LinearWeights):
-        return _map(machine, step)
+        return _map(library, step)
     return _norm(step) if isinstance(step, NormWeights) else step
 
 
-def _map(machine: Machine, spec: LinearWeights) -> Callable[[Floats], Floats]:
-    packed = machine.pack(spec.weight, spec.bias, Format.F32, activation=spec.activation, gated=spec.gated)
-    return lambda x_RD: machine.product(packed, x_RD)
+def _map(library: CpuLibrary, spec: LinearWeights) -> Callable[[Floats], Floats]:
+    packed = library.pack(spec.weight, spec.bias, Format.F32, activation=spec.activation, gated=spec.gated)
+    return lambda x_RD: library.product(packed, x_RD)
 
 
 def _norm(spec: NormWeights) -> Callable[[Floats], Floats]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scifact import SciFact
 
 from penstock.engine.llm import LLM
-from penstock.kernels.cpu import CpuKernelError, Format, Machine
+from penstock.kernels.cpu import CpuKernelError, CpuLibrary, Format
 
 NEEDS = {"bfloat16": Format.DOT, "int8": Format.INT8}
 MAX_LOSS = {"bfloat16": 0.0005, "int8": 0.0025}
@@ -32,9 +32,9 @@ types = pytest.mark.parametrize("dtype", NEEDS)
 def _has_the_format(request: pytest.FixtureRequest) -> None:
     """Skips a type without products on this machine."""
     try:
-        with Machine(1) as machine:
-            if NEEDS[request.getfixturevalue("dtype")] not in machine.formats:
-                pytest.skip(f"{machine.isa} has no products of this type")
+        with CpuLibrary(1) as library:
+            if NEEDS[request.getfixturevalue("dtype")] not in library.formats:
+                pytest.skip(f"{library.isa} has no products of this type")
     except CpuKernelError as error:
         pytest.skip(str(error))
 

@@ -34,7 +34,7 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import plan_pool
-from penstock.kernels.cpu import CpuForward, CpuKernelError, Machine
+from penstock.kernels.cpu import CpuForward, CpuKernelError, CpuLibrary
 
 from .fake_runner import CoreDriver
 from .fake_stream import FakeStream
@@ -128,9 +128,9 @@ class Loaded:
         monkeypatch.setattr(self.model, name, run)
 
 
-def open_machine() -> Machine:
+def open_library() -> CpuLibrary:
     try:
-        return Machine(2)
+        return CpuLibrary(2)
     except CpuKernelError as error:
         pytest.skip(str(error))
 
@@ -150,7 +150,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     assert info.packed
     with contextlib.ExitStack() as stack:
         if case.uses_c_library:
-            yield Loaded(info, load_array_encoder(info, stack.enter_context(open_machine())))
+            yield Loaded(info, load_array_encoder(info, stack.enter_context(open_library())))
         else:
             yield Loaded(info, load_model(info))
     torch.set_num_threads(threads)

@@ -17,7 +17,7 @@ from penstock.engine.protocol.errors import ModelLoadError
 
 from .conftest import SaveFolder
 
-pytestmark = pytest.mark.usefixtures("three_lane_machine")
+pytestmark = pytest.mark.usefixtures("three_lane_library")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 FUSION = "TRITON_DEFAULT_FP_FUSION"
 

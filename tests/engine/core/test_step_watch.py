@@ -102,7 +102,7 @@ def test_core_without_requests_exceeds_no_limit() -> None:
     assert found == [None] * 100
 
 
-@pytest.mark.usefixtures("three_lane_machine")
+@pytest.mark.usefixtures("three_lane_library")
 async def test_process_with_a_hanging_forward_is_replaced(
     minilm_folder: Path,
     tmp_path: Path,

@@ -17,14 +17,14 @@ from penstock.engine.executors.cpu.packed_arrays import PackedArrays
 from penstock.engine.executors.torch.base import Head, ModelOutput, PackedModel
 from penstock.engine.executors.torch.packed_batch import KvCache, PackedBatch
 from penstock.engine.protocol.model_info import ModelInfo
-from penstock.kernels.cpu import Machine, PagedKvCache
+from penstock.kernels.cpu import CpuLibrary, PagedKvCache
 
 
-def load_model(info: ModelInfo, *, machine: Machine | None = None, **options: Any) -> PackedModel:
+def load_model(info: ModelInfo, *, library: CpuLibrary | None = None, **options: Any) -> PackedModel:
     """Loads a model on the CPU executor, or on torch if the executor does not support it."""
-    if machine is None or read_spec(info) is None:
+    if library is None or read_spec(info) is None:
         return weights_loader.load_model(info, **options)
-    return ArrayModel(load_array_encoder(info, machine))
+    return ArrayModel(load_array_encoder(info, library))
 
 
 class ArrayModel(PackedModel):

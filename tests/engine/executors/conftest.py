@@ -22,7 +22,7 @@ from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.scheduling import Allocation, InputSequence, PoolPlan, PrefillChunk, Request
-from penstock.kernels.cpu import Format, Machine
+from penstock.kernels.cpu import CpuLibrary, Format
 
 from .array_model import ArrayModel, load_model
 from .families import ENCODER_SIZES
@@ -98,10 +98,10 @@ def load(executor: str, request: pytest.FixtureRequest) -> Load:
     """Loads a model on the executor of the test's parameter, `torch` or `cpu`."""
     if executor == "torch":
         return weights_loader.load_model
-    machine: Machine = request.getfixturevalue("three_lane_machine")
+    library: CpuLibrary = request.getfixturevalue("three_lane_library")
 
     def load_on_cpu(info: ModelInfo, **options: object) -> PackedModel:
-        model = load_model(info, machine=machine, **options)
+        model = load_model(info, library=library, **options)
         assert isinstance(model, ArrayModel)
         return model
 
@@ -114,15 +114,15 @@ def load_on_torch() -> Load:
 
 
 @pytest.fixture
-def needs_formats(three_lane_machine: Machine) -> Callable[[str, str | None], None]:
+def needs_formats(three_lane_library: CpuLibrary) -> Callable[[str, str | None], None]:
     """Skips the test if the processor lacks products in this dtype or arithmetic."""
 
     def check(dtype: str, arithmetic: str | None) -> None:
         needed = {Format.INT8} if dtype == "int8" else set()
         if arithmetic == "bfloat16":
             needed.add(Format.DOT)
-        if not needed <= three_lane_machine.formats:
-            pytest.skip(f"this processor has no products in {needed - three_lane_machine.formats}")
+        if not needed <= three_lane_library.formats:
+            pytest.skip(f"this processor has no products in {needed - three_lane_library.formats}")
 
     return check
 

@@ -129,7 +129,7 @@ def test_biases_of_the_checkpoint_are_added(executor, is_original, load, save_no
 
 @BOTH_LAYOUTS
 def test_dynamic_scaling_equals_transformers(
-    is_original, load_on_torch, save_nomic, resolve, pack, sequences, three_lane_machine
+    is_original, load_on_torch, save_nomic, resolve, pack, sequences, three_lane_library
 ):
     config = {"max_position_embeddings": 64, "rope_parameters": DYNAMIC}
     folder, reference = save_nomic({"rotary_scaling_factor": 4}, is_original=is_original, **config)
@@ -138,7 +138,7 @@ def test_dynamic_scaling_equals_transformers(
     expected = rows_of(reference, sequences)
     assert_close(load_on_torch(info).forward(pack(sequences)).hidden_states, expected)
     short = [[5, 6, 7], list(range(3, 66)), list(range(100, 164))]  # below the trained length
-    model = load_model(resolve(folder, max_model_len=64), machine=three_lane_machine)
+    model = load_model(resolve(folder, max_model_len=64), library=three_lane_library)
     assert isinstance(model, ArrayModel)
     assert_close(model.forward(pack(short)).hidden_states, rows_of(reference, short))
 

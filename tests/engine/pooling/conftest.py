@@ -18,7 +18,7 @@ from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.kernels.cpu import shared_machine
+from penstock.kernels.cpu import shared_library
 
 from .. import model_infos
 from ..model_infos import HIDDEN_SIZE, NUM_HEADS, NUM_LABELS
@@ -49,7 +49,7 @@ class TinyModel(PackedModel):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Runs torch on one thread. Its threads cost more than they save for tiny tensors on a busy machine."""
+    """Runs torch on one thread. Its threads cost more than they save for tiny tensors on a busy library."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -58,10 +58,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def array_ops() -> ArrayOps:
-    machine = shared_machine()
-    if machine is None:
+    library = shared_library()
+    if library is None:
         pytest.skip("the C library is not built")
-    return ArrayOps(machine)
+    return ArrayOps(library)
 
 
 @pytest.fixture(params=["tensors", "arrays"])

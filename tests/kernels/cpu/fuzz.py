@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.kernels.cpu import ActivationCode, CpuEncoder, CpuKernelError, Format, Machine
+from penstock.kernels.cpu import ActivationCode, CpuEncoder, CpuKernelError, CpuLibrary, Format
 
 from .chunked import ChunkedDecoder
 from .specs import DECODERS, LONGEST, SHAPES, format_pairs, make_spec, make_texts
@@ -18,34 +18,34 @@ ISAS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain"
 NUM_ROUNDS = 3
 
 
-def main(library: Path) -> None:
+def main(path: Path) -> None:
     """Runs rounds on each instruction set of this processor."""
     done = 0
     for isa in ISAS:
         try:
-            machine = Machine(3, isa=isa, library=library)
+            library = CpuLibrary(3, isa=isa, path=path)
         except CpuKernelError as error:
             print(error)
             continue
-        with machine:
+        with library:
             for seed in range(NUM_ROUNDS):
                 numbers = np.random.default_rng(seed)
-                encode(library, isa, numbers)
-                multiply(machine, numbers)
-                pool(machine, numbers)
+                encode(path, isa, numbers)
+                multiply(library, numbers)
+                pool(library, numbers)
         done += NUM_ROUNDS
     print(f"{done} rounds")
 
 
-def encode(library: Path, isa: str, numbers: np.random.Generator) -> None:
-    """Runs each shape in each format on a new machine. Short texts come first, so that memory is small."""
+def encode(path: Path, isa: str, numbers: np.random.Generator) -> None:
+    """Runs each shape in each format on a new library. Short texts come first, so that memory is small."""
     for shape, form in itertools.product((*SHAPES, *DECODERS), Format):
-        with Machine(int(numbers.integers(1, 6)), isa=isa, library=library) as machine:
-            if form not in machine.formats:
+        with CpuLibrary(int(numbers.integers(1, 6)), isa=isa, path=path) as library:
+            if form not in library.formats:
                 continue
             spec = make_spec(shape)
-            attention = numbers.choice([of for products, of in format_pairs(machine) if products is form])
-            encoder = CpuEncoder(machine, spec, form, attention=Format(attention))
+            attention = numbers.choice([of for products, of in format_pairs(library) if products is form])
+            encoder = CpuEncoder(library, spec, form, attention=Format(attention))
             for max_length in (4, 60, LONGEST):
                 num_seqs = numbers.integers(1, 4 if max_length > 60 else 12)
                 lengths = numbers.integers(1, max_length + 1, num_seqs).tolist()
@@ -55,29 +55,29 @@ def encode(library: Path, isa: str, numbers: np.random.Generator) -> None:
                     texts.ids, texts.positions, texts.starts, visible_N=texts.visible, need_attention=weighs
                 ).result()
                 if not np.isfinite(rows).all():
-                    raise ArithmeticError(f"{machine.isa}, {shape}, {form.name}, {lengths}: not finite")
+                    raise ArithmeticError(f"{library.isa}, {shape}, {form.name}, {lengths}: not finite")
                 if shape.is_decoder and shape.window is not None and shape.window[1] == 0:
                     chunked = ChunkedDecoder(encoder, spec, texts, int(numbers.integers(1, 40)))
                     if not np.array_equal(rows, chunked.run(int(numbers.integers(1 if max_length < 9 else 60, 300)))):
-                        raise ArithmeticError(f"{machine.isa}, {shape}, {form.name}: chunks differ from the whole")
+                        raise ArithmeticError(f"{library.isa}, {shape}, {form.name}: chunks differ from the whole")
 
 
-def multiply(machine: Machine, numbers: np.random.Generator) -> None:
+def multiply(library: CpuLibrary, numbers: np.random.Generator) -> None:
     """Products of all formats and activations, with some NaN and inf."""
-    for form in machine.formats:
+    for form in library.formats:
         for activation in ActivationCode:
             for gated in (False, True):
                 num_in, num_out = numbers.integers(1, 130, 2)
                 weight = numbers.standard_normal((2 * num_out if gated else num_out, num_in), np.float32)
-                packed = machine.pack(weight, None, form, activation=activation, gated=gated)
+                packed = library.pack(weight, None, form, activation=activation, gated=gated)
                 x = numbers.standard_normal((numbers.integers(1, 230), num_in), np.float32)
                 x[numbers.random(x.shape) < 0.01] = numbers.choice(np.float32([np.nan, np.inf, 1e38, 1e-40]))
-                machine.product(packed, x)
+                library.product(packed, x)
                 weight[0, 0] = numbers.choice(np.float32([np.nan, np.inf, 3e38, 1e-40]))
-                machine.pack(weight, weight[:, 0], Format(form), activation=activation, gated=gated)
+                library.pack(weight, weight[:, 0], Format(form), activation=activation, gated=gated)
 
 
-def pool(machine: Machine, numbers: np.random.Generator) -> None:
+def pool(library: CpuLibrary, numbers: np.random.Generator) -> None:
     """All kinds of pooling, with some empty sequences, NaN and inf."""
     for kind in range(7):
         for width in numbers.integers(1, 200, 6).tolist():
@@ -85,7 +85,7 @@ def pool(machine: Machine, numbers: np.random.Generator) -> None:
             starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int32)
             rows = numbers.standard_normal((int(lengths.sum()), width), np.float32)
             rows[numbers.random(rows.shape) < 0.001] = numbers.choice(np.float32([np.nan, np.inf, -np.inf]))
-            machine.pool(
+            library.pool(
                 rows,
                 starts,
                 lengths,

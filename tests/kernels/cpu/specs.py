@@ -7,19 +7,19 @@ from numpy.typing import NDArray
 
 from penstock.kernels.cpu import (
     ActivationCode,
+    CpuLibrary,
     DistanceWeights,
     EncoderWeights,
     Format,
     LayerWeights,
     LinearWeights,
-    Machine,
     NormWeights,
 )
 
 Floats = NDArray[np.float32]
 
 
-def format_pairs(machine: Machine) -> list[tuple[Format, Format]]:
+def format_pairs(library: CpuLibrary) -> list[tuple[Format, Format]]:
     """Formats of products and of attention that this machine has."""
     pairs = [
         (Format.F32, Format.F32),
@@ -28,7 +28,7 @@ def format_pairs(machine: Machine) -> list[tuple[Format, Format]]:
         (Format.INT8, Format.F32),
         (Format.INT8, Format.DOT),
     ]
-    return [pair for pair in pairs if machine.formats.issuperset(pair)]
+    return [pair for pair in pairs if library.formats.issuperset(pair)]
 
 
 @dataclass(frozen=True, kw_only=True)

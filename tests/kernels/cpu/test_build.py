@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kernels.cpu import CpuKernelError, Format, Machine, build as build_module
+from penstock.kernels.cpu import CpuKernelError, CpuLibrary, Format, build as build_module
 from penstock.kernels.cpu._abi import digest
 from penstock.kernels.cpu.build import NoCompilerError, build, main
 
@@ -54,18 +54,18 @@ def test_failed_build_prints_one_line(
 
 
 def test_library_from_other_sources_is_rejected(
-    three_lane_machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    three_lane_library: CpuLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     of_sources = digest()
     assert of_sources is not None
     monkeypatch.setenv("CC", "/nowhere/cc")
     main()
     assert "the existing library is kept" in capsys.readouterr().out
-    library = tmp_path / "library.so"
-    library.write_bytes(build_module.LIBRARY.read_bytes().replace(of_sources.encode(), b"0" * 16))
-    monkeypatch.setattr(build_module, "LIBRARY", library)
+    path = tmp_path / "library.so"
+    path.write_bytes(build_module.LIBRARY.read_bytes().replace(of_sources.encode(), b"0" * 16))
+    monkeypatch.setattr(build_module, "LIBRARY", path)
     with pytest.raises(CpuKernelError, match="built from other sources; build it again: make native"):
-        Machine(1, library=library)
+        CpuLibrary(1, path=path)
     main()
     assert "torch runs models on CPUs" in capsys.readouterr().out
 
@@ -82,18 +82,18 @@ def test_digest_changes_with_every_source(name: str, tmp_path: Path) -> None:
     assert digest(tmp_path) not in (digest(), None)
 
 
-def test_truncated_library_is_rejected(three_lane_machine: Machine, tmp_path: Path) -> None:
+def test_truncated_library_is_rejected(three_lane_library: CpuLibrary, tmp_path: Path) -> None:
     whole = build_module.LIBRARY.read_bytes()
-    library = tmp_path / "library.so"
+    path = tmp_path / "library.so"
     for size in (0, 10):
-        library.write_bytes(whole[:size])
+        path.write_bytes(whole[:size])
         with pytest.raises(CpuKernelError, match="make native"):
-            Machine(1, library=library)
+            CpuLibrary(1, path=path)
 
 
 def test_missing_library_is_named(tmp_path: Path) -> None:
     with pytest.raises(CpuKernelError, match="not built: run `make native`"):
-        Machine(1, library=tmp_path / "library.so")
+        CpuLibrary(1, path=tmp_path / "library.so")
 
 
 AVX2 = {"avx2", "fma"}
@@ -118,12 +118,12 @@ FORMATS = {
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 processor")
 @pytest.mark.parametrize("isa", FLAGS)
-def test_instruction_sets_follow_cpuinfo(isa: str, three_lane_machine: Machine) -> None:
+def test_instruction_sets_follow_cpuinfo(isa: str, three_lane_library: CpuLibrary) -> None:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = set(next(line for line in lines if line.startswith("flags")).split())
     try:
-        with Machine(1, isa=isa) as machine:
-            assert machine.formats == FORMATS[isa]
+        with CpuLibrary(1, isa=isa) as library:
+            assert library.formats == FORMATS[isa]
     except CpuKernelError:
         assert not flags >= FLAGS[isa]
     else:
@@ -131,7 +131,7 @@ def test_instruction_sets_follow_cpuinfo(isa: str, three_lane_machine: Machine) 
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 processor")
-def test_best_instruction_set_is_used(three_lane_machine: Machine) -> None:
+def test_best_instruction_set_is_used(three_lane_library: CpuLibrary) -> None:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = set(next(line for line in lines if line.startswith("flags")).split())
-    assert three_lane_machine.isa == next(isa for isa in reversed(FLAGS) if flags >= FLAGS[isa])
+    assert three_lane_library.isa == next(isa for isa in reversed(FLAGS) if flags >= FLAGS[isa])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.cpu import BatchPages, CpuEncoder, Format, Machine, PagedKvCache
+from penstock.kernels.cpu import BatchPages, CpuEncoder, CpuLibrary, Format, PagedKvCache
 
 from ...conftest import ISAS
 from ..assertions import assert_close
@@ -43,9 +43,9 @@ def join(texts: Sequence[Texts]) -> Texts:
 
 
 @every_shape
-def test_float32_equals_float64(machine: Machine, shape: Shape) -> None:
+def test_float32_equals_float64(library: CpuLibrary, shape: Shape) -> None:
     spec = make_spec(shape)
-    encoder = CpuEncoder(machine, spec, Format.F32)
+    encoder = CpuEncoder(library, spec, Format.F32)
     numbers = np.random.default_rng(1)
     batches = [[1], [513], [2, 3, 31, 32, 33], [5, 300, 1, 64]]
     batches += [numbers.integers(1, 130, numbers.integers(1, 9)).tolist() for _ in range(2)]
@@ -59,11 +59,11 @@ def test_float32_equals_float64(machine: Machine, shape: Shape) -> None:
 
 
 @every_shape
-def test_every_format_stays_close(machine: Machine, shape: Shape) -> None:
+def test_every_format_stays_close(library: CpuLibrary, shape: Shape) -> None:
     """BF16 rounds weights only; DOT and INT8 round both factors and the scores."""
     spec, texts = make_spec(shape), make_texts([70, 3, 150, 17])
-    for form, attention in format_pairs(machine):
-        actual, _ = run(CpuEncoder(machine, spec, form, attention=attention), texts)
+    for form, attention in format_pairs(library):
+        actual, _ = run(CpuEncoder(library, spec, form, attention=attention), texts)
         expected, _ = encode(spec, texts, Format.F32 if form is Format.INT8 else form)
         if form in (Format.F32, Format.BF16):
             assert_close(form.name, expected, actual, TOLERANCE)
@@ -73,17 +73,17 @@ def test_every_format_stays_close(machine: Machine, shape: Shape) -> None:
 
 
 @every_shape
-def test_bits_do_not_depend_on_batch_and_lanes(three_lane_machine: Machine, shape: Shape) -> None:
+def test_bits_do_not_depend_on_batch_and_lanes(three_lane_library: CpuLibrary, shape: Shape) -> None:
     spec = make_spec(shape)
     lengths = [1, 2, 5, 13, 31, 32, 33, 64, 90, 129, 150, 300]
     texts = make_texts(lengths, hides=not shape.is_decoder)
     # One long text: all lanes share it. Many texts: each lane runs some.
     orders = [[11], [0], [11, 0], [10, 11], np.random.default_rng(4).permutation(12).tolist()]
-    for form, attention in format_pairs(three_lane_machine):
+    for form, attention in format_pairs(three_lane_library):
         alone: list[Any] = []
         for num_lanes in (1, 2, 3, 5):
-            with Machine(num_lanes) as machine:
-                encoder = CpuEncoder(machine, spec, form, attention=attention)
+            with CpuLibrary(num_lanes) as library:
+                encoder = CpuEncoder(library, spec, form, attention=attention)
                 alone = alone or [run(encoder, texts[i]) for i in range(12)]
                 for order in orders:
                     rows, weights = run(encoder, join([texts[i] for i in order]))
@@ -91,25 +91,25 @@ def test_bits_do_not_depend_on_batch_and_lanes(three_lane_machine: Machine, shap
                     assert weights is None or torch.equal(weights, torch.cat([alone[i][1] for i in order]))
 
 
-def check_chunks(machine: Machine, shape: Shape, size: int, page_size: int) -> None:
+def check_chunks(library: CpuLibrary, shape: Shape, size: int, page_size: int) -> None:
     spec = make_spec(shape)
     lengths = [1, 31, 300, 2, 513, 64, 257]
     texts = make_texts([length for length in lengths if length < 30 * size + 80], 3)
-    for form, attention in format_pairs(machine):
-        decoder = CpuEncoder(machine, spec, form, attention=attention)
+    for form, attention in format_pairs(library):
+        decoder = CpuEncoder(library, spec, form, attention=attention)
         assert decoder.page_itemsize == (2 if attention is Format.DOT and shape.head_size % 2 == 0 else 4)
         chunked = ChunkedDecoder(decoder, spec, texts, page_size).run(size)
         assert np.array_equal(chunked, run(decoder, texts)[0]), form.name
 
 
-@every_pair(indirect=["machine"], machine=ISAS, shape=CAUSAL, sizes=[(1, 16), (7, 3), (100, 16), *FAR_APART])
-def test_chunks_equal_the_whole_bit_for_bit(machine: Machine, shape: Shape, sizes: tuple[int, int]) -> None:
-    check_chunks(machine, shape, *sizes)
+@every_pair(indirect=["library"], library=ISAS, shape=CAUSAL, sizes=[(1, 16), (7, 3), (100, 16), *FAR_APART])
+def test_chunks_equal_the_whole_bit_for_bit(library: CpuLibrary, shape: Shape, sizes: tuple[int, int]) -> None:
+    check_chunks(library, shape, *sizes)
 
 
-def test_chunk_may_run_again(three_lane_machine: Machine) -> None:
+def test_chunk_may_run_again(three_lane_library: CpuLibrary) -> None:
     spec, texts = make_spec(DECODERS[0]), make_texts([200, 120])
-    decoder = CpuEncoder(three_lane_machine, spec, Format.F32)
+    decoder = CpuEncoder(three_lane_library, spec, Format.F32)
     chunked = ChunkedDecoder(decoder, spec, texts, 16)
     chunked.step([(0, 0, 90), (1, 0, 33)])
     chunked.rows = [[], []]
@@ -119,15 +119,15 @@ def test_chunk_may_run_again(three_lane_machine: Machine) -> None:
 
 
 @every_shape
-def test_nan_stays_in_its_text(machine: Machine, shape: Shape) -> None:
+def test_nan_stays_in_its_text(library: CpuLibrary, shape: Shape) -> None:
     spec = make_spec(shape)
     texts = make_texts([31, 7, 64, 33])
     texts = replace(texts, ids=np.minimum(texts.ids, 48))
     spec.word_embeddings[49] = np.nan
     dirty = replace(texts, ids=texts.ids.copy())
     dirty.ids[33] = 49
-    for form, attention in format_pairs(machine):
-        encoder = CpuEncoder(machine, spec, form, attention=attention)
+    for form, attention in format_pairs(library):
+        encoder = CpuEncoder(library, spec, form, attention=attention)
         clean, _ = run(encoder, texts)
         rows, weights = run(encoder, dirty)
         results = [rows]
@@ -143,12 +143,12 @@ def test_nan_stays_in_its_text(machine: Machine, shape: Shape) -> None:
             assert weights is None or weights[31:38].isnan().all()
 
 
-def test_tables_may_be_bfloat16(machine: Machine) -> None:
+def test_tables_may_be_bfloat16(library: CpuLibrary) -> None:
     spec, texts = make_spec(SHAPES[0]), make_texts([12, 40])
     words = torch.from_numpy(spec.word_embeddings).bfloat16()
     rounded = replace(spec, word_embeddings=words.float().numpy())
     in_bfloat16 = replace(spec, word_embeddings=words.view(torch.int16).numpy().view(np.uint16))
-    actual, expected = (run(CpuEncoder(machine, each, Format.F32), texts)[0] for each in (in_bfloat16, rounded))
+    actual, expected = (run(CpuEncoder(library, each, Format.F32), texts)[0] for each in (in_bfloat16, rounded))
     assert torch.equal(actual, expected)
 
 
@@ -175,16 +175,16 @@ LONG = make_texts([3, LONGEST + 2])
     ],
 )
 def test_value_outside_the_tables_is_rejected(
-    three_lane_machine: Machine, shape: Shape, changes: dict[str, np.ndarray], message: str
+    three_lane_library: CpuLibrary, shape: Shape, changes: dict[str, np.ndarray], message: str
 ) -> None:
-    encoder = CpuEncoder(three_lane_machine, make_spec(shape), Format.F32)
+    encoder = CpuEncoder(three_lane_library, make_spec(shape), Format.F32)
     with pytest.raises(ValueError, match=message):
         run(encoder, replace(make_texts([2, 3]), **changes))
 
 
-def test_invalid_pages_are_rejected(three_lane_machine: Machine) -> None:
+def test_invalid_pages_are_rejected(three_lane_library: CpuLibrary) -> None:
     spec, texts = make_spec(DECODERS[0]), make_texts([4, 3])
-    decoder = CpuEncoder(three_lane_machine, spec, Format.F32)
+    decoder = CpuEncoder(three_lane_library, spec, Format.F32)
     with pytest.raises(ValueError, match="not supported by decoders"):
         run(decoder, texts, need_attention=True)
     pages = ChunkedDecoder(decoder, spec, make_texts([40, 3]), 16).pages

@@ -5,7 +5,7 @@
  * with 0, so that one tile configuration is enough. A sum adds its inputs in blocks of 64 bytes for any number of rows.
  *
  * The tests pass on an Intel Xeon with AMX. On other processors they emulate the instructions in C (AMX_MODEL,
- * amx_model.h). When a model is loaded, the engine checks AMX with has_exact_products (machine.py). There is no
+ * amx_model.h). When a model is loaded, the engine checks AMX with has_exact_products (library.py). There is no
  * prefetch of the next panel as in tile.h, because it was slower on the Xeon.
  */
 #ifndef PENSTOCK_AMX_H

@@ -33,7 +33,7 @@ from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, Spars
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.kernels.cpu import Machine, shared_machine
+from penstock.kernels.cpu import CpuLibrary, shared_library
 
 from ....clock import Clock
 from ..word_model import WordCore, info as info_of, tokenizer_pool
@@ -299,11 +299,11 @@ TOLERANCE = 2.5e-7
 
 
 @pytest.fixture(params=["library", "numpy"])
-def cutting_machine(request: pytest.FixtureRequest) -> Machine | None:
-    machine = shared_machine()
-    if request.param == "library" and machine is None:
+def cutting_library(request: pytest.FixtureRequest) -> CpuLibrary | None:
+    library = shared_library()
+    if request.param == "library" and library is None:
         pytest.skip("the native kernels are not built")
-    return machine if request.param == "library" else None
+    return library if request.param == "library" else None
 
 
 def resolved(**changes: Any) -> PoolingParams:
@@ -313,20 +313,20 @@ def resolved(**changes: Any) -> PoolingParams:
 @pytest.mark.parametrize("width", [7, None])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_cut_rows_equal_those_of_the_pooler_head(
-    cutting_machine: Machine | None, width: int | None, normalize: bool
+    cutting_library: CpuLibrary | None, width: int | None, normalize: bool
 ) -> None:
     rows = np.random.default_rng(2).normal(scale=3, size=(9, 384)).astype(np.float32)
     rows[4] = 0
     rows.flags.writeable = False
     params = resolved(dimensions=width, normalize=normalize)
     outputs = [{"embedding": row, "sparse": np.ones((2, 2), np.float32)} for row in rows]
-    cut = cut_embeddings(outputs, params, cutting_machine)
+    cut = cut_embeddings(outputs, params, cutting_library)
     expected = TensorOps().transform(torch.from_numpy(rows.copy()), VectorTransform.of([params] * 9, 384)).numpy()
     values = np.stack([output["embedding"] for output in cut])
     assert values.dtype == np.float32
     np.testing.assert_allclose(values, expected, rtol=0, atol=TOLERANCE if normalize else 0)
     assert all(new["sparse"] is old["sparse"] for new, old in zip(cut, outputs, strict=True))
     for place, output in enumerate(outputs):  # alone, each row has the same bits
-        (alone,) = cut_embeddings([output], params, cutting_machine)
+        (alone,) = cut_embeddings([output], params, cutting_library)
         assert alone["embedding"].tobytes() == values[place].tobytes()
         assert np.array_equal(output["embedding"], rows[place])

@@ -16,11 +16,11 @@ from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.model_info import ModelInfo
-from penstock.kernels.cpu import CpuKernelError, Format, Machine
+from penstock.kernels.cpu import CpuKernelError, CpuLibrary, Format
 
 from ..conftest import SIZES, SaveFolder
 
-pytestmark = pytest.mark.usefixtures("three_lane_machine")
+pytestmark = pytest.mark.usefixtures("three_lane_library")
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def gain(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The measured gains of bfloat16 over float32 and over widened weights, 1.0 at first."""
     measured = [1.0, 1.0]
 
-    def measure(machine: Machine, width: int) -> Bfloat16Gain:
+    def measure(library: CpuLibrary, width: int) -> Bfloat16Gain:
         assert width == SIZES["hidden_size"]
         return Bfloat16Gain(*measured)
 
@@ -36,9 +36,9 @@ def gain(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return measured
 
 
-def open_isa(isa: str | None) -> Machine:
+def open_isa(isa: str | None) -> CpuLibrary:
     try:
-        return Machine(1, isa=isa)
+        return CpuLibrary(1, isa=isa)
     except CpuKernelError as error:
         pytest.skip(str(error))
 
@@ -46,13 +46,13 @@ def open_isa(isa: str | None) -> Machine:
 def use_isa(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits this processor to an instruction set."""
     open_isa(isa).close()
-    monkeypatch.setattr(cpu_kernels, "Machine", lambda num_lanes: Machine(num_lanes, isa=isa))
+    monkeypatch.setattr(cpu_kernels, "CpuLibrary", lambda num_lanes: CpuLibrary(num_lanes, isa=isa))
 
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     missing = tmp_path / "libpenstock_cpu.so"
-    monkeypatch.setattr(cpu_kernels, "Machine", lambda num_lanes: Machine(num_lanes, library=missing))
+    monkeypatch.setattr(cpu_kernels, "CpuLibrary", lambda num_lanes: CpuLibrary(num_lanes, path=missing))
 
 
 def resolve(folder: Path, device: str = "cpu", **options: object) -> tuple[ModelInfo, EngineConfig]:
@@ -61,7 +61,7 @@ def resolve(folder: Path, device: str = "cpu", **options: object) -> tuple[Model
     return (with_device(info, device, info.dtype) if device != "cpu" else info), config
 
 
-def choose(folder: Path, **options: object) -> tuple[ModelInfo, Machine | None]:
+def choose(folder: Path, **options: object) -> tuple[ModelInfo, CpuLibrary | None]:
     return choose_kernels(*resolve(folder, **options))
 
 
@@ -69,10 +69,10 @@ def choose(folder: Path, **options: object) -> tuple[ModelInfo, Machine | None]:
 
 
 def test_supported_model_runs_on_the_c_library(save_folder: SaveFolder, gain: list[float]) -> None:
-    info, machine = choose(save_folder(), cpu_kernels="native", num_threads=3)
-    assert machine is not None
-    assert machine.num_lanes == 3
-    assert (info.kernels, info.num_lanes, info.dtype) == (f"native, {machine.isa}", 3, "float32")
+    info, library = choose(save_folder(), cpu_kernels="native", num_threads=3)
+    assert library is not None
+    assert library.num_lanes == 3
+    assert (info.kernels, info.num_lanes, info.dtype) == (f"native, {library.isa}", 3, "float32")
 
 
 @pytest.mark.parametrize(("device", "setting"), [("cpu", "torch"), ("cuda", "auto"), ("cuda", "native")])
@@ -80,16 +80,16 @@ def test_torch_runs_on_request_and_on_cuda(
     device: str, setting: str, save_folder: SaveFolder, gain: list[float]
 ) -> None:
     gain[0] = 9.0
-    info, machine = choose(save_folder(), device=device, cpu_kernels=setting)
-    assert machine is None
+    info, library = choose(save_folder(), device=device, cpu_kernels=setting)
+    assert library is None
     assert (info.kernels, info.device, info.dtype) == ("torch", device, "float32")
 
 
 @pytest.mark.parametrize(("model", "dtype"), [("BertModel", "float16"), ("MambaModel", "float32"), ("mish", "float32")])
 def test_unsupported_model_runs_on_torch(model: str, dtype: str, save_folder: SaveFolder, gain: list[float]) -> None:
     folder = save_folder("BertModel", hidden_act="mish") if model == "mish" else save_folder(model)
-    info, machine = choose(folder, dtype=dtype)
-    assert machine is None
+    info, library = choose(folder, dtype=dtype)
+    assert library is None
     assert (info.kernels, info.dtype) == ("torch", dtype)
     with pytest.raises(ModelLoadError, match=f"do not support .* in {dtype}; with --cpu-kernels auto torch runs it"):
         choose(folder, dtype=dtype, cpu_kernels="native")
@@ -112,14 +112,14 @@ def test_missing_library_is_logged_once(
 def test_amx_with_wrong_products_is_not_used(
     is_right: bool, save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def open_as_amx(num_lanes: int, isa: str | None = None) -> Machine:
-        machine = Machine(num_lanes, isa=isa)
-        machine.isa = "amx" if isa is None else isa
-        return machine
+    def open_as_amx(num_lanes: int, isa: str | None = None) -> CpuLibrary:
+        library = CpuLibrary(num_lanes, isa=isa)
+        library.isa = "amx" if isa is None else isa
+        return library
 
     open_isa("avx512bf16").close()
-    monkeypatch.setattr(cpu_kernels, "Machine", open_as_amx)
-    monkeypatch.setattr(cpu_kernels, "has_exact_products", lambda machine: is_right)
+    monkeypatch.setattr(cpu_kernels, "CpuLibrary", open_as_amx)
+    monkeypatch.setattr(cpu_kernels, "has_exact_products", lambda library: is_right)
     info, _ = choose(save_folder(), num_threads=2)
     assert info.kernels == ("native, amx" if is_right else "native, avx512bf16")
     assert bool(caplog.records) is not is_right
@@ -141,8 +141,8 @@ def test_auto_takes_bfloat16_if_it_is_faster(
     setting: str, measured: float, dtype: str, save_folder: SaveFolder, gain: list[float]
 ) -> None:
     gain[0] = measured
-    info, machine = choose(save_folder(), dtype=setting)
-    assert machine is not None
+    info, library = choose(save_folder(), dtype=setting)
+    assert library is not None
     assert info.dtype == dtype
     assert ("measured" in dict(info.sources).get("dtype", "")) == (setting == "auto" and dtype == "bfloat16")
     assert info.arithmetic == (None if dtype == "float32" else "float32")  # follows the other gain
@@ -161,9 +161,9 @@ def test_arithmetic_is_bfloat16_if_it_is_faster(
     dtype: str, measured: float, arithmetic: str, save_folder: SaveFolder, gain: list[float]
 ) -> None:
     gain[1] = measured
-    with open_isa(None) as machine:
-        if dtype == "int8" and Format.INT8 not in machine.formats:
-            pytest.skip(f"{machine.isa} has no products in int8")
+    with open_isa(None) as library:
+        if dtype == "int8" and Format.INT8 not in library.formats:
+            pytest.skip(f"{library.isa} has no products in int8")
     info, _ = choose(save_folder(), dtype=dtype)
     assert (info.dtype, info.arithmetic) == (dtype, arithmetic)
     rounding = Format.DOT if arithmetic == "bfloat16" else Format.F32
@@ -176,8 +176,8 @@ def test_processor_without_bfloat16_computes_in_float32(
 ) -> None:
     use_isa("plain", monkeypatch)
     folder = save_folder()
-    info, machine = choose(folder, dtype="bfloat16")
-    assert machine is not None
+    info, library = choose(folder, dtype="bfloat16")
+    assert library is not None
     assert (info.arithmetic, info.sources["arithmetic"]) == ("float32", "plain has no products in bfloat16")
     assert Arithmetic.of(info) == (Format.BF16, Format.F32)
     info, _ = choose(folder, dtype="auto")

@@ -121,7 +121,7 @@ def test_memory_shortage_is_not_reported_as_damage(
     request: pytest.FixtureRequest,
 ) -> None:
     if function.startswith("array_runner"):
-        request.getfixturevalue("three_lane_machine")  # skips without the C library
+        request.getfixturevalue("three_lane_library")  # skips without the C library
 
     def fail(*_: object) -> None:
         raise error

@@ -26,7 +26,7 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.scheduling import InputSequence, PrefillChunk, Request
-from penstock.kernels.cpu import CpuKernelError, Machine
+from penstock.kernels.cpu import CpuKernelError, CpuLibrary
 
 from ..families import ENCODER_SIZES as SIZES, ENCODERS, boundaries_of, chosen
 
@@ -38,9 +38,9 @@ Batch = list[PrefillChunk]
 
 
 @pytest.fixture(scope="module")
-def machine() -> Iterator[Machine]:
+def library() -> Iterator[CpuLibrary]:
     try:
-        opened = Machine(2)
+        opened = CpuLibrary(2)
     except CpuKernelError as error:
         pytest.skip(str(error))
     with opened:
@@ -50,16 +50,16 @@ def machine() -> Iterator[Machine]:
 class Runners:
     """Both runners of a model, and a comparison of their results."""
 
-    def __init__(self, info: ModelInfo, machine: Machine, inputs: Sequence[TokenizedInput]) -> None:
+    def __init__(self, info: ModelInfo, library: CpuLibrary, inputs: Sequence[TokenizedInput]) -> None:
         config = EngineConfig(model="m")
         self.info, self.inputs = info, inputs
         self.arrays = ArrayRunner(
             info,
             TOKENIZER,
-            load_array_encoder(info, machine),
+            load_array_encoder(info, library),
             config,
-            load_array_dense(info, machine),
-            load_array_maps(info, TOKENIZER, machine),
+            load_array_dense(info, library),
+            load_array_maps(info, TOKENIZER, library),
         )
         maps = load_token_maps(info, TOKENIZER)
         self.on_torch = ModelRunner(info, TOKENIZER, load_model(info), load_dense(info), config, maps)
@@ -112,12 +112,12 @@ def bert(save_model, resolve, **config: Any) -> ModelInfo:
         *(("Bert", SIZES, head) for head in HEADS[1:]),
     ],
 )
-def test_every_family_and_task_equals_torch(family, config, head, machine, save_model, resolve, sequences, inputs):
+def test_every_family_and_task_equals_torch(family, config, head, library, save_model, resolve, sequences, inputs):
     folder, _ = save_model(f"{family}{head}", **config)
     info = resolve(folder)
     boundaries = boundaries_of(family, config, sequences)
     inputs = [replace(one, type_boundary=boundaries[i] if i % 2 else 0) for i, one in enumerate(inputs)]
-    runners = Runners(info, machine, inputs)
+    runners = Runners(info, library, inputs)
     is_embedding = info.kind is ModelKind.EMBEDDING  # the client compares the vectors
     params = [
         PoolingParams().resolved(task, info) for task in info.tasks if not (is_embedding and task is PoolingTask.SCORE)
@@ -132,7 +132,7 @@ def test_every_family_and_task_equals_torch(family, config, head, machine, save_
 
 
 @pytest.mark.parametrize("activation", list(DENSE_ACTIVATIONS))
-def test_dense_modules_equal_torch(activation, machine, save_model, resolve, inputs):
+def test_dense_modules_equal_torch(activation, library, save_model, resolve, inputs):
     folder, _ = save_model("BertModel", **SIZES)
     specs = []
     for name, num_in, num_out, has_bias in (("2_Dense", 48, 64, True), ("3_Dense", 64, 20, False)):
@@ -148,27 +148,27 @@ def test_dense_modules_equal_torch(activation, machine, save_model, resolve, inp
         for dimensions in (None, 5)
         for task in (EMBED, TOKEN_EMBED)
     ]
-    Runners(info, machine, inputs).compare(*params)
+    Runners(info, library, inputs).compare(*params)
 
 
 @pytest.mark.parametrize("is_sum", [False, True], ids=["max", "sum"])
 @pytest.mark.parametrize(("family", "config"), chosen("bert", "roberta", "modernbert"))
-def test_sparse_vectors_of_logits_equal_torch(family, config, is_sum, machine, save_model, resolve, inputs):
+def test_sparse_vectors_of_logits_equal_torch(family, config, is_sum, library, save_model, resolve, inputs):
     folder, _ = save_model(f"{family}ForMaskedLM", **config)
     info = resolve(folder)
     sparse = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum)
     info = replace(info, sparse=sparse, tasks=(*info.tasks, SPARSE_EMBED))
-    Runners(info, machine, inputs).compare(PoolingParams().resolved(SPARSE_EMBED, info))
+    Runners(info, library, inputs).compare(PoolingParams().resolved(SPARSE_EMBED, info))
 
 
-def test_sparse_vectors_without_a_head_are_rejected(machine, save_model, resolve):
+def test_sparse_vectors_without_a_head_are_rejected(library, save_model, resolve):
     info = replace(bert(save_model, resolve), sparse=SparsePooling(kind=SparseKind.VOCABULARY_LOGITS))
-    for load in (lambda: load_array_encoder(info, machine), lambda: load_model(info)):
+    for load in (lambda: load_array_encoder(info, library), lambda: load_model(info)):
         with pytest.raises(UnsupportedModelError, match="has no head of a masked language model"):
             load()
 
 
-def test_token_heads_and_comparisons_equal_torch(machine, save_model, resolve, inputs):
+def test_token_heads_and_comparisons_equal_torch(library, save_model, resolve, inputs):
     folder, _ = save_model("BertModel", **SIZES)
     for name, width in (("sparse_linear.pt", 1), ("colbert_linear.pt", 48)):
         torch.save(torch.nn.Linear(48, width).state_dict(), folder / name)
@@ -181,7 +181,7 @@ def test_token_heads_and_comparisons_equal_torch(machine, save_model, resolve, i
         tasks=tasks,
     )
     inputs = [replace(one, num_hidden=min(i, len(one) - 1)) for i, one in enumerate(inputs)]
-    runners = Runners(info, machine, inputs)
+    runners = Runners(info, library, inputs)
     runners.compare(PoolingParams(also=tasks[1:]).resolved(EMBED, info))
     numbers = np.random.default_rng(3)
     queries = [numbers.normal(size=(length, 48)).astype(np.float32) for length in (3, 9)]
@@ -191,23 +191,23 @@ def test_token_heads_and_comparisons_equal_torch(machine, save_model, resolve, i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_in_pickle_files_equal_torch(dtype, machine, save_model, resolve, inputs):
+def test_weights_in_pickle_files_equal_torch(dtype, library, save_model, resolve, inputs):
     folder, reference = save_model("BertModel", **SIZES)
     info = resolve(folder)
     (folder / "model.safetensors").unlink()
     torch.save(reference.to(dtype).state_dict(), folder / "pytorch_model.bin")
-    Runners(info, machine, inputs).compare(PoolingParams().resolved(info.tasks[0], info))
+    Runners(info, library, inputs).compare(PoolingParams().resolved(info.tasks[0], info))
 
 
-def test_runner_serves_after_a_memory_error(machine, save_model, resolve, inputs, monkeypatch: pytest.MonkeyPatch):
+def test_runner_serves_after_a_memory_error(library, save_model, resolve, inputs, monkeypatch: pytest.MonkeyPatch):
     info = bert(save_model, resolve)
-    runners = Runners(info, machine, inputs)
+    runners = Runners(info, library, inputs)
     batch = runners.batch([PoolingParams().resolved(EMBED, info)])
 
     def reject(*_: Any) -> None:
         raise MemoryError("too little memory")
 
-    monkeypatch.setattr(machine, "begin", reject)
+    monkeypatch.setattr(library, "begin", reject)
     with pytest.raises(DeviceMemoryError, match="too little memory"):
         runners.arrays.execute(batch)
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Lanes run forwards side by side, sleep without work, and end with their machine."""
+"""Lanes run forwards side by side, sleep without work, and end with their library."""
 
 import gc
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.kernels.cpu import CpuEncoder, CpuForward, CpuKernelError, Format, Machine
+from penstock.kernels.cpu import CpuEncoder, CpuForward, CpuKernelError, CpuLibrary, Format
 
 from .specs import SHAPES, Texts, make_spec, make_texts
 
@@ -18,12 +18,12 @@ LENGTHS = ([5], [300], [3, 200, 7, 50], [17] * 20, [1, 2, 3], [400, 2])
 
 
 @pytest.fixture(autouse=True)
-def _needs_library(three_lane_machine: Machine) -> None:
+def _needs_library(three_lane_library: CpuLibrary) -> None:
     """Skips the tests without the library."""
 
 
-def open_encoder(machine: Machine) -> CpuEncoder:
-    return CpuEncoder(machine, SPEC, Format.F32)
+def open_encoder(library: CpuLibrary) -> CpuEncoder:
+    return CpuEncoder(library, SPEC, Format.F32)
 
 
 def begin(encoder: CpuEncoder, texts: Texts) -> CpuForward:
@@ -34,10 +34,10 @@ def forward(encoder: CpuEncoder, texts: Texts) -> np.ndarray:
     return begin(encoder, texts).result()[0]
 
 
-def wait_for_lanes(machine: Machine) -> None:
+def wait_for_lanes(library: CpuLibrary) -> None:
     """Waits for lanes that start, or were woken for work that other lanes took."""
     deadline_s = time.monotonic() + 120
-    while machine.num_free < machine.num_lanes:
+    while library.num_free < library.num_lanes:
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
 
@@ -53,8 +53,8 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize("num_lanes", [1, 2, 3, 5])
 def test_parallel_forwards_equal_single_forwards(num_lanes: int) -> None:
     batches = [make_texts(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
-    with Machine(num_lanes) as machine:
-        encoder = open_encoder(machine)
+    with CpuLibrary(num_lanes) as library:
+        encoder = open_encoder(library)
         alone = [forward(encoder, texts) for texts in batches]
         numbers = np.random.default_rng(num_lanes)
         for _ in range(40):
@@ -67,19 +67,19 @@ def test_parallel_forwards_equal_single_forwards(num_lanes: int) -> None:
 
 def test_wakeup_follows_end_of_forward_and_free_lane() -> None:
     waiting, fd = os.pipe()
-    with Machine(2) as machine:
-        encoder = open_encoder(machine)
-        machine.set_wakeup_fd(fd)
+    with CpuLibrary(2) as library:
+        encoder = open_encoder(library)
+        library.set_wakeup_fd(fd)
         running = begin(encoder, make_texts([300, 300, 300]))
         while not running.is_done:
             assert select.select([waiting], [], [], 10)[0], "the forward ended without a wake-up"
             os.read(waiting, 100)
-        while not machine.num_free:  # the first free lane sends one wake-up for both events
+        while not library.num_free:  # the first free lane sends one wake-up for both events
             assert select.select([waiting], [], [], 10)[0], "a lane is free without a wake-up"
             os.read(waiting, 100)
         running.result()
-        wait_for_lanes(machine)
-        machine.set_wakeup_fd(None)
+        wait_for_lanes(library)
+        library.set_wakeup_fd(None)
         while select.select([waiting], [], [], 0)[0]:
             os.read(waiting, 100)
         forward(encoder, make_texts([30]))
@@ -89,26 +89,26 @@ def test_wakeup_follows_end_of_forward_and_free_lane() -> None:
 
 
 def test_running_forwards_hold_the_lanes() -> None:
-    with Machine(2) as machine:
-        encoder = open_encoder(machine)
-        wait_for_lanes(machine)
+    with CpuLibrary(2) as library:
+        encoder = open_encoder(library)
+        wait_for_lanes(library)
         running = [begin(encoder, make_texts([400] * 8)) for _ in range(3)]
-        assert machine.num_free == 0
+        assert library.num_free == 0
         for unfinished in running:
             unfinished.result()
         assert all(finished.is_done for finished in running)
-        wait_for_lanes(machine)
+        wait_for_lanes(library)
 
 
 @pytest.mark.parametrize("collects", [False, True])
 def test_deleted_forward_ends_before_its_memory_is_freed(collects: bool) -> None:
     for _ in range(20):
-        machine = Machine(3)
-        encoder = open_encoder(machine)
+        library = CpuLibrary(3)
+        encoder = open_encoder(library)
         running = begin(encoder, make_texts([200] * 6))
         if collects:
             gc.collect()
-        del running, encoder, machine
+        del running, encoder, library
 
 
 def status_of(thread: Path) -> dict[str, str]:
@@ -117,8 +117,8 @@ def status_of(thread: Path) -> dict[str, str]:
 
 def test_idle_lanes_sleep() -> None:
     others = set(Path("/proc/self/task").iterdir())
-    with Machine(4) as machine:
-        forward(open_encoder(machine), make_texts([200]))
+    with CpuLibrary(4) as library:
+        forward(open_encoder(library), make_texts([200]))
         lanes = set(Path("/proc/self/task").iterdir()) - others
         assert len(lanes) >= 3
         deadline_s = time.monotonic() + 60
@@ -130,12 +130,12 @@ def test_idle_lanes_sleep() -> None:
         assert [status_of(lane)["voluntary_ctxt_switches"] for lane in lanes] == before, "a lane woke up without work"
 
 
-def test_closed_machines_leave_no_threads_and_memory() -> None:
+def test_closed_libraries_leave_no_threads_and_memory() -> None:
     texts = make_texts([300, 20])
 
     def open_and_close() -> None:
-        with Machine(4) as machine:
-            forward(open_encoder(machine), texts)
+        with CpuLibrary(4) as library:
+            forward(open_encoder(library), texts)
 
     for _ in range(20):
         open_and_close()
@@ -148,11 +148,11 @@ def test_closed_machines_leave_no_threads_and_memory() -> None:
     assert resident_bytes() - memory < 8_000_000
 
 
-def test_invalid_machine_is_rejected(three_lane_machine: Machine) -> None:
+def test_invalid_library_argument_is_rejected(three_lane_library: CpuLibrary) -> None:
     with pytest.raises(CpuKernelError, match="cannot start -1 threads"):
-        Machine(-1)
-    encoder = open_encoder(three_lane_machine)
-    three_lane_machine.close()
-    three_lane_machine.close()
+        CpuLibrary(-1)
+    encoder = open_encoder(three_lane_library)
+    three_lane_library.close()
+    three_lane_library.close()
     with pytest.raises(CpuKernelError, match="closed"):
         forward(encoder, make_texts([3]))

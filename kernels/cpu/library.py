@@ -62,7 +62,7 @@ class PoolingCode(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedProduct:
-    """A product with weights in the layout of one machine.
+    """A product with weights in the layout of one instruction set.
 
     Attributes:
         struct: The C struct.
@@ -78,7 +78,7 @@ class PackedProduct:
         return int(self.struct.outputs) // (2 if self.struct.gated else 1)
 
 
-class Machine:
+class CpuLibrary:
     """The C library, opened for one instruction set, with the worker threads ("lanes") and memory of its forwards.
 
     Only `pool` and `truncate_rows` may be called from several threads at once.
@@ -88,30 +88,30 @@ class Machine:
             on the calling thread.
         isa: Instruction set: "plain", "avx2", "avx2vnni", "avx512", "avx512vnni", "avx512bf16", "amx". None selects the
             last one that the processor supports.
-        library: Path of the shared library.
+        path: Path of the shared library.
 
     Raises:
         CpuKernelError: The library cannot be loaded, the processor lacks the instruction set, or threads cannot be
             started.
     """
 
-    def __init__(self, num_lanes: int, *, isa: str | None = None, library: Path = LIBRARY) -> None:
+    def __init__(self, num_lanes: int, *, isa: str | None = None, path: Path = LIBRARY) -> None:
         self._handle: int | None = None
-        if not library.is_file():
+        if not path.is_file():
             raise CpuKernelError("the native kernels are not built: run `make native` (needs a C compiler)")
         try:
-            self._library = _abi.load(str(library), digest())
+            self._c = _abi.load(str(path), digest())
         except OSError as error:
             raise CpuKernelError(f"{error}; build it again: make native") from error
         name = None if isa is None else isa.encode()
-        self.isa = self._library.penstock_isa(name).decode()
+        self.isa = self._c.penstock_isa(name).decode()
         if not self.isa:
             raise CpuKernelError(f"this processor does not support {isa or 'AVX2, which the native kernels need'}")
         self.num_lanes = num_lanes
-        self._handle = self._library.penstock_open(name, num_lanes)
+        self._handle = self._c.penstock_open(name, num_lanes)
         if self._handle is None:
             raise CpuKernelError(f"cannot start {num_lanes} threads")
-        bits = self._library.penstock_formats(self._handle)
+        bits = self._c.penstock_formats(self._handle)
         self.formats = frozenset(f for f in Format if bits >> f & 1)
 
     def __enter__(self) -> Self:
@@ -126,7 +126,7 @@ class Machine:
     def close(self) -> None:
         """Ends the threads and frees the memory. No forward may be running. A second call does nothing."""
         if self._handle is not None:
-            self._library.penstock_close(self._handle)
+            self._c.penstock_close(self._handle)
             self._handle = None
 
     @property
@@ -167,12 +167,12 @@ class Machine:
         if form not in self.formats:
             raise CpuKernelError(f"{self.isa} does not support products in {form.name}")
         struct = _abi.Product(inputs=num_in, outputs=num_out, format=form, activation=activation, gated=gated)
-        num_columns = self._library.penstock_panel_columns(self._opened, struct)
-        weights = aligned(self._library.penstock_packed_bytes(self._opened, struct), np.uint8)
+        num_columns = self._c.penstock_panel_columns(self._opened, struct)
+        weights = aligned(self._c.penstock_packed_bytes(self._opened, struct), np.uint8)
         bias, scales, sums = (aligned(num_columns, dtype) for dtype in (np.float32, np.float32, np.int32))
         source = np.ascontiguousarray(weight_ND, np.float32)
         source_bias = None if bias_N is None else np.ascontiguousarray(bias_N, np.float32)
-        self._library.penstock_pack(
+        self._c.penstock_pack(
             self._opened,
             struct,
             address_of(source),
@@ -200,7 +200,7 @@ class Machine:
             raise ValueError(f"add must be contiguous float32 {list(result.shape)}, got {list(add.shape)}")
         inputs, scales = aligned(rows * width * 2, np.uint8), aligned(2 * rows, np.float32)
         scratch = aligned(width * 64, np.float32)
-        self._library.penstock_product(
+        self._c.penstock_product(
             self._opened,
             packed.struct,
             address_of(x_RD),
@@ -213,14 +213,14 @@ class Machine:
     @property
     def num_free(self) -> int:
         """Number of idle lanes."""
-        return int(self._library.penstock_free_lanes(self._with_lanes))
+        return int(self._c.penstock_free_lanes(self._with_lanes))
 
     def set_wakeup_fd(self, fd: int | None) -> None:
         """Sets the file descriptor to write to when a forward ends or a lane becomes idle; None: no descriptor.
 
         After this call the library does not write to the previous descriptor.
         """
-        self._library.penstock_set_wakeup_fd(self._with_lanes, -1 if fd is None else fd)
+        self._c.penstock_set_wakeup_fd(self._with_lanes, -1 if fd is None else fd)
 
     def begin(self, encoder: _abi.Encoder, batch: _abi.Batch) -> int:
         """Starts a forward; see CpuEncoder. The memory of the structs must stay valid until `end` has returned.
@@ -231,14 +231,14 @@ class Machine:
         Raises:
             MemoryError: There is not enough memory.
         """
-        handle = self._library.penstock_begin(self._with_lanes, encoder, batch)
+        handle = self._c.penstock_begin(self._with_lanes, encoder, batch)
         if handle is None:
             raise MemoryError(_NO_MEMORY)
         return int(handle)
 
     def is_done(self, handle: int) -> bool:
         """Whether `end` returns without waiting."""
-        return bool(self._library.penstock_is_done(handle))
+        return bool(self._c.penstock_is_done(handle))
 
     def end(self, handle: int) -> None:
         """Waits for a forward and frees it. Must be called once per forward.
@@ -246,7 +246,7 @@ class Machine:
         Raises:
             MemoryError: There was not enough memory.
         """
-        if not self._library.penstock_end(handle):
+        if not self._c.penstock_end(handle):
             raise MemoryError(_NO_MEMORY)
 
     def pool(
@@ -279,7 +279,7 @@ class Machine:
             [N, width] float32.
         """
         out = np.empty((len(starts_N), width), np.float32)
-        self._library.penstock_pool(
+        self._c.penstock_pool(
             self._opened,
             pooling,
             address_of(hidden_TD),
@@ -304,26 +304,26 @@ class Machine:
         """
         out = np.empty((len(rows_RD), width), np.float32)
         stride = rows_RD.strides[0] // 4
-        self._library.penstock_truncate_rows(
+        self._c.penstock_truncate_rows(
             self._opened, address_of(rows_RD), stride, len(rows_RD), width, normalize, address_of(out)
         )
         return out
 
 
 @cache
-def shared_machine() -> Machine | None:
-    """Returns a Machine without threads, shared by the whole process. Do not close it.
+def shared_library() -> CpuLibrary | None:
+    """Returns a CpuLibrary without threads, shared by the whole process. Do not close it.
 
     Returns:
         None if the library is not built, was built from other sources, or does not support this processor.
     """
     try:
-        return Machine(0)
+        return CpuLibrary(0)
     except CpuKernelError:
         return None
 
 
-def has_exact_products(machine: Machine) -> bool:
+def has_exact_products(library: CpuLibrary) -> bool:
     """Whether products of integers are exact in every format. Takes a few milliseconds.
 
     The sums are below 2^24 and the largest value of each row and column is 127, so no format rounds.
@@ -333,12 +333,12 @@ def has_exact_products(machine: Machine) -> bool:
     for num_in, num_out in ((76, 45), (128, 64)):
         weight_ND = random.integers(-127, 128, (num_out, num_in))
         weight_ND[:, 0] = 127
-        for form in machine.formats:
-            packed = machine.pack(weight_ND.astype(np.float32), None, form)
+        for form in library.formats:
+            packed = library.pack(weight_ND.astype(np.float32), None, form)
             for num_rows in (1, 16, 17, 45):
                 x_RD = random.integers(-127, 128, (num_rows, num_in))
                 x_RD[:, 0], x_RD[:, -1] = 127, -127
-                if not np.array_equal(machine.product(packed, x_RD.astype(np.float32)), x_RD @ weight_ND.T):
+                if not np.array_equal(library.product(packed, x_RD.astype(np.float32)), x_RD @ weight_ND.T):
                     return False
     return True
 
