@@ -182,17 +182,10 @@ class DecoderConfig:
 
     def rope_spec(self, values: Mapping[str, Any], theta: float, original_positions: int | None) -> RopeSpec:
         """Returns the rotary positions of an object of config.json. `theta` is the default of rope_theta."""
-        rope_type = str(values.get("rope_type") or values.get("type") or "default")
-        options = dict(values)
-        if rope_type in _SCALED_ROPE_TYPES and original_positions is not None:
-            options["original_max_position_embeddings"] = original_positions
-        return RopeSpec(
-            rope_type=rope_type,
-            theta=float(values.get("rope_theta") or theta),
-            size=self.rotary_size,
-            max_positions=self.max_position_embeddings,
-            options=options,
-        )
+        rope = RopeSpec.read(values, theta=theta, size=self.rotary_size, max_positions=self.max_position_embeddings)
+        if rope.rope_type in _SCALED_ROPE_TYPES and original_positions is not None:
+            return replace(rope, options={**values, "original_max_position_embeddings": original_positions})
+        return rope
 
     def norm(self, name: str, size: int) -> NormSpec:
         """Returns a norm of the model."""

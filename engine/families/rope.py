@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,27 @@ class RopeSpec:
             raise UnsupportedModelError(
                 f"rope_type is {self.rope_type!r}; penstock supports {', '.join(sorted(_SCALINGS))}."
             )
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], *, theta: float, size: int, max_positions: int) -> Self:
+        """Returns the rotary positions of the object rope_parameters or rope_scaling of config.json.
+
+        Args:
+            values: The object; empty for plain rotary positions.
+            theta: Base of the frequencies if `values` has no rope_theta.
+            size: Rotated columns of a head.
+            max_positions: max_position_embeddings of config.json.
+
+        Raises:
+            UnsupportedModelError: The scaling is not known.
+        """
+        return cls(
+            rope_type=str(values.get("rope_type") or values.get("type") or "default"),
+            theta=float(values.get("rope_theta") or theta),
+            size=size,
+            max_positions=max_positions,
+            options=values,
+        )
 
     @property
     def depends_on_length(self) -> bool:

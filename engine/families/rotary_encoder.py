@@ -97,16 +97,11 @@ class RotaryEncoderConfig:
 
     def rope_spec(self, values: Mapping[str, Any], theta: float, max_len: int) -> RopeSpec:
         """Returns the rotary positions for texts of up to `max_len` tokens. `theta` is the default of rope_theta."""
-        rope_type = str(values.get("rope_type") or values.get("type") or "default")
-        if rope_type == "dynamic" and max_len <= self.max_position_embeddings:
-            rope_type = "default"  # no text is long enough for the scaling, and the C library runs the model
-        return RopeSpec(
-            rope_type=rope_type,
-            theta=float(values.get("rope_theta") or theta),
-            size=self.head_size,
-            max_positions=self.max_position_embeddings,
-            options=values,
-        )
+        rope = RopeSpec.read(values, theta=theta, size=self.head_size, max_positions=self.max_position_embeddings)
+        if rope.rope_type == "dynamic" and max_len <= self.max_position_embeddings:
+            # No text is long enough for the scaling, and the C library runs the model.
+            return replace(rope, rope_type="default")
+        return rope
 
 
 def rotary_encoder_spec(

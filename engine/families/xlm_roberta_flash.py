@@ -52,13 +52,11 @@ class FlashConfig(RobertaConfig):
     @property
     def rope(self) -> RopeSpec:
         """The rotary positions."""
-        values = self.rope_parameters or {}
-        return RopeSpec(
-            rope_type=str(values.get("rope_type") or "default"),
-            theta=float(values.get("rope_theta") or self.rotary_emb_base),
+        return RopeSpec.read(
+            self.rope_parameters or {},
+            theta=self.rotary_emb_base,
             size=self.hidden_size // self.num_attention_heads,
             max_positions=self.max_position_embeddings,
-            options=values,
         )
 
 

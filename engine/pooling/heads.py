@@ -55,8 +55,6 @@ class Rows(Protocol):
 
 R = TypeVar("R", bound=Rows)
 """A numpy array or a tensor."""
-WEIGHTED: Final = PoolingType.ATTENTION
-"""Type of the kernel for a mean with a weight for each row. It computes ATTENTION, and WEIGHTED_MEAN in chunks."""
 RowMap = Callable[[R], R]
 """Maps rows [R, D] to rows [R, W] or weights [R, 1]."""
 
@@ -144,7 +142,7 @@ class RowOps(Protocol[R]):
             metadata: Metadata of the batch.
             pooling_type: A sequence-level type.
             transform: Truncation and normalisation of the pooled rows.
-            weights: [T] float32, for WEIGHTED.
+            weights: [T] float32, for ATTENTION: the weight of each row.
             indices: The sequences to pool, ascending; None for all.
 
         Returns:

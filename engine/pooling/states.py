@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, cast
 import numpy as np
 
 from ..protocol.tasks import PoolingType
-from .heads import WEIGHTED, R, RowOps, VectorTransform
+from .heads import R, RowOps, VectorTransform
 from .metadata import IntArray, PoolingMetadata, check_gap, prefix_sums, ranges, rows_between
 
 Strategy = str | Sequence[str]
@@ -175,7 +175,7 @@ class PoolingStates(Generic[R]):
             raise ValueError(f"attention weights {list(self.weights.shape)} do not fit {self.num_tokens} tokens")
         metadata = PoolingMetadata.of_rows(np.array([self.num_tokens]), skips=np.array([self.skip_tokens]))
         rows = self.ops.concat_rows(self.rows)
-        return self.ops.pool(rows, metadata, WEIGHTED, VectorTransform(), weights=self.weights)
+        return self.ops.pool(rows, metadata, PoolingType.ATTENTION, VectorTransform(), weights=self.weights)
 
 
 def update_states(
@@ -216,7 +216,7 @@ def update_states(
         kernel_type: PoolingType = pooling_type
         weights = None
         if pooling_type is PoolingType.WEIGHTED_MEAN:
-            kernel_type = WEIGHTED
+            kernel_type = PoolingType.ATTENTION  # its kernel takes a weight for each row
             weights = ops.rows_of((ranges(positions, positions + lengths) + 1).astype(np.float32))
         elif pooling_type is PoolingType.MEAN_SQRT_LEN:
             kernel_type = PoolingType.MEAN
