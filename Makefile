@@ -301,8 +301,9 @@ wheel: install ## Build the wheel into dist/.
 	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 
-reference: install ## Write docs/reference/settings.md from the declarations of the settings.
+reference: install ## Write docs/reference: the settings from their declarations, the models from known_models.toml.
 	@$(BIN)/python -m penstock.server.commands.settings_text > docs/reference/settings.md
+	@$(BIN)/python -m penstock.server.commands.known_models > docs/reference/models.md
 
 # Graphviz as WebAssembly, from npm. Needs Node 20.
 GRAPHVIZ := @hpcc-js/wasm-graphviz-cli@1.11.2

@@ -8,6 +8,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from ..models.weight_files import short_count
 from ..settings import CommandError, EmbedSettings, InfoSettings, ServerSettings, load, load_failure
 from .default_model import model_and_names
 from .flags import OneLineParser, add_flags, translated
-from .known_models import TASKS, as_json, as_table, models_for
+from .known_models import TASKS, as_json, as_text, find_models
 from .model_plans import planned
 from .ray_commands import add_ray
 
@@ -126,7 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     config = commands.add_parser("config", help=_CONFIG, description=_CONFIG)
     config.set_defaults(run=_config)
 
-    models = commands.add_parser("models", help=_MODELS, description=_MODELS, usage="%(prog)s [FLAG ...]")
+    models = commands.add_parser("models", help=_MODELS, description=_MODELS, usage="%(prog)s [WORD] [FLAG ...]")
+    models.add_argument("word", metavar="WORD", nargs="?", default="", help="Only models that contain this word.")
     models.add_argument("--task", choices=TASKS, help="Only models for this task; default: all.")
     models.add_argument("--json", action="store_true", help="Print JSON.")
     models.set_defaults(run=_models)
@@ -230,8 +232,9 @@ def _info(arguments: dict[str, Any]) -> int:
 
 
 def _models(arguments: dict[str, Any]) -> int:
-    models = models_for(arguments["task"])
-    print(json.dumps(as_json(models), indent=2) if arguments["json"] else as_table(models))
+    models = find_models(arguments["task"], arguments["word"])
+    width = shutil.get_terminal_size(fallback=(sys.maxsize, 0)).columns  # without a terminal one line per model
+    print(json.dumps(as_json(models), indent=2) if arguments["json"] else as_text(models, width))
     return 0
 
 

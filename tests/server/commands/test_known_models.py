@@ -1,24 +1,28 @@
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from penstock.engine.families.registry import FAMILIES
 from penstock.engine.model_files.reranker import find_preset
 from penstock.server.commands import cli
-from penstock.server.commands.known_models import KNOWN_MODELS, TASKS, models_for
+from penstock.server.commands.known_models import TASKS, find_models, reference_page
 
 from ...engine.executors.families import CAUSAL, ENCODERS
+from ...engine.executors.torch.test_transformers import EMBEDDERS
 
-models = pytest.mark.parametrize("model", KNOWN_MODELS, ids=lambda model: model.name)
+MODELS = find_models()
+models = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 
 
 @models
 def test_family_of_a_model_is_compared_with_transformers(model) -> None:
-    assert model.family in FAMILIES
-    compared = {case.values[0].lower() for case in ENCODERS + CAUSAL}
+    cases = ENCODERS + CAUSAL if model.family in FAMILIES else EMBEDDERS
+    compared = {case.values[0].removesuffix("Model").removesuffix("Encoder").lower() for case in cases}
     in_transformers = {"new": "gte"}.get(model.family, model.family)
     assert re.sub("[-_]", "", in_transformers) in compared
+    assert (model.tested == "weights") == (model.name == "sentence-transformers/all-MiniLM-L6-v2")
 
 
 @models
@@ -28,18 +32,43 @@ def test_facts_of_a_model_are_complete(model) -> None:
     assert set(model.tasks) <= set(TASKS)
     assert (model.dimensions is not None) == bool({"embed", "multi_vector"} & set(model.tasks))
     assert model.num_parameters > 10**7
-    assert model.licence in {"Apache-2.0", "MIT"}
-    has_preset = model.family.startswith("qwen") and "rerank" in model.tasks
+    assert 100 <= model.max_tokens <= 32_768
+    assert model.licence in {"Apache-2.0", "MIT", "CC-BY-NC-4.0", "CC-BY-NC-SA-4.0", "Gemma"}
+    has_preset = model.family.startswith(("qwen", "gemma")) and "rerank" in model.tasks
     assert (find_preset(model.family, [model.name]) is not None) == has_preset
 
 
-def test_command_lists_all_models(capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_have_different_names_and_all_tasks() -> None:
+    assert len({model.name for model in MODELS}) == len(MODELS) >= 40
+    assert {task for model in MODELS for task in model.tasks} == set(TASKS)
+
+
+def test_reference_page_of_models_is_up_to_date() -> None:
+    page = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
+    assert page.read_text() == reference_page(), "run `make reference`"
+
+
+def test_command_lists_all_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     assert cli.main(["models"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["task", "parameters", "dimensions", "languages", "licence", "tested", "command"]
-    for model in KNOWN_MODELS:
-        assert sum(line.endswith(f"penstock serve {model.name}") for line in lines) == 1
-    assert cli.main(["models", "--task", "rerank", "--json"]) == 0
+    wide = capsys.readouterr().out.splitlines()
+    assert wide[0].split()[0] == "task"
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["models"]) == 0
+    narrow = capsys.readouterr().out.splitlines()
+    assert max(map(len, narrow)) <= 80
+    for model in MODELS:
+        assert sum(line.endswith(f"  penstock serve {model.name}") for line in wide) == 1
+        assert narrow.count(f"penstock serve {model.name}") == 1
+
+
+def test_task_and_word_select_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models", "--task", "sparse", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert [model["name"] for model in answer] == [model.name for model in models_for("rerank")]
+    assert [model["tasks"][0] for model in answer] == ["sparse", "sparse", "embed"]
     assert answer[0]["command"] == f"penstock serve {answer[0]['name']}"
+    assert cli.main(["models", "QWEN3", "--task", "rerank", "--json"]) == 0
+    names = [model["name"] for model in json.loads(capsys.readouterr().out)]
+    assert names == ["Qwen/Qwen3-Reranker-0.6B", "Qwen/Qwen3-Reranker-4B"]
+    assert cli.main(["models", "no such model"]) == 0
+    assert capsys.readouterr().out.startswith("No listed model matches.")

@@ -33,6 +33,7 @@ HELIUM = SIZES | {"num_key_value_heads": 2, "head_dim": 12}
 T5 = {"vocab_size": 200, "d_model": 48, "d_kv": 12, "d_ff": 80, "num_layers": 2, "num_heads": 4}
 CONVBERT = SIZES | {"embedding_size": 48, "head_ratio": 2, "conv_kernel_size": 5}
 EMBEDDERS = [
+    pytest.param("AlbertModel", ALBERT, True, id="albert"),
     pytest.param("DebertaModel", DEBERTA, False, id="deberta-own-attention"),
     pytest.param("GPT2Model", GPT2, True, id="gpt2"),
     pytest.param("Starcoder2Model", HELIUM | {"sliding_window": 8}, True, id="starcoder2-window"),
