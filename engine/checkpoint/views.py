@@ -23,6 +23,9 @@ Floats = NDArray[np.float32]
 _BLOCK_ROWS: Final = 4096
 _BF16_INFINITY: Final = np.uint16(0x7F80)
 _BF16_NAN: Final = np.uint16(0x7FC0)
+# Suffixes of a quantised weight's name in compressed-tensors.
+_SCALE: Final = "_scale"
+_PACKED: Final = "_packed"
 # numpy has no bfloat16; weights in arrays use uint16 instead.
 _TYPES: Final[dict[str, np.dtype[Any]]] = {
     "F64": np.dtype("<f8"),
@@ -68,13 +71,19 @@ class WeightView(ABC, Generic[StoredT]):
     def are_finite(values: StoredT) -> bool:
         """Whether a tensor has neither NaN nor infinite values."""
 
+    @staticmethod
+    @abstractmethod
+    def dequantize(stored: StoredT, scale: StoredT, num_columns: int) -> StoredT:
+        """Returns a quantised weight in float32; see `dequantize`."""
+
     def scope(self, name: str) -> Self:
         """Returns a view with `name` added to the prefix, or this view if it is empty."""
         return replace(self, prefix=f"{self.prefix}{name}.") if name else self  # type: ignore[type-var]
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
-        return self.prefix + name in self.source
+        full_name = self.prefix + name
+        return full_name in self.source or f"{full_name}{_PACKED}" in self.source
 
     def scope_of(self, name: str, prefixes: Sequence[str]) -> Self:
         """Returns the view of the first of `prefixes` that has the tensor `name`.
@@ -92,20 +101,35 @@ class WeightView(ABC, Generic[StoredT]):
         raise WeightError(f"The checkpoint has no weight {candidates}.")
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredT:
-        """Returns the stored tensor.
+        """Returns the stored tensor, or a quantised weight in float32.
 
         Raises:
             WeightError: The tensor is missing or has another shape.
         """
         full_name = self.prefix + name
-        if full_name not in self.source:
+        if not self.has(name):
             raise WeightError(f"The checkpoint has no weight {full_name!r}.")
-        stored = self.source.read(full_name)
+        if f"{full_name}{_SCALE}" in self.source:
+            stored = self._dequantized(full_name, shape[-1])
+        elif full_name in self.source:
+            stored = self.source.read(full_name)
+        else:
+            raise WeightError(
+                f"The checkpoint has the quantised weight {full_name!r} without its scale {full_name + _SCALE!r}."
+            )
         if tuple(stored.shape) != shape:
             raise WeightError(
                 f"The weight {full_name!r} has the shape {list(stored.shape)}; the configuration needs {list(shape)}."
             )
         return stored
+
+    def _dequantized(self, full_name: str, num_columns: int) -> StoredT:
+        is_packed = full_name not in self.source
+        stored = self.source.read(f"{full_name}{_PACKED}" if is_packed else full_name)
+        try:
+            return self.dequantize(stored, self.source.read(f"{full_name}{_SCALE}"), num_columns)
+        except ValueError as error:
+            raise WeightError(f"The quantised weight {full_name!r} cannot be read: {error}.") from error
 
     def check_finite(self, name: str, stored: StoredT) -> None:
         """Checks for NaN and infinite values, which attention, tanh and softmax may hide in a forward.
@@ -126,6 +150,11 @@ class ArrayWeights(WeightView[Array]):
 
     source: TensorSource[Array]
     prefix: str = ""
+
+    @staticmethod
+    def dequantize(stored: Array, scale: Array, num_columns: int) -> Array:
+        """See WeightView."""
+        return dequantize(stored, scale, num_columns)
 
     @staticmethod
     def are_finite(values: Array) -> bool:
@@ -162,6 +191,33 @@ def as_floats(values: Array) -> Floats:
         return (values.astype(np.uint32) << 16).view(np.float32)
     with np.errstate(over="ignore"):  # the warm-up finds infinite values
         return np.require(values, np.float32, ["C", "A"])
+
+
+def dequantize(stored: Array, scale: Array, num_columns: int) -> Floats:
+    """Returns a quantised weight of compressed-tensors: the product of integers and scales, in float32.
+
+    Args:
+        stored: [O, I] int8, or [O, ceil(I / 4)] int32 with 4 values in a word: the first one in the lowest byte, each
+            plus 128.
+        scale: [O, G] for G groups of columns of one width, or one value for all.
+        num_columns: I.
+
+    Raises:
+        ValueError: The type is another, or the shapes do not fit.
+    """
+    if stored.ndim != 2 or stored.dtype not in (np.int8, np.int32):
+        raise ValueError(f"it is {stored.dtype} {list(stored.shape)}; it must be int8 or packed int32, with 2 axes")
+    if stored.dtype == np.int32:
+        if stored.shape[1] != -(-num_columns // 4):
+            raise ValueError(f"it has {stored.shape[1]} words of 4 values for {num_columns} columns")
+        stored = (np.ascontiguousarray(stored, "<i4").view(np.uint8) ^ np.uint8(128)).view(np.int8)[:, :num_columns]
+    num_rows, num_columns = stored.shape
+    scales = as_floats(scale).reshape(*(scale.shape if scale.ndim == 2 else (-1, 1)))
+    num_groups = scales.shape[1]
+    if len(scales) not in (1, num_rows) or not num_groups or num_columns % num_groups:
+        raise ValueError(f"its scales {list(scale.shape)} do not fit the values {[num_rows, num_columns]}")
+    groups = stored.reshape(num_rows, num_groups, -1) * scales[:, :, None]
+    return groups.reshape(num_rows, num_columns)
 
 
 def cast_table(table: Array, dtype: str) -> Array:

@@ -21,6 +21,7 @@ from .architecture import DECODER_MODEL_TYPES, resolve_adapters, resolve_archite
 from .draft import ModelDraft, merged
 from .length_limits import resolve_long_text, resolve_max_model_len
 from .model_folder import as_load_error, locate_model, no_model_error, read_object
+from .quantization import check_quantization
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles, read_modules
 from .vector_outputs import read_stanford_modules, resolve_multi_vector, resolve_sparse
 
@@ -67,6 +68,7 @@ def _resolve(root: Path, config: EngineConfig) -> ModelInfo:
     draft.set("path", str(path), config.model_source if path == root else MODULES_FILE)
     draft.set("root", None if path == root else str(root), config.model_source)
     resolve_architecture(draft)
+    check_quantization(draft, path)
     resolve_adapters(draft, root)
     resolve_classes(draft)
     _resolve_pooling(draft)

@@ -9,6 +9,8 @@ from typing import Final, NamedTuple
 from penstock.engine.checkpoint.files import read_header
 from penstock.engine.protocol.errors import WeightError
 
+_PACKED_VALUES: Final = 4
+"""Values in a word of a packed weight of compressed-tensors."""
 _SIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -70,7 +72,10 @@ class WeightHeaders:
 def _num_parameters(path: Path) -> int:
     """Returns the number of parameters in a safetensors header; 0 for a damaged file."""
     try:
-        return sum(math.prod(entry.shape) for entry in read_header(path).values())
+        entries = read_header(path).items()
+        return sum(
+            math.prod(entry.shape) * (_PACKED_VALUES if name.endswith("_packed") else 1) for name, entry in entries
+        )
     except WeightError:
         return 0
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ....checkpoint.views import TensorSource, WeightView
+from ....checkpoint.views import TensorSource, WeightView, dequantize
 from ....families.spec import LinearSpec
 
 
@@ -63,6 +63,11 @@ class Weights(WeightView[Tensor]):
     fusion: Fusion = Fusion.NONE
 
     are_finite = staticmethod(are_finite)
+
+    @staticmethod
+    def dequantize(stored: Tensor, scale: Tensor, num_columns: int) -> Tensor:
+        """See WeightView."""
+        return torch.from_numpy(dequantize(stored.numpy(), scale.float().numpy(), num_columns))
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Reads one tensor.
