@@ -135,6 +135,17 @@ def test_large_requests_leave_half_of_the_queue_to_small_ones() -> None:
     assert admission.stats.num_tokens == 7 * 25_000 + 30_000 + 7 * 500
 
 
+@pytest.mark.parametrize(("rate", "largest"), [(1_019, 500), (1_022, 511)])
+def test_large_size_follows_rate_changes_above_2_percent(rate: int, largest: int) -> None:
+    admission = make(1_000_000, max_queue_s=8.0, rate=1_000)
+    for _ in range(8):
+        admission.enter(25_000)
+    admission._rates[0].tokens_per_s = rate
+    admission._rates[0].on_change()
+    with pytest.raises(EngineOverloadedError, match=f"more than {largest} tokens are large; yours has 600"):
+        admission.enter(600)
+
+
 @pytest.mark.parametrize("is_by_time", [False, True])
 def test_new_client_gets_its_share_of_a_full_queue(is_by_time: bool) -> None:
     admission = make(1_000_000, max_queue_s=10.0, rate=100) if is_by_time else make(rate=100)

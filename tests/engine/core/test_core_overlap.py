@@ -297,6 +297,16 @@ def test_results_are_sent_in_the_order_batches_end(lanes: LaneDriver) -> None:
     assert not lanes.unfinished_requests
 
 
+def test_batches_of_two_token_budgets_run_at_most() -> None:
+    lanes = LaneDriver(budget=64)
+    lanes.runner.num_lanes = 4
+    lanes.start(1, 2, length=64)
+    lanes.submit(3, 64)
+    assert not lanes.core._should_begin()
+    lanes.end(0)
+    assert lanes.started == [[1], [2], [3]]
+
+
 def test_stop_sends_results_of_running_batches(lanes: LaneDriver) -> None:
     lanes.start(1)
     lanes.core.stop()

@@ -13,7 +13,12 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError, RequestTooLongError
+from penstock.engine.protocol.errors import (
+    EngineOverloadedError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    RequestTooLongError,
+)
 from penstock.engine.protocol.model_info import TokenizerSpec
 from penstock.engine.tokenization.model_tokenizer import Truncation, truncate_chars
 from penstock.engine.tokenization.tokenizer import TokenizerPool
@@ -273,3 +278,5 @@ async def test_truncated_text_keeps_its_special_tokens(
     finally:
         pool.close()
     assert cut.token_ids.tolist() == expected
+    with pytest.raises(EngineUnavailableError):
+        await pool.encode(["the quick brown fox"], Truncation(max_num_tokens=3, may_truncate=True))

@@ -222,6 +222,20 @@ async def test_full_disk_is_written_again_after_a_pause(
     assert "writing vectors again" in messages[1]
 
 
+async def test_at_most_64_mib_of_rows_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    monkeypatch.setattr(DiskTier, "write", lambda tier, rows: written.extend(key for key, _ in rows))
+    shared = SharedTier(tmp_path, MIB)
+    with shared._wake:  # the thread takes no rows meanwhile
+        shared.put(key_of(0), bytes(64 * MIB))
+        shared.put(key_of(1), b"a")
+        assert shared.num_dropped == 1
+    wait_until(lambda: written == [key_of(0)])
+    shared.put(key_of(2), b"a")
+    shared.close()
+    assert written == [key_of(0), key_of(2)]
+
+
 async def test_damaged_file_is_not_used_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shared = SharedTier(tmp_path, MIB)
     num_bytes = shared.num_bytes()

@@ -100,6 +100,7 @@ MAGIC = {"layer_types": ["mamba", "magic", "mamba"]}
         ("Mamba2Model", MAMBA2, {"num_heads": 5}, ModelLoadError, "num_heads 5 \\* head_dim 16"),
         ("MambaModel", MAMBA, {"is_causal": False}, UnsupportedModelError, "a recurrence is causal"),
         ("MambaModel", MAMBA, {"state_size": 9}, WeightError, r"layers.0.mixer.x_proj.weight"),
+        ("JambaModel", JAMBA, {"is_causal": False}, UnsupportedModelError, "a recurrence is causal"),
         ("JambaModel", JAMBA, {"num_experts_per_tok": 9}, ModelLoadError, "is 9, but there are 4 experts"),
         ("BambaModel", BAMBA, {"mamba_n_heads": 5}, ModelLoadError, "mamba_n_heads 5"),
         ("GraniteMoeHybridModel", GRANITE, MAGIC, UnsupportedModelError, "'magic'"),
