@@ -15,8 +15,8 @@
     +-- ConflictError                the state of a file or batch does not allow the operation
     +-- StorageError                 the disk is full or fails: free space, then try again
     +-- PoolError                    a sequence pool cannot do an operation
-    |   +-- PoolExhausted            no block or slot is free
-    |   +-- InvalidSlot              not in use, out of range, or of the other kind
+    |   +-- PoolExhaustedError       no block or slot is free
+    |   +-- InvalidSlotError         not in use, out of range, or of the other kind
     +-- ModelLoadError               the model cannot be served at all (start-up only)
         +-- UnsupportedModelError    unknown architecture or model file
         +-- WeightError              a tensor is missing or has the wrong shape
@@ -219,11 +219,11 @@ class PoolError(EngineError):
     """A sequence pool cannot do an operation. Never reaches a caller: the scheduler waits, or has a bug."""
 
 
-class PoolExhausted(PoolError):  # noqa: N818 - scheduling/sequence_pool.py raises it under this name
+class PoolExhaustedError(PoolError):
     """No block or slot is free at the moment."""
 
 
-class InvalidSlot(PoolError):  # noqa: N818 - see PoolExhausted
+class InvalidSlotError(PoolError):
     """A block or slot is out of range, not in use, or of a kind that the pool does not have."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from ..protocol.errors import InvalidSlot, PoolExhausted
+from ..protocol.errors import InvalidSlotError, PoolExhaustedError
 
 _MAX_TRIES: Final = 8
 """Ranges of about the requested length to try before a longer one is cut."""
@@ -132,25 +132,25 @@ class KvCachePool:
         """Returns the number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def alloc(self) -> int:
+    def allocate(self) -> int:
         """Allocates one block.
 
         Raises:
-            PoolExhausted: No block is free.
+            PoolExhaustedError: No block is free.
         """
-        return self.alloc_many(1)[0]
+        return self.allocate_many(1)[0]
 
-    def alloc_many(self, count: int) -> list[int]:
+    def allocate_many(self, count: int) -> list[int]:
         """Allocates `count` blocks in ascending order, adjacent ones if possible, because they are read faster.
 
         Raises:
-            PoolExhausted: Fewer blocks are free. No block is allocated.
+            PoolExhaustedError: Fewer blocks are free. No block is allocated.
             ValueError: `count` is negative.
         """
         if count < 0:
             raise ValueError(f"count is {count}; it must be 0 or more.")
         if count > self.num_free:
-            raise PoolExhausted(f"{count} blocks are needed, but {self.num_free} of {self.num_blocks} are free.")
+            raise PoolExhaustedError(f"{count} blocks are needed, but {self.num_free} of {self.num_blocks} are free.")
         if not count:
             return []
         blocks: list[int] = []
@@ -163,7 +163,7 @@ class KvCachePool:
         """Adds a reference to a block in use.
 
         Raises:
-            InvalidSlot: `block` is not a block in use.
+            InvalidSlotError: `block` is not a block in use.
         """
         self._check(block)
         self._references[block] += 1
@@ -172,7 +172,7 @@ class KvCachePool:
         """Releases one reference and returns the number of remaining references. At 0 the block is free.
 
         Raises:
-            InvalidSlot: `block` is not a block in use.
+            InvalidSlotError: `block` is not a block in use.
         """
         self._check(block)
         self._references[block] -= 1
@@ -184,7 +184,7 @@ class KvCachePool:
         """Releases one reference of each block. Fastest for blocks in ascending order.
 
         Raises:
-            InvalidSlot: A block is not in use. The blocks before it are released.
+            InvalidSlotError: A block is not in use. The blocks before it are released.
         """
         start = end = 0  # range of free blocks to add to the free ranges
         try:
@@ -207,7 +207,7 @@ class KvCachePool:
         """Returns the number of references to a block; 0 if it is free.
 
         Raises:
-            InvalidSlot: `block` is out of range.
+            InvalidSlotError: `block` is out of range.
         """
         self._check_range(block)
         return self._references[block]
@@ -215,8 +215,8 @@ class KvCachePool:
     def _check(self, block: int) -> None:
         self._check_range(block)
         if not self._references[block]:
-            raise InvalidSlot(f"block {block} is not in use.")
+            raise InvalidSlotError(f"block {block} is not in use.")
 
     def _check_range(self, block: int) -> None:
         if type(block) is not int or not 0 <= block < self.num_blocks:
-            raise InvalidSlot(f"{block!r} is not a block; blocks are numbered 0 to {self.num_blocks - 1}.")
+            raise InvalidSlotError(f"{block!r} is not a block; blocks are numbered 0 to {self.num_blocks - 1}.")

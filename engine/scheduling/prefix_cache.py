@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..protocol.errors import InvalidSlot
+from ..protocol.errors import InvalidSlotError
 from .kv_cache_pool import KvCachePool
 
 _KEY_SIZE: Final = 16
@@ -103,13 +103,13 @@ class PrefixCache:
         If the key is cached already, returns that block and does not add `block`.
 
         Raises:
-            InvalidSlot: `block` is not in use, or is cached under another key.
+            InvalidSlotError: `block` is not in use, or is cached under another key.
         """
         known = self._block_of.get(key)
         if known is not None:
             return known
         if block in self._key_of:
-            raise InvalidSlot(f"block {block} is in the prefix cache under another key.")
+            raise InvalidSlotError(f"block {block} is in the prefix cache under another key.")
         self._pool.share(block)
         self._block_of[key] = block
         self._key_of[block] = key
@@ -119,7 +119,7 @@ class PrefixCache:
         """Releases a sequence's reference to a block, cached or not.
 
         Raises:
-            InvalidSlot: `block` is not a block in use.
+            InvalidSlotError: `block` is not a block in use.
         """
         if self._pool.free(block) == 1 and block in self._key_of:
             self._evictable[block] = None

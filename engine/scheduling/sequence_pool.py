@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from ..protocol.errors import InvalidSlot, PoolExhausted
+from ..protocol.errors import InvalidSlotError, PoolExhaustedError
 from .kv_cache_pool import KvCachePool
 from .prefix_cache import PrefixCache
 
@@ -44,26 +44,28 @@ class SsmStatePool:
         """Slots in use."""
         return len(self._used)
 
-    def alloc(self) -> int:
+    def allocate(self) -> int:
         """Allocates a slot and returns its number.
 
         Raises:
-            PoolExhausted: No slot is free.
+            PoolExhaustedError: No slot is free.
         """
         if not self._free:
-            raise PoolExhausted(f"all {self.num_slots} state slots are in use.")
+            raise PoolExhaustedError(f"all {self.num_slots} state slots are in use.")
         index = self._free.pop()
         self._used.add(index)
         return index
 
-    def release(self, index: int) -> None:
+    def free(self, index: int) -> None:
         """Frees a slot.
 
         Raises:
-            InvalidSlot: `index` is not a slot in use.
+            InvalidSlotError: `index` is not a slot in use.
         """
         if type(index) is not int or index not in self._used:
-            raise InvalidSlot(f"{index!r} is not a state slot in use; slots are numbered 0 to {self.num_slots - 1}.")
+            raise InvalidSlotError(
+                f"{index!r} is not a state slot in use; slots are numbered 0 to {self.num_slots - 1}."
+            )
         self._used.remove(index)
         self._free.append(index)
 
@@ -194,8 +196,8 @@ class SequencePool:
             The allocation, or None if memory must be freed first.
 
         Raises:
-            PoolExhausted: The sequence is too long for the pool; see `can_hold`.
-            InvalidSlot: The owner has an allocation already.
+            PoolExhaustedError: The sequence is too long for the pool; see `can_hold`.
+            InvalidSlotError: The owner has an allocation already.
             ValueError: `num_tokens` is less than 1, or there are more keys than full blocks.
         """
         self._check_new(owner, num_tokens, keys)
@@ -218,11 +220,11 @@ class SequencePool:
                 prefixes.evict(max(0, num_new - kv.num_free))
             elif num_new > kv.num_free:
                 return None
-            block_ids = cached + kv.alloc_many(num_new)
+            block_ids = cached + kv.allocate_many(num_new)
             num_cached = len(cached) * kv.block_size
             self.prefix_query_tokens += readable_tokens
             self.prefix_hit_tokens += num_cached
-        state_slot = None if ssm is None else ssm.alloc()
+        state_slot = None if ssm is None else ssm.allocate()
         num_committed = 0 if kv is None else num_cached // kv.block_size
         allocation = Allocation(owner, num_tokens, block_ids, num_cached, state_slot, keys, num_committed)
         self._allocations[owner] = allocation
@@ -232,7 +234,7 @@ class SequencePool:
         """Adds the full blocks of the first `num_tokens` tokens, which are computed, to the prefix cache.
 
         Raises:
-            InvalidSlot: The allocation has been freed.
+            InvalidSlotError: The allocation has been freed.
             ValueError: The sequence has fewer tokens.
         """
         self._check_live(allocation)
@@ -262,12 +264,12 @@ class SequencePool:
             drop_cached_blocks: Remove its blocks from the prefix cache, because they may be wrong.
 
         Raises:
-            InvalidSlot: The allocation has been freed before.
+            InvalidSlotError: The allocation has been freed before.
         """
         self._check_live(allocation)
         del self._allocations[allocation.owner]
         if self.ssm is not None and allocation.state_slot is not None:
-            self.ssm.release(allocation.state_slot)
+            self.ssm.free(allocation.state_slot)
         if self.kv is None:
             return
         num_committed = allocation.num_committed_blocks
@@ -302,12 +304,14 @@ class SequencePool:
         if num_tokens < 1:
             raise ValueError(f"num_tokens is {num_tokens}; it must be at least 1.")
         if owner in self._allocations:
-            raise InvalidSlot(f"{owner!r} has an allocation already.")
+            raise InvalidSlotError(f"{owner!r} has an allocation already.")
         if not self.can_hold(num_tokens):
-            raise PoolExhausted(f"a sequence of {num_tokens} tokens never fits; the pool has {self.capacity_tokens}.")
+            raise PoolExhaustedError(
+                f"a sequence of {num_tokens} tokens never fits; the pool has {self.capacity_tokens}."
+            )
         if self.kv is not None and len(keys) > num_tokens // self.kv.block_size:
             raise ValueError(f"{len(keys)} keys for {num_tokens} tokens in blocks of {self.kv.block_size}.")
 
     def _check_live(self, allocation: Allocation) -> None:
         if self._allocations.get(allocation.owner) is not allocation:
-            raise InvalidSlot(f"the allocation of {allocation.owner!r} has been freed already.")
+            raise InvalidSlotError(f"the allocation of {allocation.owner!r} has been freed already.")

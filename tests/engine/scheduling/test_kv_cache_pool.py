@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.engine.protocol.errors import InvalidSlot, PoolExhausted
+from penstock.engine.protocol.errors import InvalidSlotError, PoolExhaustedError
 from penstock.engine.scheduling import KvCachePool
 from penstock.engine.scheduling.kv_cache_pool import FreeRanges
 
@@ -43,31 +43,31 @@ def test_longest_ranges_are_taken_if_none_is_long_enough() -> None:
 
 def test_alloc_many_takes_all_blocks_or_none() -> None:
     pool = KvCachePool(4, 16)
-    with pytest.raises(PoolExhausted, match="5 blocks are needed, but 4 of 4 are free"):
-        pool.alloc_many(5)
+    with pytest.raises(PoolExhaustedError, match="5 blocks are needed, but 4 of 4 are free"):
+        pool.allocate_many(5)
     with pytest.raises(ValueError, match="count is -1"):
-        pool.alloc_many(-1)
-    assert pool.alloc_many(0) == []
+        pool.allocate_many(-1)
+    assert pool.allocate_many(0) == []
     assert (pool.num_free, pool.num_used) == (4, 0)
-    assert pool.alloc_many(4) == [0, 1, 2, 3]
+    assert pool.allocate_many(4) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("block", [-1, 4, True, False, 1.0, "1", None])
 def test_numbers_that_are_no_blocks_are_rejected(block: object) -> None:
     pool = KvCachePool(4, 16)
-    pool.alloc_many(4)
+    pool.allocate_many(4)
     for call in (pool.free, pool.share, pool.ref_count, lambda b: pool.free_many([b])):
-        with pytest.raises(InvalidSlot, match="is not a block; blocks are numbered 0 to 3"):
+        with pytest.raises(InvalidSlotError, match="is not a block; blocks are numbered 0 to 3"):
             call(block)  # type: ignore[arg-type]
     assert pool.num_used == 4
 
 
 def test_free_block_cannot_be_freed_or_shared() -> None:
     pool = KvCachePool(4, 16)
-    block = pool.alloc()
+    block = pool.allocate()
     pool.free(block)
     for call in (pool.free, pool.share):
-        with pytest.raises(InvalidSlot, match=f"block {block} is not in use"):
+        with pytest.raises(InvalidSlotError, match=f"block {block} is not in use"):
             call(block)
     assert pool.num_free == 4
 
@@ -78,7 +78,7 @@ def test_block_is_free_after_its_last_reference(events: list[tuple[str, int]]) -
     held: list[int] = []
     for name, number in events:
         if name == "take" and number <= pool.num_free:
-            held += pool.alloc_many(number)
+            held += pool.allocate_many(number)
         elif name == "share" and held:
             held.append(held[number % len(held)])
             pool.share(held[-1])

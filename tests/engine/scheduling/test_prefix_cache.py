@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.engine.protocol.errors import InvalidSlot
+from penstock.engine.protocol.errors import InvalidSlotError
 from penstock.engine.scheduling import Allocation, KvCachePool, PrefixCache, block_keys
 
 from .prefix_texts import BLOCK_SIZE, keys_of, keys_of_blocks, kv_pool, start
@@ -38,13 +38,13 @@ def test_keys_do_not_depend_on_the_layout_of_the_array() -> None:
 def test_invalid_calls_of_the_prefix_cache_are_rejected() -> None:
     pool = KvCachePool(2, BLOCK_SIZE)
     cache = PrefixCache(pool)
-    with pytest.raises(InvalidSlot, match="not in use"):
+    with pytest.raises(InvalidSlotError, match="not in use"):
         cache.register(b"k", 0)
-    block = pool.alloc()
+    block = pool.allocate()
     assert cache.register(b"k", block) == block
     assert cache.register(b"k", block) == block
     assert pool.ref_count(block) == 2
-    with pytest.raises(InvalidSlot, match="under another key"):
+    with pytest.raises(InvalidSlotError, match="under another key"):
         cache.register(b"l", block)
     with pytest.raises(ValueError, match="1 blocks cannot be evicted: 0 are evictable"):
         cache.evict(1)

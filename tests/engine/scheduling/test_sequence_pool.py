@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.protocol.errors import InvalidSlot, PoolExhausted
+from penstock.engine.protocol.errors import InvalidSlotError, PoolExhaustedError
 from penstock.engine.scheduling import KvCachePool, SequencePool, SsmStatePool
 
 from .prefix_texts import BLOCK_SIZE, keys_of, keys_of_blocks, kv_pool, num_found, run, start
@@ -51,7 +51,7 @@ def test_invalid_calls_of_the_sequence_pool_are_rejected() -> None:
     sequence_pool = kv_pool()
     allocation = sequence_pool.allocate("a", 5)
     assert allocation is not None
-    with pytest.raises(InvalidSlot, match="'a' has an allocation already"):
+    with pytest.raises(InvalidSlotError, match="'a' has an allocation already"):
         sequence_pool.allocate("a", 5)
     with pytest.raises(ValueError, match="num_tokens is 0"):
         sequence_pool.allocate("b", 0)
@@ -60,12 +60,12 @@ def test_invalid_calls_of_the_sequence_pool_are_rejected() -> None:
     with pytest.raises(ValueError, match="6 tokens of a sequence of 5"):
         sequence_pool.commit(allocation, 6)
     assert (sequence_pool.capacity_tokens, sequence_pool.can_hold(32), sequence_pool.can_hold(33)) == (32, True, False)
-    with pytest.raises(PoolExhausted, match="33 tokens never fits; the pool has 32"):
+    with pytest.raises(PoolExhaustedError, match="33 tokens never fits; the pool has 32"):
         sequence_pool.allocate("b", 33)
     sequence_pool.free(allocation)
     assert sequence_pool.allocate("a", 5) is not None  # a new allocation of the same owner
     for call in (lambda: sequence_pool.free(allocation), lambda: sequence_pool.commit(allocation, 5)):
-        with pytest.raises(InvalidSlot, match="has been freed already"):
+        with pytest.raises(InvalidSlotError, match="has been freed already"):
             call()
     assert sequence_pool.num_allocations == 1
 
@@ -170,18 +170,18 @@ def test_equal_block_that_was_first_stays_for_its_children() -> None:
 
 def test_state_slots_are_taken_and_released() -> None:
     pool = SsmStatePool(2)
-    first, second = pool.alloc(), pool.alloc()
+    first, second = pool.allocate(), pool.allocate()
     assert {first, second} == {0, 1}
-    with pytest.raises(PoolExhausted, match="all 2 state slots are in use"):
-        pool.alloc()
+    with pytest.raises(PoolExhaustedError, match="all 2 state slots are in use"):
+        pool.allocate()
     for index in (-1, 2, True, False, 1.0, "1", None):
-        with pytest.raises(InvalidSlot, match="is not a state slot in use"):
-            pool.release(index)  # type: ignore[arg-type]
-    pool.release(first)
-    with pytest.raises(InvalidSlot):
-        pool.release(first)
+        with pytest.raises(InvalidSlotError, match="is not a state slot in use"):
+            pool.free(index)  # type: ignore[arg-type]
+    pool.free(first)
+    with pytest.raises(InvalidSlotError):
+        pool.free(first)
     assert (pool.num_free, pool.num_used) == (1, 1)
-    assert pool.alloc() == first
+    assert pool.allocate() == first
     with pytest.raises(ValueError, match="num_slots is 0"):
         SsmStatePool(0)
 
@@ -193,5 +193,5 @@ def test_empty_pool_holds_no_sequence() -> None:
     assert not pool.can_hold(1)
     assert not pool.can_allocate(1)
     assert pool.find(keys_of_blocks("x"), 4) == 0
-    with pytest.raises(PoolExhausted, match="1 tokens never fits; the pool has 0"):
+    with pytest.raises(PoolExhaustedError, match="1 tokens never fits; the pool has 0"):
         pool.allocate("a", 1)
