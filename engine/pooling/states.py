@@ -142,7 +142,8 @@ class PoolingStates(Generic[R]):
             row = self.ops.doubles(row) * weight
             self.running[pooling_type] = row if known is None else known + row
         elif known is None or pooling_type is PoolingType.LAST:
-            self.running[pooling_type] = row
+            # Copied: a view would keep the pooled rows of all sequences of the batch in memory.
+            self.running[pooling_type] = self.ops.copied(row)
         elif pooling_type is PoolingType.MAX:
             self.running[pooling_type] = self.ops.maximum(known, row)
 

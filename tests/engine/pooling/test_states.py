@@ -71,6 +71,20 @@ def test_nan_in_one_chunk_leaves_other_states_finite(ops: RowOps[Any]) -> None:
     assert states[1].finalize().tolist() == [1.0] * 24
 
 
+@pytest.mark.parametrize("strategy", ["cls", "last", "max", "mean"])
+def test_state_keeps_one_row_of_its_batch(ops: RowOps[Any], strategy: str) -> None:
+    hidden = ops.rows_of(np.ones((64, 12), np.float32))
+    states = [PoolingStates.initialize(12, strategy, ops) for _ in range(32)]
+    zeros, ends = np.zeros(32, np.int64), np.arange(2, 66, 2)
+    update_states(states, hidden, ends - 2, ends, zeros, zeros, [None] * 32)
+    (row,) = states[0].running.values()
+    if isinstance(row, Tensor):
+        num_bytes = row.untyped_storage().nbytes()
+    else:
+        num_bytes = (row if row.base is None else row.base).nbytes
+    assert num_bytes <= 12 * 8  # the means are float64
+
+
 @pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
 @pytest.mark.parametrize("skip_tokens", [0, 25])
 def test_repeated_rows_are_pooled_once(pooling_type: PoolingType, skip_tokens: int) -> None:
