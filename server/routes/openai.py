@@ -26,10 +26,17 @@ from ..schemas.options import EmbeddingBody, Flag, ListResponse, Truncate, Width
 
 _PLAIN_PARAMS: Final = PoolingParams()
 _PARAM_FIELDS: Final = frozenset(
-    {
-        *("truncate_prompt_tokens", "truncation_side", "use_activation", "truncate", "truncation"),
-        *("dimensions", "output_dimension", "normalize", "normalized"),
-    }
+    (
+        "dimensions",
+        "normalize",
+        "normalized",
+        "output_dimension",
+        "truncate",
+        "truncate_prompt_tokens",
+        "truncation",
+        "truncation_side",
+        "use_activation",
+    )
 )
 """Fields that `pooling_params` reads. Most bodies set none of these."""
 
@@ -115,11 +122,10 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
             return _PLAIN_PARAMS
         if self.dimensions == 0 and self.modality is None:
             raise InvalidRequestError("dimensions must be at least 1, not 0.", param="dimensions")
-        dimensions = self.output_dimension if self.dimensions is None else self.dimensions or None
         params = PoolingParams(
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             truncation_side=self.truncation_side,
-            dimensions=dimensions,
+            dimensions=self.dimensions or self.output_dimension,
             normalize=self.normalized if self.normalize is None else self.normalize,
             use_activation=self.use_activation,
         )
@@ -129,7 +135,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
     def field_names(self) -> Mapping[str, str]:
         """See JsonBody. Returns the option names that the request used."""
         names = dict(super().field_names())
-        if self.dimensions is None and self.output_dimension is not None:
+        if not self.dimensions and self.output_dimension is not None:
             names["dimensions"] = "output_dimension"
         if self.normalize is None and self.normalized is not None:
             names["normalize"] = "normalized"
