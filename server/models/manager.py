@@ -76,7 +76,7 @@ class ModelManager:
         self._making_space = asyncio.Lock()
         self._changed = asyncio.Event()
         self._loads: dict[str, asyncio.Task[None]] = {}
-        self._unloads: set[asyncio.Task[bool]] = set()
+        self._unloads: set[asyncio.Task[None]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     async def acquire(self, entry: ModelEntry, *, is_background: bool = False) -> AsyncEngine:
@@ -278,11 +278,18 @@ class ModelManager:
             self._timers[entry.name] = loop.call_later(entry.ttl_s, self._expire, entry)
 
     def _expire(self, entry: ModelEntry) -> None:
-        """Unloads a model that was not used since the timer was set."""
+        """Starts `_unload_unused` when the timer of a model ends."""
+        task = asyncio.create_task(self._unload_unused(entry))
+        self._unloads.add(task)
+        task.add_done_callback(self._unloads.discard)
+
+    async def _unload_unused(self, entry: ModelEntry) -> None:
+        """Unloads a model that was not used since its timer was set.
+
+        Checks the model here and not in `_expire`: before this task runs, another one may unload the model.
+        """
         if entry.is_idle and time.monotonic() - entry.last_used_s >= entry.ttl_s - _TICK_S:
-            task = asyncio.create_task(self._drain_and_unload(entry, f"after {entry.ttl_s:g} s without a request"))
-            self._unloads.add(task)
-            task.add_done_callback(self._unloads.discard)
+            await self._drain_and_unload(entry, f"after {entry.ttl_s:g} s without a request")
 
     async def _change(self, timeout_s: float | None = None) -> None:
         """Waits until a model has come, gone or become idle, or for `timeout_s`."""
