@@ -174,9 +174,10 @@ class EngineCore:
         self._runner.warm_up()
         self._watch.in_order, self._watch.num_lanes = self._runner.keeps_order, self._runner.num_lanes
         self._watch.record(Step(num_tokens=self._runner.limits.max_tokens or 0), 0.0)
-        for forward in self._runner.take_times():  # of the warm-up
-            self._scheduler.chunk_sizes.record(*forward)
-            self._watch.record(Step(num_tokens=forward.chunk_tokens + forward.whole_tokens), forward.seconds)
+        for forward_time in self._runner.take_times():  # of the warm-up
+            self._scheduler.chunk_sizes.record(*forward_time)
+            num_tokens = forward_time.chunk_tokens + forward_time.whole_tokens
+            self._watch.record(Step(num_tokens=num_tokens), forward_time.seconds)
         self._on_ready()
         self._send(ModelReady(info, self._runner.tokenizer), [])
         if not sequence_pool.is_empty:
@@ -309,26 +310,28 @@ class EngineCore:
 
     def _finish(self, running: RunningBatch) -> None:
         """Waits for a batch and sends its results. Batches with chunks are finished in order."""
-        while running.batch.num_long and self._running[0] is not running:
+        while running.batch.num_long and running in self._running and self._running[0] is not running:
             self._finish(self._running[0])
+        if running not in self._running:
+            return  # an earlier batch ran out of memory and finished this one; see `_run_halves`
         self._running.remove(running)
         self._watch.in_flight.remove(running.step)
         chunks, step = running.batch.chunks, running.step
         self._blocked_by_running &= not chunks
-        finished: list[ChunkOutputs] = []
+        forwards: list[ChunkOutputs] = []
         failure: Exception | None = None
         try:
             with self._watch.during(step):
-                finished.append((chunks, running.forward.outputs()))
+                forwards.append((chunks, running.forward.outputs()))
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
             failure = error
         if failure is not None:
-            finished = self._run_halves(chunks, failure, ran_alone=running.ran_alone)
+            forwards = self._run_halves(chunks, failure, ran_alone=running.ran_alone)
         ended_s = time.monotonic()
         if failure is None:
             began_s = max(running.started_s, self._ended_s) if self._runner.keeps_order else running.started_s
             self._watch.record(step, ended_s - began_s)
-        self._deliver(running.batch, finished, running.started_s, ended_s)
+        self._deliver(running.batch, forwards, running.started_s, ended_s)
 
     def _cancel(self, request_id: int, *, drop_cached_blocks: bool = False) -> Request | None:
         """Ends a request and drops its later results. The caller holds the lock."""
@@ -412,27 +415,27 @@ class EngineCore:
         """Sends the error of a request that has ended."""
         self._send(RequestFailed(request.request_id, type(error).__name__, error.message), [])
 
-    def _deliver(self, batch: Batch, completed: list[ChunkOutputs], started_s: float, ended_s: float) -> None:
-        """Completes a batch and sends its results. A result with NaN or inf fails its request."""
-        num_tokens = sum(chunk.num_tokens for chunks, _ in completed for chunk in chunks)
-        num_seqs = sum(len(chunks) for chunks, _ in completed)
+    def _deliver(self, batch: Batch, forwards: list[ChunkOutputs], started_s: float, ended_s: float) -> None:
+        """Finishes a batch and sends the results of its forwards. A result with NaN or inf fails its request."""
+        num_tokens = sum(chunk.num_tokens for chunks, _ in forwards for chunk in chunks)
+        num_seqs = sum(len(chunks) for chunks, _ in forwards)
         with self._lock:
             # `not_finite` is lazy: a cancellation below also excludes later sequences of the same request.
-            for sequence in chain.from_iterable(not_finite(chunks, outputs) for chunks, outputs in completed):
+            for sequence in chain.from_iterable(not_finite(chunks, outputs) for chunks, outputs in forwards):
                 message = f"The model returned NaN or infinite values for input {sequence.index}."
                 # Also ends the request's other sequences. Their blocks may be wrong: the prefix cache drops them.
                 self._cancel(sequence.request.request_id, drop_cached_blocks=True)
                 self._send_failure(sequence.request, ModelExecutionError(message))
-            blocks = [block for chunks, outputs in completed for block in results_of(chunks, outputs, started_s)]
+            blocks = [block for chunks, outputs in forwards for block in results_of(chunks, outputs, started_s)]
             finished = [
                 (r.request_id, r.started_s - r.arrival_s, ended_s - r.started_s)
                 for r in self._scheduler.finish(batch)
                 if r.started_s is not None
             ]
-            for forward in self._runner.take_times():
-                self._scheduler.chunk_sizes.record(*forward)
+            for forward_time in self._runner.take_times():
+                self._scheduler.chunk_sizes.record(*forward_time)
             cache = cache_use(self._scheduler, self._runner.sequence_pool, batch)
-            load = step_load(self._scheduler, num_seqs, batch.num_waiting)
+            load = step_load(self._scheduler, num_seqs, batch.num_deferred)
             self._has_freed_memory = False
         headers, frames = pack_results(blocks)
         # The time of overlapping batches counts from the end of the previous one, so that the sum is the device's time.

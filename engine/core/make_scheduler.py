@@ -37,7 +37,7 @@ def make_scheduler(
         device: Limits of the device; None if unknown.
     """
     device = device or DeviceLimits()
-    limits = replace(config.scheduler, max_num_seqs=config.scheduler.seqs(info.device))
+    limits = config.scheduler
     budget = limits.token_budget(info.device, device.memory)
     uses_chunks = limits.enable_chunked_prefill and not sequence_pool.is_empty
     if not uses_chunks:
@@ -71,7 +71,8 @@ def make_scheduler(
         max_retries=_MAX_RETRIES,
     )
     scheduler = Scheduler(
-        limits,
+        max_num_seqs=limits.seqs(info.device),
+        max_wait_s=limits.max_wait_s,
         token_budget=budget,
         max_seq_len=info.max_model_len,
         prefill_config=prefill,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from ..protocol.config import ChunkedPrefillConfig, SchedulerConfig
+from ..protocol.config import ChunkedPrefillConfig
 from .chunk_size import ChunkSizeController
 from .chunked_prefill import ChunkedPrefillManager
 from .fair_queue import FairQueue, group_by_length
@@ -45,7 +45,8 @@ class Scheduler:
     number of sequences. Only `_release` frees the memory of a sequence.
 
     Args:
-        config: Limits of the number of sequences and of their waiting time.
+        max_num_seqs: Most sequences of a batch.
+        max_wait_s: Seconds after which a waiting sequence runs before sequences that fit the batch better.
         token_budget: Most tokens of a batch; raised to `max_seq_len` if no sequence can run in chunks.
         max_seq_len: Tokens of the longest sequence.
         prefill_config: Size of chunks.
@@ -65,8 +66,9 @@ class Scheduler:
 
     def __init__(
         self,
-        config: SchedulerConfig,
         *,
+        max_num_seqs: int,
+        max_wait_s: float,
         token_budget: int,
         max_seq_len: int,
         prefill_config: ChunkedPrefillConfig | None = None,
@@ -74,7 +76,7 @@ class Scheduler:
         num_lanes: int = 1,
     ) -> None:
         self._pool = sequence_pool or SequencePool()
-        self._max_num_seqs, self._max_wait_s = config.seqs("cpu"), config.max_wait_s
+        self._max_num_seqs, self._max_wait_s = max_num_seqs, max_wait_s
         self._max_seq_len, self._num_lanes = max_seq_len, num_lanes
         self._full_budget = max(token_budget, max_seq_len) if self._pool.is_empty else token_budget
         self._num_steps_without_oom = 0
@@ -159,7 +161,7 @@ class Scheduler:
             self._waits_for_memory = False
         self._add_whole(window, batch, budget)
         batch.chunks.sort(key=lambda chunk: (chunk.start > 0, chunk.end - chunk.start))
-        batch.num_waiting = self.waiting.num_seqs
+        batch.num_deferred = self.waiting.num_seqs
         return batch
 
     def allow_next_chunks(self, batch: Batch) -> None:
@@ -172,12 +174,14 @@ class Scheduler:
                 self.prefill.allow_next_chunk(chunk.chunk_id)
 
     def finish(self, batch: Batch) -> list[Request]:
-        """Records that a batch ran, except for cancelled and retried chunks. Returns the completed requests."""
+        """Records that a batch ran, except for cancelled and retried chunks. Returns the finished requests."""
         finished = []
+        has_run = False
         for chunk in batch.chunks:
             sequence = chunk.sequence
             if not sequence.is_in_flight(chunk):
                 continue
+            has_run = True
             if sequence.is_long:
                 self.prefill.complete_chunk(chunk.chunk_id)
             else:
@@ -188,9 +192,10 @@ class Scheduler:
             if sequence.is_complete:
                 self._release(sequence, Status.FINISHED)
                 finished += [] if sequence.request.num_unfinished else [sequence.request]
-        self._num_steps_without_oom = (self._num_steps_without_oom + 1) % _STEPS_TO_RECOVER
-        if not self._num_steps_without_oom:
-            self.token_budget = min(2 * self.token_budget, self._full_budget)
+        if has_run:
+            self._num_steps_without_oom = (self._num_steps_without_oom + 1) % _STEPS_TO_RECOVER
+            if not self._num_steps_without_oom:
+                self.token_budget = min(2 * self.token_budget, self._full_budget)
         return finished
 
     def retry(self, chunk: PrefillChunk, error: Exception) -> bool:

@@ -199,4 +199,4 @@ class Batch:
     expired: list[Request] = field(default_factory=list)  # ended because their deadline has passed
     preempted: list[tuple[InputSequence, Allocation]] = field(default_factory=list)  # with their former memory
     finished: list[InputSequence] = field(default_factory=list)  # long sequences that ended since the last batch
-    num_waiting: int = 0  # sequences that wait and did not fit into the batch
+    num_deferred: int = 0  # waiting sequences that did not fit into the batch

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from penstock.engine.core.runner import DeviceLostError
+from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError
 from penstock.engine.scheduling import PrefillChunk
 
 from .fake_runner import PARAMS, ROWS, CoreDriver, QueueRunner, fail_above, fail_on, id_of, pool
@@ -192,6 +192,21 @@ def test_chunk_without_memory_runs_again_at_half_size() -> None:
     driver.run_all()
     assert driver.results == {1: {0: [200.0]}}
     assert not driver.failures
+
+
+def test_batch_finished_by_a_failed_earlier_one_is_skipped() -> None:
+    driver = QueueDriver(chunk_size=64)
+    for request_id, num_tokens in ((1, 64), (2, 64), (3, 100)):
+        driver.submit(request_id, num_tokens)
+        driver.core._begin_batch()
+        if request_id == 2:
+            driver.end()
+    first, second = driver.core._running
+    assert (first.ran_alone, first.batch.num_long, second.batch.num_long) == (False, 0, 1)
+    first.forward.error = DeviceMemoryError("too many")  # type: ignore[attr-defined]
+    driver.core._finish(second)  # the end of the second batch was seen first
+    driver.run_all()
+    assert driver.results == {1: {0: [64.0]}, 2: {0: [64.0]}, 3: {0: [100.0]}}
 
 
 def test_cancelled_request_is_not_retried() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.engine.protocol.config import ChunkedPrefillConfig, SchedulerConfig
+from penstock.engine.protocol.config import ChunkedPrefillConfig
 from penstock.engine.scheduling import (
     Allocation,
     Batch,
@@ -87,7 +87,8 @@ class CheckedScheduler:
         self.cache = np.full((setup.num_blocks, BLOCK), -1, np.int32)
         self.uncached_shared_blocks: set[int] = set()
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=setup.max_num_seqs, max_wait_s=MAX_WAIT_S),
+            max_num_seqs=setup.max_num_seqs,
+            max_wait_s=MAX_WAIT_S,
             token_budget=setup.budget,
             max_seq_len=setup.max_seq_len,
             prefill_config=setup.prefill(),

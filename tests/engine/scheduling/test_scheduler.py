@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.protocol.config import SchedulerConfig
 from penstock.engine.scheduling import Batch, Scheduler
 
 from .checked import BLOCK, CheckedScheduler, Setup
@@ -15,10 +14,10 @@ NO_PREFIXES = Setup(prefixes=False, chunk_size=8)  # 160 tokens
 NO_MEMORY = MemoryError("no memory")
 
 
-def make(budget: int = 128, max_num_seqs: int = 8, max_wait_s: float = 1.0) -> Scheduler:
+def make(budget: int = 128, max_num_seqs: int = 8, max_wait_s: float = 1.0, **options: int) -> Scheduler:
     """Returns a scheduler that runs every sequence whole."""
-    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_wait_s=max_wait_s)
-    return Scheduler(config, token_budget=budget, max_seq_len=MAX_SEQ_LEN)
+    options = {"max_seq_len": MAX_SEQ_LEN, **options}
+    return Scheduler(max_num_seqs=max_num_seqs, max_wait_s=max_wait_s, token_budget=budget, **options)
 
 
 def preempted(batch: Batch) -> list[int]:
@@ -62,7 +61,7 @@ def test_request_with_an_impossible_sequence_is_rejected(num_tokens: int) -> Non
 
 
 def test_lanes_divide_a_queue_of_short_sequences() -> None:
-    scheduler = Scheduler(SchedulerConfig(), token_budget=512, max_seq_len=MAX_SEQ_LEN, num_lanes=2)
+    scheduler = make(512, 128, num_lanes=2)
     scheduler.add(make_request(0, [20] * 20))
     assert tokens_of(run(scheduler)) == 100  # a quarter of the queue
 
@@ -387,13 +386,14 @@ def test_pool_usage_is_pressure_while_a_sequence_waits() -> None:
 
 
 def test_lowered_budget_doubles_after_32_forwards() -> None:
-    scheduler = Scheduler(SchedulerConfig(), token_budget=128, max_seq_len=32)
+    scheduler = make(max_seq_len=32)
     scheduler.add(make_request(0, [32] * 500))
     scheduler.lower_budget(40)
     budgets = []
     for _ in range(31):
         budgets.append(scheduler.token_budget)
         run(scheduler)
+        scheduler.finish(Batch())  # an empty batch is no forward
     scheduler.lower_budget(100)  # above the budget: only the count of forwards starts again
     for _ in range(70):
         budgets.append(scheduler.token_budget)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from penstock.engine.protocol.config import ChunkedPrefillConfig, SchedulerConfig
+from penstock.engine.protocol.config import ChunkedPrefillConfig
 from penstock.engine.scheduling import KvCachePool, Scheduler, SequencePool
 
 from .records import make_request, run
@@ -20,7 +20,7 @@ class Load:
     """Keeps requests of several clients waiting, and counts the tokens of each client that ran."""
 
     def __init__(self) -> None:
-        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs=16), token_budget=BUDGET, max_seq_len=MAX_SEQ_LEN)
+        self.scheduler = Scheduler(max_num_seqs=16, max_wait_s=0.5, token_budget=BUDGET, max_seq_len=MAX_SEQ_LEN)
         self.num_requests = 0
         self.now_s = 0.0
         self.tokens: Counter[str] = Counter()
@@ -86,7 +86,8 @@ def test_pause_of_a_client_changes_no_shares() -> None:
 def long_load(num_blocks: int) -> Scheduler:
     """Returns a scheduler that runs sequences of more than 64 tokens in chunks of 32."""
     return Scheduler(
-        SchedulerConfig(max_num_seqs=16),
+        max_num_seqs=16,
+        max_wait_s=0.5,
         token_budget=64,
         max_seq_len=4000,
         prefill_config=ChunkedPrefillConfig(chunk_size=32, threshold=64, min_chunk_size=16, is_dynamic=False),
