@@ -1,3 +1,4 @@
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from penstock.engine.protocol.errors import EngineOverloadedError
-from penstock.server.embed_jobs import input_file as input_module
+from penstock.server.embed_jobs import input_file as input_module, progress as progress_module, run as run_module
 from penstock.server.embed_jobs.input_file import PARQUET_ROWS_AT_ONCE
 from penstock.server.settings import CommandError, UsageError
 
@@ -115,6 +116,33 @@ def test_every_input_to_every_output(run, source: str, suffix: str, lines: Path,
     np.testing.assert_allclose(read_vectors(output), expected(fake), atol=1e-6)
     assert {p.name for p in tmp_path.iterdir()} == {lines.name, path.name, output.name}
     assert fake.is_closed
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "max_rows", "max_chars"), [(6, 3, 10**6), (1, 1, 10**6), (200, 20, 10**6), (200, 20, 60)]
+)
+def test_requests_are_bounded_in_rows_and_characters(
+    run, lines: Path, fake, batch_size: int, max_rows: int, max_chars: int, monkeypatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run_module, "REQUEST_ROWS", 20)
+    monkeypatch.setattr(run_module, "REQUEST_CHARS", max_chars)
+    run(lines, tmp_path / "out.npy", batch_size=batch_size)
+    requests = sorted((texts for _, (texts, _, _) in fake.calls), key=lambda texts: TEXTS.index(texts[0]))
+    assert sum(requests, []) == TEXTS
+    for texts in requests:
+        assert len(texts) <= max_rows
+        assert sum(map(len, texts)) <= max_chars
+    for before, after in itertools.pairwise(requests):
+        assert len(before) == max_rows or sum(map(len, before)) + len(after[0]) > max_chars
+
+
+def test_log_shows_finished_rows_of_both_runs(run, unfinished: Path, lines: Path, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(progress_module, "LOG_EVERY_S", 0.0)
+    caplog.set_level("INFO", progress_module.logger.name)
+    run(lines, unfinished)
+    numbers = [int(message.split("/25 rows, ")[0]) for message in caplog.messages if "/25 rows, " in message]
+    assert numbers == sorted({*numbers, 25})
+    assert numbers[1] > 2 * SHARD_ROWS
 
 
 def test_options_reach_the_engine(run, lines: Path, fake, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -90,10 +91,12 @@ async def test_slow_body_of_a_rejected_request_is_reset() -> None:
     ],
 )
 async def test_transfer_ends_at_its_limit(
-    part: TransferPart, progress: Any, limits: TransferLimits, ended: Any
+    part: TransferPart, progress: Any, limits: TransferLimits, ended: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     transfer = Transfer(part, progress)
     assert await enforce(transfer, limits) == ([ended], int(part is TransferPart.RESPONSE))
+    (message,) = caplog.messages
+    assert re.search(r"closed 1 connections without|sends 1 request bodies|1 responses?", message)
 
 
 @pytest.mark.parametrize("part", [TransferPart.BODY, TransferPart.RESPONSE])
