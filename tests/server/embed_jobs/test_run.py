@@ -128,7 +128,7 @@ def test_requests_are_bounded_in_rows_and_characters(
     monkeypatch.setattr(run_module, "REQUEST_CHARS", max_chars)
     run(lines, tmp_path / "out.npy", batch_size=batch_size)
     requests = sorted((texts for _, (texts, _, _) in fake.calls), key=lambda texts: TEXTS.index(texts[0]))
-    assert sum(requests, []) == TEXTS
+    assert list(itertools.chain(*requests)) == TEXTS
     for texts in requests:
         assert len(texts) <= max_rows
         assert sum(map(len, texts)) <= max_chars
