@@ -134,7 +134,7 @@ def create_app(
     end_request: ASGIApp = end_at_shutdown
     if settings.cors_origins:
         layers, end_request = _cors(layers, settings), _cors(end_request, settings)
-    app.layers = RequestMiddleware(layers, routes, observers.all, rejections, end_request)
+    app.layers = RequestMiddleware(layers, routes, observers.observe, rejections, end_request)
     return app
 
 
@@ -167,7 +167,7 @@ def _build_lifespan(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:
         cors = _cors(app, settings) if settings.cors_origins else None
-        shedder = LoadShedder(routes, models, keys, observers.all, rejections, settings.max_body_bytes, cors)
+        shedder = LoadShedder(routes, models, keys, observers.observe, rejections, settings.max_body_bytes, cors)
         running_batches: AbstractAsyncContextManager[None] = nullcontext()
         if batches is not None:
             dispatcher = JsonDispatcher(app, app.exception_handlers, release, models.release)

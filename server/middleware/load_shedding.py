@@ -15,7 +15,7 @@ import contextlib
 import heapq
 import itertools
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from time import perf_counter, time_ns
 from typing import Final, NamedTuple
@@ -119,7 +119,7 @@ class ShedRequest:
         scope: ASGI scope of the request.
         cors: Lets web pages of other origins read the response; None: they may not.
         send_response: Sends a response; None after it was called.
-        observers: Called with the record of the request.
+        observe: Called with the record of the request.
         ids: Creates the request id.
         began_s: time.perf_counter() when its head was read.
         began_ns: Unix time of the same moment in nanoseconds.
@@ -131,7 +131,7 @@ class ShedRequest:
     scope: Scope
     cors: CORSMiddleware | None
     send_response: SendResponse | None
-    observers: Sequence[Observer]
+    observe: Observer
     ids: RequestIds
     began_s: float = field(default_factory=perf_counter)
     began_ns: int = field(default_factory=time_ns)
@@ -168,8 +168,7 @@ class ShedRequest:
         record.begin_response(response.status_code)
         send_response(response)
         record.end()
-        for observe in self.observers:
-            observe(record)
+        self.observe(record)
         return True
 
 
@@ -183,7 +182,7 @@ class LoadShedder:
         routes: Routes of the application.
         models: The served models by name.
         keys: Accepted API keys.
-        observers: Called with the record of every request.
+        observe: Called with the record of every request.
         queue: Sends rejections at a bounded rate.
         max_body_bytes: Maximum size of one body.
         cors: Lets web pages of other origins read responses; None: they may not.
@@ -194,7 +193,7 @@ class LoadShedder:
         routes: RouteTable,
         models: ModelTable,
         keys: ApiKeys,
-        observers: Sequence[Observer],
+        observe: Observer,
         queue: RejectionQueue,
         max_body_bytes: int,
         cors: CORSMiddleware | None,
@@ -202,7 +201,7 @@ class LoadShedder:
         self._routes = {path.encode(): route for path, route in routes.json_routes().items() if route.runs_model}
         self._models = models
         self._keys = keys
-        self._observers = tuple(observers)
+        self._observe = observe
         self._queue = queue
         self._max_body_bytes = max_body_bytes
         self._cors = cors
@@ -245,7 +244,7 @@ class LoadShedder:
                 scope=scope,
                 cors=self._cors,
                 send_response=send_response,
-                observers=self._observers,
+                observe=self._observe,
                 ids=self._ids,
             )
             self._queue.add(rejection.send, within_s=within_s)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,13 +30,13 @@ class RequestMiddleware:
 
     Aliases are served without a redirect, because clients do not follow a redirect of a POST. The id is the client's
     x-request-id or a new one. It is stored in the scope, where the body may replace it, and returned in the response.
-    Server-Timing has the times of the stages. The observers are called in order after the response. A response with
+    Server-Timing has the times of the stages. `observe` is called after the response. A response with
     status 429 waits in the RejectionQueue; by then the application has released the request.
 
     Args:
         app: The next application.
         routes: All routes.
-        observers: Called with the record of every request after its response.
+        observe: Called with the record of every request after its response.
         rejections: Delays rejections.
         end_request: Responds to a request that is cancelled at the end of the drain.
     """
@@ -46,14 +45,14 @@ class RequestMiddleware:
         self,
         app: ASGIApp,
         routes: RouteTable,
-        observers: Sequence[Observer],
+        observe: Observer,
         rejections: RejectionQueue,
         end_request: ASGIApp,
     ) -> None:
         self.app = app
         self.end_request = end_request
         self.routes = routes
-        self.observers = tuple(observers)
+        self.observe = observe
         self.rejections = rejections
         self._ids = RequestIds()
 
@@ -96,8 +95,7 @@ class RequestMiddleware:
             STAGE_TIMES.reset(stages_token)
             REQUEST.reset(request_token)
             record.end()
-            for observe in self.observers:
-                observe(record)
+            self.observe(record)
 
     async def _wait_for_release(self, scope: Scope) -> None:
         try:

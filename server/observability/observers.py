@@ -1,4 +1,4 @@
-"""Observers of finished requests: traces, metrics and the access log."""
+"""Observers of requests that have ended: traces, metrics and the access log."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ if TYPE_CHECKING:
     from .tracing import Tracing
 
 logger = logging.getLogger("penstock.access")
+error_logger = logging.getLogger(__name__)
 
 
 class Observers:
     """The observers of one application.
-
-    Attributes:
-        all: Observers in order of call. Tracing precedes the access log, which contains the trace id.
 
     Args:
         settings: The server's settings.
@@ -34,10 +32,19 @@ class Observers:
 
     def __init__(self, settings: ServerSettings, metrics: Metrics) -> None:
         self._tracing = _tracing_to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
-        self.all: list[Observer] = [] if self._tracing is None else [self._tracing.observe]
-        self.all.append(metrics.observe)
+        # In order of call. Tracing precedes the access log, which contains the trace id.
+        self._observers: list[Observer] = [] if self._tracing is None else [self._tracing.observe]
+        self._observers.append(metrics.observe)
         if settings.access_log:
-            self.all.append(log_access)
+            self._observers.append(log_access)
+
+    def observe(self, record: RequestRecord) -> None:
+        """Calls every observer. Logs the error of one and calls the others, because the response has been sent."""
+        for observe in self._observers:
+            try:
+                observe(record)
+            except Exception:
+                error_logger.exception("%s failed for request %s", observe, record.scope["request_id"])
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -253,6 +253,17 @@ async def test_idle_model_is_unloaded_after_its_ttl(engines: Engines) -> None:
     assert a.state == "ready"
 
 
+async def test_model_is_unloaded_once_if_its_ttl_ends_meanwhile(engines: Engines) -> None:
+    manager = engines.manager(engines.model("a", ttl_s=0.0))
+    (entry,) = manager.entries
+    await manager.acquire(entry)
+    entry.release(time.monotonic())
+    manager._expire(entry)  # its task runs after `unload` has begun
+    await manager.unload(entry)
+    await loop_iterations()
+    assert (engines.closed, states(manager)) == (["a"], ["unloaded"])
+
+
 async def test_ttl_of_a_client_holds_until_the_next_load(engines: Engines) -> None:
     models = (engines.model("b", is_preloaded=False), engines.model("c", ttl_s=60.0, is_pinned=True))
     manager = engines.manager("a", *models)

@@ -22,6 +22,7 @@ from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavail
 from penstock.engine.protocol.messages import CacheUse, ChunkMetrics
 from penstock.engine.protocol.request import STAGE_TIMES, Stage
 from penstock.server.admission import REJECTION_REASONS
+from penstock.server.observability.metrics import Metrics
 from penstock.server.observability.tracing import Tracing
 
 from ..bodies import table
@@ -115,6 +116,19 @@ async def test_stage_times_are_in_headers(client: httpx.AsyncClient) -> None:
     expected = "tokenization;dur=250.000, queue;dur=500.000, inference;dur=2000.000, encode;dur="
     assert headers["server-timing"].startswith(expected)
     assert "server-timing" not in (await client.get("/version")).headers
+
+
+async def test_failing_observer_does_not_skip_the_next(serving, engine, caplog, monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("made up")
+
+    monkeypatch.setattr(Metrics, "observe", fail)
+    caplog.set_level("INFO", "penstock.access")
+    async with serving(engine, access_log=True) as client:
+        assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
+    names = [record.name for record in caplog.records]
+    assert names[-2:] == ["penstock.server.observability.observers", "penstock.access"]
+    assert "KeyError: 'made up'" in caplog.text
 
 
 async def test_access_log_has_stage_times_without_texts_or_keys(serving, engine, caplog) -> None:

@@ -107,6 +107,12 @@ def test_truncation_fields_set_limit_and_side(fields: dict[str, Any], tokens: in
     assert (params.truncate_prompt_tokens, params.truncation_side) == (tokens, side)
 
 
+def test_output_dimension_counts_beside_dimensions_0() -> None:
+    body = EmbeddingRequest.model_validate({"input": "a", "modality": "text", "dimensions": 0, "output_dimension": 8})
+    assert body.pooling_params().dimensions == 8
+    assert body.field_names()["dimensions"] == "output_dimension"
+
+
 @pytest.mark.parametrize("path", ["/v1/multi-vector", "/v1/embeddings"])
 async def test_multi_vector_has_a_vector_for_each_token(client: httpx.AsyncClient, engine, path: str) -> None:
     # The body of api.jina.ai's examples for jina-colbert-v2.
