@@ -181,7 +181,7 @@ class AsyncEngine:
         return self._group.host_bytes()
 
     def check_queue(self, client: str = "") -> None:
-        """Raises an error if the queue has no space for a request of `client`; see Admission.check."""
+        """Raises an error if the queue has no space for a request of `client`; see QueueAdmission.check."""
         self._dispatcher.admission.check(client)
 
     async def wait_for_cache(self) -> None:

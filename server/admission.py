@@ -1,6 +1,6 @@
 """Limits the size of bodies, and the memory of bodies and responses, before the engine is called.
 
-The limits of the engine's queue are in engine/client/admission.py, the limits of files and batches in server/batches.
+The limits of the engine's queue are in engine/client/queue_admission.py, the limits of files and batches in server/batches.
 docs/limits.md lists all limits.
 """
 

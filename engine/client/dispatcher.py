@@ -1,6 +1,6 @@
 """Admits requests, sends them to the replicas with the fewest tokens, and waits for the results.
 
-Belongs to one event loop. admission.py accepts or rejects a request as a whole; replica.py sends it to the
+Belongs to one event loop. queue_admission.py accepts or rejects a request as a whole; replica.py sends it to the
 engine and receives its results.
 """
 
@@ -18,7 +18,7 @@ from typing import Self
 from ..protocol.errors import DeadlineExceededError, EngineOverloadedError
 from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, TokenizedInput
-from .admission import Admission
+from .queue_admission import QueueAdmission
 from .replica import Arrays, OutputTransform, Replica, ReplicaRouter
 from .stats import DispatcherStats
 from .vector_cache.model_cache import ModelCache
@@ -64,7 +64,7 @@ class OpenRequest:
 
     @contextlib.contextmanager
     def admitted(self, inputs: Sequence[TokenizedInput]) -> Iterator[RunAdmitted]:
-        """Admits the inputs of several runs together; see Admission.enter.
+        """Admits the inputs of several runs together; see QueueAdmission.enter.
 
         The context value is a function that runs a part of the inputs without another admission and without the cache.
         """
@@ -97,7 +97,7 @@ class OpenRequest:
         Raises:
             EngineUnavailableError: The engine is not running or it ended during the request.
             ModelExecutionError: The model failed on an input.
-            EngineError: The request was rejected; see Admission.enter.
+            EngineError: The request was rejected; see QueueAdmission.enter.
         """
         if not inputs:
             return []
@@ -157,7 +157,7 @@ class Dispatcher:
         self.replicas = [Replica(ids, self.stats, is_only=is_only) for _ in range(num_replicas)]
         self.stats.replicas = [] if is_only else [replica.stats for replica in self.replicas]
         rates = [replica.rate for replica in self.replicas]
-        self.admission = Admission(self.stats, max_queued_tokens, max_queue_s, rates, max_request_tokens)
+        self.admission = QueueAdmission(self.stats, max_queued_tokens, max_queue_s, rates, max_request_tokens)
         self.router: Replica | ReplicaRouter = self.replicas[0] if is_only else ReplicaRouter(self.replicas)
         self._num_open = 0
         self._idle = asyncio.Event()
@@ -166,8 +166,8 @@ class Dispatcher:
     def open(self, options: RequestOptions, *, is_cacheable: bool = False) -> OpenRequest:
         """Returns a new request as an async context manager. Its deadline applies to the whole context.
 
-        Entering the context raises the errors of Admission.check; with `is_cacheable` they are raised after the cache
-        lookup. Leaving it raises DeadlineExceededError if the deadline has passed.
+        Entering the context raises the errors of QueueAdmission.check; with `is_cacheable` they are raised after the
+        cache lookup. Leaving it raises DeadlineExceededError if the deadline has passed.
         """
         return OpenRequest(self, options, is_cacheable=is_cacheable)
 
@@ -177,7 +177,7 @@ class Dispatcher:
         return self.cache is not None and self.cache.stats.is_open and not self.admission.lookups.is_exhausted
 
     def check(self, client: str) -> None:
-        """Raises the errors of Admission.check and counts a rejection as a lookup, if lookups are possible."""
+        """Raises the errors of QueueAdmission.check and counts a rejection as a lookup, if lookups are possible."""
         try:
             self.admission.check(client)
         except EngineOverloadedError:

@@ -14,10 +14,10 @@ from ..protocol.config import EngineConfig
 from ..protocol.errors import ModelLoadError, RejectionReason
 from ..protocol.messages import ModelReady
 from ..protocol.model_info import ModelInfo
-from .admission import Admission
 from .core_supervisor import CoreSupervisor, EngineState
 from .dispatcher import Dispatcher
 from .engine_process import EngineProcess
+from .queue_admission import QueueAdmission
 from .stats import DispatcherStats
 
 
@@ -111,7 +111,7 @@ CLOSED_MESSAGES: Final = {
 """Error message in each state. The state of several replicas is the first one in this table that a replica has."""
 
 
-def close_admission(admission: Admission, state: EngineState) -> None:
+def close_admission(admission: QueueAdmission, state: EngineState) -> None:
     """Makes `admission` reject requests, unless `state` is READY."""
     admission.closed_message = CLOSED_MESSAGES[state]
     is_ending = state is EngineState.DRAINING

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..protocol.errors import InvalidRequestError, UnsupportedTaskError
 from ..protocol.model_info import ModelInfo, ModelKind
-from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, SparseVector, late_score
+from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, SparseVector, maxsim_score
 from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions
 from ..protocol.results import ClassResult, EmbeddingResult, ScoreResult
@@ -58,7 +58,7 @@ class PairScorer:
         if self._info.kind is ModelKind.CROSS_ENCODER:
             task, score = PoolingTask.SCORE, self._score_jointly
         elif self._info.multi_vector is not None:
-            task, score = PoolingTask.TOKEN_EMBED, self._score_late
+            task, score = PoolingTask.TOKEN_EMBED, self._score_maxsim
         elif PoolingTask.EMBED not in self._info.tasks and self._info.sparse is not None:
             task, score = PoolingTask.SPARSE_EMBED, self._score_by_sparse_vectors
         else:
@@ -126,12 +126,12 @@ class PairScorer:
         ]
         return ScoreResult(np.array(scores, np.float32), _count_pairs(map(len, documents), map(len, queries)))
 
-    async def _score_late(
+    async def _score_maxsim(
         self, request: OpenRequest, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
         """Scores by MaxSim. Queries run first; the engine process then compares the documents with them."""
         multi_vector = self._info.multi_vector
-        assert multi_vector is not None, "only multi-vector models are scored late"
+        assert multi_vector is not None, "only multi-vector models are scored by MaxSim"
         query_params = params.clone(is_query=True)
         texts = list(dict.fromkeys(left))
         queries = await self._encoder.encode(texts, query_params, self._query_options(options), param=None)
@@ -147,7 +147,7 @@ class PairScorer:
             ]
             outputs = await run_admitted(compared, params.clone(is_compared=True))
         scores = [
-            late_score(output["similarities"], len(query), averages=multi_vector.averages)
+            maxsim_score(output["similarities"], len(query), averages=multi_vector.averages)
             for output, query in zip(outputs, paired_queries, strict=True)
         ]
         lengths = dict(zip(texts, map(len, queries), strict=True))

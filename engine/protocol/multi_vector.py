@@ -109,8 +109,8 @@ def remove_ids(token_ids: NDArray[np.int32], skip_ids: Sequence[int]) -> NDArray
     return token_ids[~np.isin(token_ids, skip_ids)] if skip_ids else token_ids
 
 
-def late_score(similarities: NDArray[np.float32], num_rows: int, *, averages: bool) -> float:
-    """Returns the score of a document.
+def maxsim_score(similarities: NDArray[np.float32], num_rows: int, *, averages: bool) -> float:
+    """Returns the MaxSim score of a document: the sum or mean, over the query vectors, of the largest similarities.
 
     Args:
         similarities: [P, Q]. For each part of the document, the largest similarity to every query vector. A document

@@ -21,7 +21,7 @@ class ScoreTemplate:
     """The prompt of a reranker for a query and a document.
 
     The parts are tokenized one by one, without additional special tokens, and joined. A pair that is too long loses
-    tokens of the document, and of a query that exceeds its share; see ScoreTemplateEncoder.cut.
+    tokens of the document, and of a query that exceeds its share; see ScoreTemplateEncoder.truncate.
 
     Attributes:
         parts: Format strings. Together they contain {query} and {document} once, {instruction} at most once.

@@ -113,7 +113,7 @@ class InputEncoder:
         spare = _SPARE_TOKENS if params.reject_too_long else 0
         passages = Passages.of(read, offsets, sizes, options.max_passages, spare=spare)
         unread = next((i for i, document in enumerate(documents) if read[i] is not document), None)
-        too_long = passages.cut_document if passages.cut_document is not None else unread
+        too_long = passages.truncated_document if passages.truncated_document is not None else unread
         if params.reject_too_long and too_long is not None:
             is_read = read[too_long] is documents[too_long]
             num_tokens, size = len(offsets[too_long]), sizes[too_long] - spare
@@ -219,7 +219,7 @@ class InputEncoder:
         elif self._long_text is not None and params.task is PoolingTask.EMBED:
             longest = self._info.max_embed_len
             limit, name = (longest, "max_embed_len") if longest else (self._max_queued_tokens, "max_queued_tokens")
-        cut = not params.reject_too_long and (requested is not None or self._auto_truncate)
+        may_truncate = not params.reject_too_long and (requested is not None or self._auto_truncate)
         multi_vector = self._info.multi_vector
         if multi_vector is not None:
             own = multi_vector.max_num_tokens(is_query=params.is_query)
@@ -227,8 +227,10 @@ class InputEncoder:
                 limit, name = own, "of a query" if params.is_query else "of a document"
             # The model was trained on queries of one length only.
             is_fixed = params.is_query and multi_vector.expansion is not None and multi_vector.expansion.is_fixed
-            cut = cut or (is_fixed and not params.reject_too_long)
-        return Truncation(max_num_tokens=limit, may_truncate=cut, side=params.truncation_side, param=param, name=name)
+            may_truncate = may_truncate or (is_fixed and not params.reject_too_long)
+        return Truncation(
+            max_num_tokens=limit, may_truncate=may_truncate, side=params.truncation_side, param=param, name=name
+        )
 
 
 def _document_too_long(

@@ -1,4 +1,4 @@
-"""The tokenizer of one model: encodes texts and token ids and cuts them to the limit. Runs in worker threads."""
+"""The tokenizer of one model: encodes texts and token ids and truncates them to the limit. Runs in worker threads."""
 
 from __future__ import annotations
 
@@ -313,12 +313,12 @@ class ModelTokenizer:
         truncation.reject_length_unless_truncated(len(encoding), index, is_whole=bounded is text)
         max_text = self.max_text_tokens(truncation) if specials else limit
         (bare,) = self.backend.encode_batch([bounded], add_special_tokens=False)
-        num_cut = len(bare) - max_text
+        num_removed = len(bare) - max_text
         bare.truncate(max_text, direction=self.side(truncation))
-        cut_ids = self.backend.post_process(bare).ids if specials else bare.ids
+        truncated_ids = self.backend.post_process(bare).ids if specials else bare.ids
         if skip and self.truncates_left(truncation):
-            skip = max(skip - num_cut, 0) if bounded is text else 0
-        return TokenizedInput(self.text_ids(cut_ids), num_prompt_tokens=min(skip, len(cut_ids) - 1))
+            skip = max(skip - num_removed, 0) if bounded is text else 0
+        return TokenizedInput(self.text_ids(truncated_ids), num_prompt_tokens=min(skip, len(truncated_ids) - 1))
 
     def _encode_more(
         self, text: str, bounded: str, encoding: Encoding, truncation: Truncation, *, specials: bool

@@ -20,7 +20,7 @@ would displace the document, and all scores would be equal."""
 
 
 class PairEncoder:
-    """Tokenizes pairs and cuts them to a limit. Safe to use from several threads.
+    """Tokenizes pairs and truncates them to a limit. Safe to use from several threads.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -58,7 +58,7 @@ class PairEncoder:
         return tokenized
 
     def _bounded(self, pairs: Sequence[Pair], truncation: Truncation) -> list[Pair]:
-        """Cuts very long texts before tokenization. Raises RequestTooLongError if they must not be truncated."""
+        """Truncates very long texts before tokenization. Raises RequestTooLongError if they must not be truncated."""
         num_chars = truncation.max_truncated_chars if truncation.may_truncate else truncation.max_chars
         for i, pair in enumerate(pairs):
             longest = max(map(len, pair))
@@ -81,10 +81,10 @@ class PairEncoder:
         for i, ids in enumerate(encoder.encode(pairs, instruction)):
             if len(ids) > limit:
                 truncation.reject_length_unless_truncated(len(ids), first + i)
-                cut = encoder.cut(pairs[i], instruction, limit, left=left)
-                if cut is None:
+                truncated = encoder.truncate(pairs[i], instruction, limit, left=left)
+                if truncated is None:
                     raise _no_space_error(encoder, instruction, truncation)
-                ids = cut
+                ids = truncated
             tokenized.append(TokenizedInput(self._tokenizer.text_ids(ids)))
         return tokenized
 
@@ -108,7 +108,7 @@ def _no_space_error(
 ) -> InvalidRequestError:
     """Returns the error for a prompt that leaves no tokens for query and document."""
     limit = truncation.max_num_tokens
-    if instruction and encoder.cut(("a", "a"), None, limit, left=False) is not None:
+    if instruction and encoder.truncate(("a", "a"), None, limit, left=False) is not None:
         return InvalidRequestError(
             f"The instruction leaves no room for a query and a document: instruction, query, document and prompt may "
             f"have {limit} tokens together. Please shorten the instruction.",
@@ -118,7 +118,7 @@ def _no_space_error(
 
 
 def _longest_first(first: int, second: int, num_tokens: int) -> tuple[int, int]:
-    """Splits `num_tokens` tokens between two texts. The longer text is cut first, as in transformers."""
+    """Splits `num_tokens` tokens between two texts. The longer text is truncated first, as in transformers."""
     half = num_tokens // 2
     if first <= half:
         return first, min(second, num_tokens - first)
@@ -147,15 +147,15 @@ class _LocatedPart:
         first, last = self.spans.get(field, (0, 0))
         return last - first
 
-    def cut(self, limits: Mapping[str, int], *, left: bool) -> list[int]:
+    def truncate(self, limits: Mapping[str, int], *, left: bool) -> list[int]:
         """Returns the ids with limited tokens per field. `left` removes the beginning of the document."""
         ids = list(self.ids)
         for field, (first, last) in sorted(self.spans.items(), key=lambda item: item[1], reverse=True):
-            num_cut = max(last - first - limits[field], 0)
+            num_removed = max(last - first - limits[field], 0)
             if left and field == "document":
-                del ids[first : first + num_cut]
+                del ids[first : first + num_removed]
             else:
-                del ids[last - num_cut : last]
+                del ids[last - num_removed : last]
         return ids
 
 
@@ -189,7 +189,7 @@ class ScoreTemplateEncoder:
             encoded.append(ids)
         return encoded
 
-    def cut(self, pair: Pair, instruction: str | None, max_num_tokens: int, *, left: bool) -> list[int] | None:
+    def truncate(self, pair: Pair, instruction: str | None, max_num_tokens: int, *, left: bool) -> list[int] | None:
         """Returns the ids of a pair, truncated to `max_num_tokens`; None if the prompt leaves no token for each text.
 
         The prompt and its instruction are not truncated. The query keeps up to three quarters of the other tokens and
@@ -202,7 +202,7 @@ class ScoreTemplateEncoder:
             return None
         limits = {"query": min(num_query, max(num_left * _QUERY_SHARE[0] // _QUERY_SHARE[1], 1))}
         limits["document"] = min(num_document, num_left - limits["query"])
-        return [token_id for part in parts for token_id in part.cut(limits, left=left)]
+        return [token_id for part in parts for token_id in part.truncate(limits, left=left)]
 
     def _located(self, part: _Part, pair: Pair, instruction: str | None) -> _LocatedPart:
         """Encodes a part and finds the tokens of the query and the document, including partly covered tokens."""

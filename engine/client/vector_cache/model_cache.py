@@ -39,7 +39,7 @@ def whole_params(params: PoolingParams) -> PoolingParams | None:
     return None if whole == params else whole
 
 
-def cut_embeddings(outputs: Sequence[Arrays], params: PoolingParams, library: CpuLibrary | None) -> list[Arrays]:
+def truncate_embeddings(outputs: Sequence[Arrays], params: PoolingParams, library: CpuLibrary | None) -> list[Arrays]:
     """Truncates and normalises whole embeddings. Other outputs are not changed.
 
     The C library returns the same bits as an engine on this machine. Results of numpy, torch and GPUs differ by at most
@@ -54,13 +54,13 @@ def cut_embeddings(outputs: Sequence[Arrays], params: PoolingParams, library: Cp
     width = min(params.dimensions or rows.shape[1], rows.shape[1])
     normalize = bool(params.normalize)
     if library is not None:
-        cut = library.truncate_rows(rows, width, normalize=normalize)
+        truncated = library.truncate_rows(rows, width, normalize=normalize)
     else:
-        cut = rows[:, :width]
+        truncated = rows[:, :width]
         if normalize:
-            norms = np.sqrt(np.square(cut, dtype=np.float64).sum(axis=1, keepdims=True))
-            cut = cut / np.maximum(norms, _MIN_NORM).astype(np.float32)
-    return [{**output, "embedding": row} for output, row in zip(outputs, cut, strict=True)]
+            norms = np.sqrt(np.square(truncated, dtype=np.float64).sum(axis=1, keepdims=True))
+            truncated = truncated / np.maximum(norms, _MIN_NORM).astype(np.float32)
+    return [{**output, "embedding": row} for output, row in zip(outputs, truncated, strict=True)]
 
 
 logger = logging.getLogger("penstock.engine")
@@ -154,8 +154,8 @@ class ModelCache:
         if whole is None or not outputs:
             return outputs
         if sum(output["embedding"].size for output in outputs) > _MANY_NUMBERS:
-            return await asyncio.to_thread(cut_embeddings, outputs, params, self._library)
-        return cut_embeddings(outputs, params, self._library)
+            return await asyncio.to_thread(truncate_embeddings, outputs, params, self._library)
+        return truncate_embeddings(outputs, params, self._library)
 
     async def _find_or_compute(
         self, inputs: Sequence[TokenizedInput], params: PoolingParams, namespace: str, compute: Compute, transform: str

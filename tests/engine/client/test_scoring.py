@@ -26,7 +26,7 @@ from penstock.engine.tokenization.input_encoder import InputEncoder
 from .word_model import TABLE, WordCore, ids, info, tokenizer_pool
 
 PROMPTS = {"query": "query: ", "document": "document: "}
-LATE = {"tasks": (PoolingTask.TOKEN_EMBED, PoolingTask.SCORE), "multi_vector": MultiVector()}
+MAXSIM = {"tasks": (PoolingTask.TOKEN_EMBED, PoolingTask.SCORE), "multi_vector": MultiVector()}
 SPARSE_TASKS = {"tasks": (PoolingTask.SPARSE_EMBED, PoolingTask.SCORE)}
 SPARSE = {**SPARSE_TASKS, "sparse": SparsePooling(kind=SparseKind.TOKEN_WEIGHTS)}
 CROSS_ENCODER = {"kind": ModelKind.CROSS_ENCODER, "tasks": (PoolingTask.SCORE,), "labels": ("relevant",)}
@@ -120,9 +120,9 @@ async def test_queries_and_documents_get_their_prompts(
 
 
 @pytest.mark.parametrize("averages", [False, True])
-async def test_late_scores_sum_or_average_the_best_matches(averages: bool) -> None:
+async def test_maxsim_scores_sum_or_average_the_best_matches(averages: bool) -> None:
     result, _ = await score(
-        ["a b c"], DOCUMENTS, model=info(**{**LATE, "multi_vector": MultiVector(averages=averages)})
+        ["a b c"], DOCUMENTS, model=info(**{**MAXSIM, "multi_vector": MultiVector(averages=averages)})
     )
     expected = [max_sim("a b c", document) / (3 if averages else 1) for document in DOCUMENTS]
     assert result.scores == pytest.approx(expected, abs=1e-5)
@@ -130,7 +130,7 @@ async def test_late_scores_sum_or_average_the_best_matches(averages: bool) -> No
 
 
 async def test_repeated_late_query_runs_and_counts_once() -> None:
-    result, core = await score(["a b", "c", "a b"], DOCUMENTS, model=info(**LATE, prompts=PROMPTS))
+    result, core = await score(["a b", "c", "a b"], DOCUMENTS, model=info(**MAXSIM, prompts=PROMPTS))
     queries, documents = ["query: a b", "query: c", "query: a b"], [f"document: {d}" for d in DOCUMENTS]
     expected = [max_sim(q, d) for q, d in zip(queries, documents, strict=True)]
     assert result.scores == pytest.approx(expected, abs=1e-5)

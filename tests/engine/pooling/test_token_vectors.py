@@ -1,4 +1,4 @@
-"""Token vectors: skip words, late interaction with a query, and several outputs of a sequence."""
+"""Token vectors: skip words, MaxSim with a query, and several outputs of a sequence."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from penstock.engine.executors.torch.base import ModelOutput
 from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, TokenMaps
 from penstock.engine.pooling.heads import RowOps
 from penstock.engine.pooling.tensor_ops import TensorOps
-from penstock.engine.protocol.multi_vector import MultiVector, late_score
+from penstock.engine.protocol.multi_vector import MultiVector, maxsim_score
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
 
@@ -80,8 +80,8 @@ def test_chunked_documents_score_like_whole_ones(
         similarities = np.concatenate(parts[i])
         assert similarities.shape[1] == len(own[i])
         expected = float((torch.from_numpy(own[i]) @ vectors.T).amax(1).sum()) if len(vectors) else 0.0
-        assert abs(late_score(similarities, len(own[i]), averages=False) - expected) < 1e-4
-        assert abs(late_score(similarities, len(own[i]), averages=True) - expected / len(own[i])) < 1e-4
+        assert abs(maxsim_score(similarities, len(own[i]), averages=False) - expected) < 1e-4
+        assert abs(maxsim_score(similarities, len(own[i]), averages=True) - expected / len(own[i])) < 1e-4
 
 
 def test_compared_documents_share_a_batch_with_others(hidden_states: Tensor, token_ids: Tensor) -> None:

@@ -64,14 +64,14 @@ def test_parts_are_joined_without_special_tokens(tokenizer: Tokenizer) -> None:
         (SPLIT, 7, False, "sys q a sep d 0 suf"),
     ],
 )
-def test_document_is_cut_before_the_query(
+def test_document_is_truncated_before_the_query(
     template: ScoreTemplate, limit: int, left: bool, expected: str, tokenizer: Tokenizer
 ) -> None:
     pair = ("a b", " ".join(map(str, range(10))))
     encoder = ScoreTemplateEncoder(tokenizer, template)
-    assert words(tokenizer, encoder.cut(pair, None, limit, left=left)) == expected
+    assert words(tokenizer, encoder.truncate(pair, None, limit, left=left)) == expected
     (uncut,) = encoder.encode([pair], None)
-    assert encoder.cut(pair, None, len(uncut), left=left) == uncut
+    assert encoder.truncate(pair, None, len(uncut), left=left) == uncut
 
 
 @pytest.mark.parametrize(
@@ -89,14 +89,14 @@ def test_long_query_leaves_room_for_the_document(
 ) -> None:
     query = " ".join(map(str, range(30)))
     encoder = ScoreTemplateEncoder(tokenizer, template)
-    assert words(tokenizer, encoder.cut((query, "a b"), None, limit, left=left)) == expected
-    cut = [encoder.cut((query, document), None, limit, left=left) for document in ("c", "e")]
-    assert cut[0] != cut[1]
+    assert words(tokenizer, encoder.truncate((query, "a b"), None, limit, left=left)) == expected
+    truncated = [encoder.truncate((query, document), None, limit, left=left) for document in ("c", "e")]
+    assert truncated[0] != truncated[1]
     frame = len(encoder.encode([("", "")], None)[0])
-    assert encoder.cut((query, ""), None, frame + 1, left=left) is not None
-    assert encoder.cut((query, "a"), None, frame + 2, left=left) is not None
-    assert encoder.cut((query, "a"), None, frame + 1, left=left) is None
-    assert encoder.cut(("a", "b"), None, 2, left=left) is None
+    assert encoder.truncate((query, ""), None, frame + 1, left=left) is not None
+    assert encoder.truncate((query, "a"), None, frame + 2, left=left) is not None
+    assert encoder.truncate((query, "a"), None, frame + 1, left=left) is None
+    assert encoder.truncate(("a", "b"), None, 2, left=left) is None
 
 
 @pytest.fixture
@@ -115,12 +115,12 @@ CUT = Truncation(max_num_tokens=9, may_truncate=True)
 
 @pytest.mark.parametrize("pool", [JOINT], indirect=True)
 async def test_pool_cuts_or_rejects_long_pairs(pool: TokenizerPool, tokenizer: Tokenizer) -> None:
-    cut = await pool.encode_pairs(PAIRS, CUT, instruction="g")
-    assert [words(tokenizer, t.token_ids.tolist()) for t in cut] == [
+    truncated = await pool.encode_pairs(PAIRS, CUT, instruction="g")
+    assert [words(tokenizer, t.token_ids.tolist()) for t in truncated] == [
         "sys g q a b d c end suf",
         "sys g q a d 4 5 end suf",
     ]
-    assert {t.type_boundary for t in cut} == {0}
+    assert {t.type_boundary for t in truncated} == {0}
     with pytest.raises(RequestTooLongError, match="input 1 has 13 tokens"):
         await pool.encode_pairs(PAIRS, Truncation(max_num_tokens=9))
     with pytest.raises(InvalidRequestError, match="The limit is 2 tokens, but the prompt leaves") as caught:

@@ -49,7 +49,7 @@ def test_best_passage_scores_for_its_document() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "limit", "spare", "num_pieces", "cut_document"),
+    ("lengths", "limit", "spare", "num_pieces", "truncated_document"),
     [
         ([20, 40], 2, 0, 3, None),
         ([20, 40, 41, 90], 2, 0, 7, 2),
@@ -58,12 +58,12 @@ def test_best_passage_scores_for_its_document() -> None:
     ],
 )
 def test_document_above_the_passage_limit_is_named(
-    lengths: list[int], limit: int, spare: int, num_pieces: int, cut_document: int | None
+    lengths: list[int], limit: int, spare: int, num_pieces: int, truncated_document: int | None
 ) -> None:
     documents = ["w " * length for length in lengths]
     offsets = [offsets_of(document) for document in documents]
     pieces = Passages.of(documents, offsets, [20] * len(documents), limit, spare=spare)
-    assert (len(pieces.texts), pieces.cut_document) == (num_pieces, cut_document)
+    assert (len(pieces.texts), pieces.truncated_document) == (num_pieces, truncated_document)
 
 
 MAX_MODEL_LEN = 40

@@ -253,15 +253,16 @@ async def test_idle_model_is_unloaded_after_its_ttl(engines: Engines) -> None:
     assert a.state == "ready"
 
 
-async def test_model_is_unloaded_once_if_its_ttl_ends_meanwhile(engines: Engines) -> None:
+async def test_request_before_the_end_of_its_ttl_keeps_a_model(engines: Engines) -> None:
     manager = engines.manager(engines.model("a", ttl_s=0.0))
     (entry,) = manager.entries
     await manager.acquire(entry)
-    entry.release(time.monotonic())
-    manager._expire(entry)  # its task runs after `unload` has begun
-    await manager.unload(entry)
+    entry.release(0.0)
+    manager._expire(entry)
+    entry.acquire()  # before the task of `_expire` runs
     await loop_iterations()
-    assert (engines.closed, states(manager)) == (["a"], ["unloaded"])
+    assert entry.status is ModelStatus.LOADED
+    entry.release(time.monotonic())
 
 
 async def test_ttl_of_a_client_holds_until_the_next_load(engines: Engines) -> None:

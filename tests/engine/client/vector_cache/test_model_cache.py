@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from penstock.engine.async_engine import AsyncEngine
-from penstock.engine.client.admission import LookupRateLimit
 from penstock.engine.client.dispatcher import Dispatcher
+from penstock.engine.client.queue_admission import LookupRateLimit
 from penstock.engine.client.vector_cache import model_cache
 from penstock.engine.client.vector_cache.cache import VectorCache
-from penstock.engine.client.vector_cache.model_cache import ModelCache, cut_embeddings
+from penstock.engine.client.vector_cache.model_cache import ModelCache, truncate_embeddings
 from penstock.engine.pooling.heads import VectorTransform
 from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.config import EngineConfig
@@ -152,7 +152,7 @@ async def test_every_call_that_embeds_uses_the_cache(make: Make, monkeypatch: py
     first = await call_everything(engine)
     num_inputs = core.num_inputs
     assert num_inputs > 10
-    monkeypatch.setattr(model_cache, "_MANY_TOKENS", 1)  # keys and cuts are computed in threads
+    monkeypatch.setattr(model_cache, "_MANY_TOKENS", 1)  # keys and truncations are computed in threads
     monkeypatch.setattr(model_cache, "_MANY_NUMBERS", 1)
     assert await call_everything(engine) == first
     assert core.num_inputs == num_inputs
@@ -299,7 +299,7 @@ TOLERANCE = 2.5e-7
 
 
 @pytest.fixture(params=["library", "numpy"])
-def cutting_library(request: pytest.FixtureRequest) -> CpuLibrary | None:
+def truncating_library(request: pytest.FixtureRequest) -> CpuLibrary | None:
     library = shared_library()
     if request.param == "library" and library is None:
         pytest.skip("the native kernels are not built")
@@ -312,21 +312,21 @@ def resolved(**changes: Any) -> PoolingParams:
 
 @pytest.mark.parametrize("width", [7, None])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_cut_rows_equal_those_of_the_pooler_head(
-    cutting_library: CpuLibrary | None, width: int | None, normalize: bool
+def test_truncated_rows_equal_those_of_the_pooler_head(
+    truncating_library: CpuLibrary | None, width: int | None, normalize: bool
 ) -> None:
     rows = np.random.default_rng(2).normal(scale=3, size=(9, 384)).astype(np.float32)
     rows[4] = 0
     rows.flags.writeable = False
     params = resolved(dimensions=width, normalize=normalize)
     outputs = [{"embedding": row, "sparse": np.ones((2, 2), np.float32)} for row in rows]
-    cut = cut_embeddings(outputs, params, cutting_library)
+    truncated = truncate_embeddings(outputs, params, truncating_library)
     expected = TensorOps().transform(torch.from_numpy(rows.copy()), VectorTransform.of([params] * 9, 384)).numpy()
-    values = np.stack([output["embedding"] for output in cut])
+    values = np.stack([output["embedding"] for output in truncated])
     assert values.dtype == np.float32
     np.testing.assert_allclose(values, expected, rtol=0, atol=TOLERANCE if normalize else 0)
-    assert all(new["sparse"] is old["sparse"] for new, old in zip(cut, outputs, strict=True))
+    assert all(new["sparse"] is old["sparse"] for new, old in zip(truncated, outputs, strict=True))
     for place, output in enumerate(outputs):  # alone, each row has the same bits
-        (alone,) = cut_embeddings([output], params, cutting_library)
+        (alone,) = truncate_embeddings([output], params, truncating_library)
         assert alone["embedding"].tobytes() == values[place].tobytes()
         assert np.array_equal(output["embedding"], rows[place])

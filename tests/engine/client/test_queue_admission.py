@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from penstock.engine.client.admission import Admission, LookupRateLimit
+from penstock.engine.client.queue_admission import LookupRateLimit, QueueAdmission
 from penstock.engine.client.stats import DispatcherStats, DrainRate
 from penstock.engine.protocol.errors import (
     EngineOverloadedError,
@@ -21,21 +21,21 @@ from penstock.engine.protocol.errors import (
 from ...clock import Clock
 
 
-def make(max_tokens: int = 1_000, max_queue_s: float = math.inf, rate: int | None = None) -> Admission:
+def make(max_tokens: int = 1_000, max_queue_s: float = math.inf, rate: int | None = None) -> QueueAdmission:
     """Returns an admission; `rate` is the measured drain rate in tokens a second."""
-    admission = Admission(DispatcherStats(), max_tokens, max_queue_s, [DrainRate()])
+    admission = QueueAdmission(DispatcherStats(), max_tokens, max_queue_s, [DrainRate()])
     if rate is not None:
         admission._rates[0].record(rate, 1.0)
     return admission
 
 
-def add(admission: Admission, num_tokens: int, client: str = "") -> None:
+def add(admission: QueueAdmission, num_tokens: int, client: str = "") -> None:
     """Adds a request that came before the queue was full."""
     admission.stats.enter(num_tokens)
     admission._count(client, num_tokens, 1)
 
 
-def rejection(admission: Admission, client: str = "") -> EngineOverloadedError:
+def rejection(admission: QueueAdmission, client: str = "") -> EngineOverloadedError:
     with pytest.raises(EngineOverloadedError) as rejected:
         admission.check(client)
     return rejected.value

@@ -74,7 +74,7 @@ class LookupRateLimit:
         self._refilled_s = now_s
 
 
-class Admission:
+class QueueAdmission:
     """Counts the tokens in the queue and rejects requests while it is full. Belongs to one event loop.
 
     Args:
