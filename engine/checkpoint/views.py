@@ -188,7 +188,7 @@ class ArrayWeights(WeightView[Array]):
 def as_floats(values: Array) -> Floats:
     """Returns values of any type as contiguous, aligned float32, copied only if necessary."""
     if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
+        return np.left_shift(values, 16, dtype=np.uint32).view(np.float32)
     with np.errstate(over="ignore"):  # the warm-up finds infinite values
         return np.require(values, np.float32, ["C", "A"])
 

@@ -84,8 +84,8 @@ class CpuLibrary:
     Only `pool` and `truncate_rows` may be called from several threads at once.
 
     Args:
-        num_lanes: Number of threads for forwards. With 0, forwards are not available. `pack`, `product` and `pool` run
-            on the calling thread.
+        num_lanes: Number of threads for forwards. With 0, forwards are not available. `product`, `pool` and the packing
+            of small products run on the calling thread; `pack` divides large products among the lanes.
         isa: Instruction set: "plain", "avx2", "avx2vnni", "avx512", "avx512vnni", "avx512bf16", "amx". None selects the
             last one that the processor supports.
         path: Path of the shared library.

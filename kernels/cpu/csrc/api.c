@@ -55,9 +55,34 @@ EXPORT long penstock_packed_bytes(const Library *library, const Product *product
     return library->isa->packed_bytes(product);
 }
 
+/* Weights from which lanes pack a product. The caller packs smaller ones, such as the queries of a request: it would
+ * wait for running forwards. */
+#define MIN_SHARED_WEIGHTS (1L << 20)
+
+typedef struct {
+    Job job;
+    const Isa *isa;
+    const Packing *packing;
+} PackJob;
+
+static void pack_share(Job *job, int unit, int lane) {
+    PackJob *shared = (PackJob *)job;
+    long panels = shared->isa->panels(shared->packing->product);
+    (void)lane;
+    shared->isa->pack(shared->packing, panels * unit / job->units, panels * (unit + 1) / job->units);
+}
+
+/* Packs W [N, K] float32 and bias [N] or NULL. `scales` and `sums` are for FORMAT_INT8. Lanes share large products. */
 EXPORT void penstock_pack(const Library *library, const Product *product, const float *weights, const float *bias,
                           void *packed, float *packed_bias, float *scales, int32_t *sums) {
-    library->isa->pack(product, weights, bias, packed, packed_bias, scales, sums);
+    Packing packing = {product, weights, bias, packed, packed_bias, scales, sums};
+    PackJob shared = {.job = {.run = pack_share}, .isa = library->isa, .packing = &packing};
+    if (!library->lanes || product->in * product->out < MIN_SHARED_WEIGHTS) {
+        library->isa->pack(&packing, 0, library->isa->panels(product));
+        return;
+    }
+    lanes_begin(library->lanes, &shared.job, lanes_count(library->lanes), 1);
+    lanes_end(library->lanes, &shared.job);
 }
 
 /* Number of idle lanes. */

@@ -12,8 +12,7 @@ typedef struct {
     void (*leave)(void);
     long (*panels)(const Product *product);
     long (*packed_bytes)(const Product *product);
-    void (*pack)(const Product *product, const float *w, const float *b, void *weights, float *bias, float *scales,
-                 int32_t *sums);
+    void (*pack)(const Packing *packing, long first_panel, long last_panel);
     void (*convert_rows)(int format, const float *x, long rows, long width, void *out, RowScale *scales);
     void (*run_product)(const Product *product, const void *x, const RowScale *row_scales, long rows, long first_panel,
                         long last_panel, const Target *to, float *scratch);

@@ -47,6 +47,16 @@ typedef struct {
     const int32_t *sums; /* FORMAT_INT8: [N in panel order] 128 times the sum of each column's weights */
 } Product;
 
+/* The arrays that `pack` reads and writes; the last four become those of the product. */
+typedef struct {
+    const Product *product;
+    const float *weights; /* [N, K] */
+    const float *bias;    /* [N] or NULL */
+    void *packed;
+    float *packed_bias, *scales;
+    int32_t *sums;
+} Packing;
+
 /* (x - mean) / sqrt(var + eps) * weight + bias, or x / sqrt(mean(x^2) + eps) * weight if `rms`. */
 typedef struct {
     const float *weight; /* [D]; NULL: no norm, rows are copied */

@@ -71,6 +71,17 @@ def test_activations_equal_torch(library: CpuLibrary, activation: ActivationCode
     assert not wrong.any(), list(zip(x[wrong][:5], actual[wrong, 0][:5], exact[wrong][:5], strict=True))
 
 
+def test_lanes_pack_the_bits_of_one_thread(library: CpuLibrary) -> None:
+    """Lanes pack products from 2^20 weights on; the calling thread packs blocks of their rows."""
+    for form in library.formats:
+        weight = normal(np.random.default_rng(9), 1030, 1028)
+        weight[3, 5], weight[7, 9], weight[1029] = np.nan, -np.inf, 0
+        whole = library.pack(weight, weight[:, 0], form).arrays
+        blocks = [library.pack(weight[i : i + 256], weight[i : i + 256, 0], form).arrays for i in range(0, 1030, 256)]
+        for array, parts in zip(whole, zip(*blocks, strict=True), strict=True):
+            assert array.tobytes() == np.concatenate(parts).tobytes(), form.name
+
+
 def test_nan_stays_in_its_row(library: CpuLibrary) -> None:
     for form in library.formats:
         numbers = np.random.default_rng(5)

@@ -39,43 +39,64 @@ INLINE long packed_bytes(const Product *product) {
     return panels_of(product) * PANEL * product->in * weight_bytes(product->format);
 }
 
-/* Packs W [N, K] float32 into `weights`, bias [N] or NULL into `bias`, and for FORMAT_INT8 scales and sums. */
-static void pack(const Product *product, const float *w, const float *b, void *weights, float *bias, float *scales,
-                 int32_t *sums) {
-    long num_in = product->in, num_columns = panels_of(product) * PANEL;
-    for (long index = 0; index < num_columns; index++) {
-        long column = column_of(product, index), panel_start = index / PANEL * PANEL * num_in, c = index % PANEL;
-        const float *row = column < 0 ? NULL : w + column * num_in;
-        bias[index] = row && b ? b[column] : 0.0f;
-        float largest = 0.0f;
+/* Largest |x| of a row; NaN for a row with NaN or inf. */
+static float largest_of(const float *row, long width) {
+    vf largest = v_zero(), bad = v_zero(); /* `bad`: NaN for NaN and inf, else 0 */
+    for (long k = 0; k < width; k += WIDTH) {
+        vf v = v_load_part(row + k, width - k);
+        largest = v_max(largest, v_abs(v));
+        bad = v_add(bad, v_sub(v, v));
+    }
+    return v_sum(bad) == 0 ? v_largest(largest) : NAN;
+}
+
+/* Packs a row [K] (NULL: zeros) as int8 into column `c` of a panel. Halves are rounded away from zero. Returns the scale,
+ * which is NaN for a row with NaN or inf. `sum`: 128 times the sum of the int8 weights. */
+static float pack_int8(const float *row, long width, int8_t *panel, long c, int32_t *sum) {
+    float largest = row ? largest_of(row, width) : 0.0f;
+    *sum = 0;
+    for (long k = 0; k < width; k += WIDTH) {
+        uint8_t bytes[WIDTH];
+        vf whole = v_zero();
+        if (largest > 0) {
+            vf q = v_mul(v_div(v_load_part(row + k, width - k), v_set(largest)), v_set(127.0f)), unused;
+            vf size = v_add(v_abs(q), v_set(0.5f));
+            whole = v_copysign(v_sub(size, v_split(size, &unused)), q);
+        }
+        v_to_bytes(bytes, v_add(whole, v_set(128.0f)));
+        for (long i = 0; i < WIDTH && k + i < width; i += 4) {
+            int8_t *to = panel + (k + i) * PANEL + 4 * c;
+            for (long j = 0; j < 4; j++) *sum += 128 * (to[j] = (int8_t)(bytes[i + j] - 128));
+        }
+    }
+    return largest / 127.0f;
+}
+
+/* Packs panels first <= p < last. */
+static void pack(const Packing *packing, long first, long last) {
+    const Product *product = packing->product;
+    long num_in = product->in;
+    for (long index = first * PANEL; index < last * PANEL; index++) {
+        long column = column_of(product, index), c = index % PANEL;
+        const float *row = column < 0 ? NULL : packing->weights + column * num_in;
+        char *panel = (char *)packing->packed + index / PANEL * PANEL * num_in * weight_bytes(product->format);
+        packing->packed_bias[index] = row && packing->bias ? packing->bias[column] : 0.0f;
         if (product->format == FORMAT_INT8) {
-            for (long k = 0; row && k < num_in; k++) {
-                float a = row[k] < 0 ? -row[k] : row[k];
-                largest = a > largest || a != a ? a : largest;
-            }
-            scales[index] = largest / 127.0f;
-            if (largest - largest != 0) scales[index] = largest = NAN; /* a column with NaN or inf becomes NaN */
-            sums[index] = 0;
+            packing->scales[index] = pack_int8(row, num_in, (int8_t *)panel, c, packing->sums + index);
+            continue;
         }
         for (long k = 0; k < num_in; k++) {
             float value = row ? row[k] : 0.0f;
             switch (product->format) {
                 case FORMAT_F32:
-                    ((float *)weights)[panel_start + k * PANEL + c] = value;
+                    ((float *)panel)[k * PANEL + c] = value;
                     break;
                 case FORMAT_BF16:
-                    ((uint16_t *)weights)[panel_start + k * PANEL + c] = to_bf16(value);
+                    ((uint16_t *)panel)[k * PANEL + c] = to_bf16(value);
                     break;
                 case FORMAT_DOT:
-                    ((uint16_t *)weights)[panel_start + k / 2 * 2 * PANEL + 2 * c + k % 2] = to_bf16(value);
+                    ((uint16_t *)panel)[k / 2 * 2 * PANEL + 2 * c + k % 2] = to_bf16(value);
                     break;
-                case FORMAT_INT8: {
-                    float q = largest > 0 ? value / largest * 127.0f : 0.0f;
-                    int whole = (int)(q < 0 ? q - 0.5f : q + 0.5f);
-                    ((int8_t *)weights)[panel_start + k / 4 * 4 * PANEL + 4 * c + k % 4] = (int8_t)whole;
-                    sums[index] += 128 * whole;
-                    break;
-                }
             }
         }
     }
