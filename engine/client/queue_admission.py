@@ -138,9 +138,9 @@ class QueueAdmission:
 
     @property
     def queue_s(self) -> float:
-        """Seconds that the tokens in the queue take; 0 until the drain rate is measured."""
+        """Seconds that the tokens in the queue take; 0 until the drain rate is measured, as the metric is a number."""
         rate = total_rate(self._rates)
-        return 0.0 if math.isnan(rate) else self._tokens.used / rate
+        return 0.0 if rate is None else self._tokens.used / rate
 
     def check(self, client: str = "") -> None:
         """Raises an error if a new request of a client cannot be accepted. "" means all clients together.
@@ -192,7 +192,7 @@ class QueueAdmission:
         rate = total_rate(self._rates)
         raise EngineOverloadedError(
             f"{rejection.message} Please try again later.",
-            retry_after_s=1.0 if math.isnan(rate) else rejection.excess / rate,
+            retry_after_s=1.0 if rate is None else rejection.excess / rate,
             reason=rejection.reason,
         )
 
@@ -216,11 +216,11 @@ class QueueAdmission:
 
     def _update_work_limit(self) -> None:
         """Adapts the limits of the work and of large requests after the drain rate has changed."""
-        in_time = self._max_queue_s * total_rate(self._rates)  # nan before the first measurement
-        self._has_work_limit = in_time < self._tokens.limit
-        if not self._has_work_limit:
+        rate = total_rate(self._rates)
+        self._has_work_limit = rate is not None and self._max_queue_s * rate < self._tokens.limit
+        if rate is None or not self._has_work_limit:
             return
-        self._work.limit = math.ceil(in_time)
+        self._work.limit = math.ceil(self._max_queue_s * rate)
         largest = max(math.ceil(self._work.limit * _LARGE_SHARE), 1)
         if abs(largest - self._largest) <= self._largest * _RATE_CHANGE:
             return
@@ -248,4 +248,6 @@ class QueueAdmission:
             self._large.add(client, count)
 
     def _seconds(self, num_tokens: int) -> str:
-        return f"{num_tokens / total_rate(self._rates):.3g}"
+        rate = total_rate(self._rates)
+        assert rate is not None, "the limit in seconds needs a measured rate"
+        return f"{num_tokens / rate:.3g}"

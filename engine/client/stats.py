@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -151,7 +150,7 @@ class DrainRate:
     """The speed of one replica.
 
     Attributes:
-        tokens_per_s: nan until it is measured.
+        tokens_per_s: None until it is measured.
         is_live: The replica can run requests.
         on_change: Called after a change of the other attributes.
     """
@@ -160,7 +159,7 @@ class DrainRate:
 
     def __init__(self) -> None:
         self.is_live = False
-        self.tokens_per_s = math.nan
+        self.tokens_per_s: float | None = None
         self.on_change: Callable[[], None] = lambda: None
         # Weighted sums over past forwards. The rate is their quotient, because slow forwards take most of the time.
         self._tokens = self._seconds = 0.0
@@ -178,13 +177,13 @@ class DrainRate:
         self.on_change()
 
 
-def total_rate(rates: Sequence[DrainRate]) -> float:
-    """Returns the tokens per second of all running replicas; nan before the first measurement.
+def total_rate(rates: Sequence[DrainRate]) -> float | None:
+    """Returns the tokens per second of all running replicas; None before the first measurement.
 
     A replica without a measurement counts as the mean of the others. If no replica runs, all count: they will restart.
     """
     if len(rates) == 1:
         return rates[0].tokens_per_s
     live = [rate for rate in rates if rate.is_live] or rates
-    known = [rate.tokens_per_s for rate in live if not math.isnan(rate.tokens_per_s)]
-    return sum(known) / len(known) * len(live) if known else math.nan
+    known = [rate.tokens_per_s for rate in live if rate.tokens_per_s is not None]
+    return sum(known) / len(known) * len(live) if known else None
