@@ -19,7 +19,7 @@ _ROUND_TO: Final = 16
 
 
 class ChunkSizeController:
-    """Sizes forwards and chunks so that a forward takes about a fixed time.
+    """Sizes chunks, and forwards with or without chunks, so that a forward takes about a fixed time.
 
     The cost of a token grows with its context and differs between machines. Chunks are small while other sequences
     wait. Otherwise they are large, so that the pauses between forwards cost little.

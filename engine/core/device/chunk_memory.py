@@ -22,11 +22,12 @@ class _SlotUse:
 
     Attributes:
         buffer: Index of the buffer with the states: each slot has two buffers.
-        saved: The states on the host while the sequence has no slot. The copy may still run; see DeviceStream.save.
+        host_states: The states on the host while the sequence has no slot. The copy may still run; see
+            DeviceStream.save.
     """
 
     buffer: int = 0
-    saved: list[Tensor] | None = None
+    host_states: list[Tensor] | None = None
 
 
 class ChunkMemory:
@@ -102,18 +103,18 @@ class ChunkMemory:
         if self._ssm is None or self._kv is not None or not sequence.num_pooled:
             return
         use = self._uses[sequence]
-        if use.saved is not None:
+        if use.host_states is not None:
             return  # it was preempted before it ran in this slot, which has the states of another sequence
-        use.saved = self._stream.save(self._ssm.at(self._state_slot(use, allocation)))
+        use.host_states = self._stream.save(self._ssm.at(self._state_slot(use, allocation)))
 
     def restore(self, chunks: Sequence[PrefillChunk]) -> None:
         """Copies saved states into the new slots of the sequences."""
         for sequence in [chunk.sequence for chunk in chunks]:
             use = self._uses.get(sequence)
-            if self._ssm is None or sequence.allocation is None or use is None or use.saved is None:
+            if self._ssm is None or sequence.allocation is None or use is None or use.host_states is None:
                 continue
-            self._stream.restore(use.saved, self._ssm.at(self._state_slot(use, sequence.allocation)))
-            use.saved = None
+            self._stream.restore(use.host_states, self._ssm.at(self._state_slot(use, sequence.allocation)))
+            use.host_states = None
 
     def forget(self, sequence: InputSequence) -> None:
         """Drops the saved states of a sequence that has ended."""
@@ -122,13 +123,13 @@ class ChunkMemory:
     def _state_slots(self, chunks: Sequence[PrefillChunk]) -> dict[str, Tensor | None]:
         """Returns the indices of the states to read and to write."""
         allocated = [(i, c, c.sequence.allocation) for i, c in enumerate(chunks)]
-        saved = [(i, c, self._uses[c.sequence], a) for i, c, a in allocated if a is not None]
-        loaded = [(i, use, a) for i, c, use, a in saved if c.start]
+        written = [(i, c, self._uses[c.sequence], a) for i, c, a in allocated if a is not None]
+        read = [(i, use, a) for i, c, use, a in written if c.start]
         return {
-            "load_indices": _indices([i for i, *_ in loaded]),
-            "load_slots": _indices([self._state_slot(use, a) for _, use, a in loaded]),
-            "save_indices": _indices([i for i, *_ in saved]),
-            "save_slots": _indices([self._state_slot(use, a, is_next=True) for *_, use, a in saved]),
+            "load_indices": _indices([i for i, *_ in read]),
+            "load_slots": _indices([self._state_slot(use, a) for _, use, a in read]),
+            "save_indices": _indices([i for i, *_ in written]),
+            "save_slots": _indices([self._state_slot(use, a, is_next=True) for *_, use, a in written]),
         }
 
     def _state_slot(self, use: _SlotUse, allocation: Allocation, *, is_next: bool = False) -> int:
