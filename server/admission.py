@@ -1,7 +1,7 @@
 """Limits the size of bodies, and the memory of bodies and responses, before the engine is called.
 
-The limits of the engine's queue are in engine/client/queue_admission.py, the limits of files and batches in server/batches.
-docs/limits.md lists all limits.
+The limits of the engine's queue are in engine/client/queue_admission.py, the limits of files and batches in
+server/batches. docs/limits.md lists all limits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .settings import ServerSettings
 
 REJECTED_BY: Final = "penstock.rejected_by"
 """Scope key of the limit that rejected the request, for the metrics."""
-BODY_IN_MEMORY: Final = "penstock.body_is_held"
+BODY_IN_MEMORY: Final = "penstock.body_in_memory"
 """Scope key of a request of the server itself. Its body is already in memory and is not counted again."""
 SMALL_BODY_BYTES: Final = 4_096
 """Bytes. Smaller bodies are not counted: connections are limited, and counting would slow down small requests."""
@@ -93,7 +93,7 @@ def client_of(scope: Scope) -> str:
 
     The address is also used if the server has a single key. "" if neither is known.
     """
-    key: str = scope.get("api_client", "")
+    key: str = scope.get("penstock.api_client", "")
     if key:
         return key
     address = scope.get("client")

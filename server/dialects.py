@@ -242,7 +242,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def on_engine_error(request: Request, error: Any) -> Response:
         note_rejection(request.scope, error)
-        return dialect_of(request.scope).engine_error(error, request.scope["request_id"])
+        return dialect_of(request.scope).engine_error(error, request.scope["penstock.request_id"])
 
     async def on_validation_error(request: Request, error: Any) -> Response:
         return dialect_of(request.scope).validation_error(error)

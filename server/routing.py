@@ -119,7 +119,7 @@ async def respond_as(endpoint: Endpoint, schema: type[JsonBody], content: dict[s
     """Validates a body with the schema of another route and returns that route's response; see `parsed`."""
     body = parsed(schema, content)
     if (request_id := body.body_request_id()) is not None:
-        request.scope["request_id"] = request_id
+        request.scope["penstock.request_id"] = request_id
     try:
         return await endpoint(body=body, request=request)
     except EngineError as error:

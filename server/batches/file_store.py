@@ -53,9 +53,6 @@ class DataDir:
         database: The database file.
         secret: Secret bytes that stay the same after a restart.
 
-    Args:
-        folder: The folder.
-
     Raises:
         UsageError: Another server uses the folder, it cannot be written, or other users can write to it.
     """
@@ -91,7 +88,6 @@ class Files:
     """The files in a data folder.
 
     Args:
-        data: The folder.
         store: Records of the files.
         max_bytes: Maximum size of an upload.
         now: Unix time.

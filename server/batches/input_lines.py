@@ -61,7 +61,6 @@ class BatchInput:
     """An input file of a batch.
 
     Args:
-        path: The file.
         endpoint: The route that all lines must name.
         max_line_bytes: Maximum length of a line; equals the limit of request bodies.
         max_values: Maximum number of JSON values in a line; see --max-json-values.

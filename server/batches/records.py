@@ -86,9 +86,9 @@ class BatchRecord(msgspec.Struct, kw_only=True):
         id: Its name.
         owner: See FileRecord.
         endpoint: The route of all its lines.
-        input_file_id: The input file.
+        input_file_id: Id of the uploaded file with the request lines.
         output_id: The output file, which grows while the batch runs.
-        error_id: The error file.
+        error_id: Id of the file with the failed lines.
         completion_window: As requested, such as "24h".
         metadata: Notes of the client.
         output_expires_s: Seconds after which its output files expire.

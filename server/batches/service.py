@@ -57,7 +57,6 @@ class Batches:
 
     Attributes:
         secret: Salt that turns API keys into owner ids.
-        files: The files.
         traffic: Running requests of clients.
         num_lines: Lines with a response ("completed") and with an error ("failed") since the start.
         num_ended: Batches that have ended since the start, by status.

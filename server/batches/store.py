@@ -82,10 +82,7 @@ class Crashes(NamedTuple):
 
 
 class Store:
-    """The database. Await its methods from one event loop.
-
-    Args:
-        path: The database file.
+    """The SQLite database of files and batches. Await its methods from one event loop.
 
     Raises:
         UsageError: It cannot be opened, or has the format of another version.

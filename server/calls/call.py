@@ -63,7 +63,6 @@ class Call:
     """A request to the model that it names.
 
     Attributes:
-        request: The HTTP request.
         context: State of the application.
         target: Engine, name and default prompt of the model.
         engine: Engine of the model.
@@ -175,7 +174,7 @@ class Call:
     def response_fields(self, id_prefix: str) -> dict[str, Any]:
         """Returns the fields of an OpenAI response except `data`. The id starts with `id_prefix`."""
         return {
-            "id": f"{id_prefix}-{self.request.scope['request_id']}",
+            "id": f"{id_prefix}-{self.request.scope['penstock.request_id']}",
             "object": "list",
             "created": int(time.time()),
             "model": self.name,

@@ -65,7 +65,7 @@ def prompt_for(
     """Returns the prompt for texts. Empty values count as absent. The first given argument below has precedence.
 
     Args:
-        info: The model.
+        info: The model with its prompts.
         prompt_name: Name of a prompt of the model.
         input_type: Purpose of the texts, in the terms of Cohere and Voyage.
         task: Purpose of the texts, in the terms of Jina.

@@ -41,7 +41,7 @@ def vectors_response(
     """Returns the response of a request for vectors. Its memory must have been reserved.
 
     Args:
-        request: The request.
+        request: The request, which holds the memory reservation.
         head: The fields beside `data`: id, object, created, model, usage.
         rows: [N, D] float32, or N arrays.
         encodings: Encodings by name. With several, each row is an object with one value per encoding.
@@ -80,7 +80,7 @@ def check_encodings(
     Args:
         encodings: See `vectors_response`.
         num_rows: Number of inputs.
-        model: The model.
+        model: The model. Its embeddings have at most `embedding_size` dimensions.
         params: Pooling parameters of the request.
         quantized_by: The field of the request that selects integers.
     """

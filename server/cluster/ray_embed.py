@@ -40,7 +40,7 @@ class EmbedderConfig(NamedTuple):
         field: The column with the text.
         params: Pooling parameters.
         prompt_name: Name of a prompt of the model, which is put before every text.
-        job: The output folder.
+        job: The output folder with the finished shards.
         log_level: Log level of engine and actor.
         log_format: Log format of the actor.
     """

@@ -18,9 +18,9 @@ def announcement(models: Sequence[ModelEntry], settings: ServerSettings, port: i
     """Returns the log lines of a ready server.
 
     Args:
-        models: The served models.
+        models: All served models, loaded or not.
         settings: Settings of the server.
-        port: The listening port.
+        port: Port of the listening socket, which the system chose if the settings say 0.
     """
     lines = ["ready"]
     for entry in models:

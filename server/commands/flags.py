@@ -84,7 +84,7 @@ class _IgnoredFlag(NamedTuple):
     """A flag of vLLM without effect in penstock.
 
     Attributes:
-        reason: The reason.
+        reason: Reason in the warning.
         accepts: Function that returns whether a value is accepted. None: the flag has no value.
     """
 

@@ -54,7 +54,7 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
 
     Args:
         settings: Settings of the server.
-        plans: The models.
+        plans: One for each model to serve.
         process: Engine process of the first model, if it is already started.
 
     Raises:
@@ -205,7 +205,7 @@ def served_models(
     get a 503. If it is not loaded at the start, its error is logged now.
 
     Args:
-        plans: The models.
+        plans: One for each model to serve.
         settings: Of the server.
         num_engines: Number of engines that share the machine.
         process: Engine process of the first model, if it is already started. The first load uses it.

@@ -121,11 +121,7 @@ class ColumnType:
 
 
 class JsonColumns:
-    """The columns of a JSONL file.
-
-    Args:
-        source: The file.
-    """
+    """The columns of a JSONL file."""
 
     def __init__(self, source: InputFile) -> None:
         self._source = source

@@ -79,7 +79,6 @@ class InputFile(ABC):
     """A file of texts.
 
     Args:
-        path: The file.
         field: Name of the field with the text, if rows have fields.
     """
 

@@ -41,7 +41,7 @@ class Shard(NamedTuple):
 
     Attributes:
         number: Index in the job, from 0.
-        path: The file.
+        path: Path of the input file.
         start: Index of its first row in the file, from 0.
         num_rows: Number of rows.
     """
@@ -243,7 +243,7 @@ def replace_file(path: Path, unfinished: Path, save: Callable[[Path], object]) -
     """Replaces a file atomically. Returns when the new file is on disk.
 
     Args:
-        path: The file.
+        path: Path of the file to replace.
         unfinished: Path in the same folder for the temporary file, which is removed after an error.
         save: Writes the file to a path.
 

@@ -98,7 +98,7 @@ def write_output(output: Path, write: Writer, source: InputFile, results: Result
     """Writes the list of skipped rows, then the output. Each replaces an earlier file atomically.
 
     Args:
-        output: The file.
+        output: Path of the output; its suffix has selected `write`.
         write: See `writer_for`.
         source: The input. Its rows are read again.
         results: Results of the run.

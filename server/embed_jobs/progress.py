@@ -30,7 +30,7 @@ class Progress:
 
     Args:
         lengths: Number of characters to number of rows.
-        info: The model.
+        info: The model, whose maximum length limits the weight of a row.
         is_terminal: Whether to draw a bar. None: draw it if stderr is a terminal.
     """
 

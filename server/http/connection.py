@@ -322,7 +322,7 @@ class Connection(HttpToolsProtocol):
         """The client for log lines: its address and the first digits of the digest of its API key."""
         cycle: RequestResponseCycle | None = self.cycle
         scope = cast("Scope", self.scope if cycle is None else cycle.scope)
-        owner: str = scope.get("api_owner", "")
+        owner: str = scope.get("penstock.api_owner", "")
         address = self.client[0] if self.client else "unknown"
         return f"{address} (API key {owner[:8]})" if owner else address
 

@@ -215,7 +215,7 @@ def quantize(rows: NDArray[np.float32], kind: Quantization, *, param: str = "emb
 
     Args:
         rows: [N, D] float32, normalised or not.
-        kind: The integer type.
+        kind: int8, uint8, binary or ubinary.
         param: Name of the request field that names the type; see `check_width`.
     """
     check_width(rows.shape[1], kind, param=param)

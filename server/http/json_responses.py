@@ -222,11 +222,7 @@ def json_response(content: Any, *, incremental: bool = False) -> Response:
 
 
 class JsonResponse(Response):
-    """A response with a JSON body. Starlette's class takes twice as long to make the headers.
-
-    Args:
-        body: The JSON.
-    """
+    """A response with a JSON body. Starlette's class takes twice as long to make the headers."""
 
     def __init__(self, body: bytes) -> None:
         self.status_code = 200

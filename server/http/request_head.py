@@ -62,7 +62,9 @@ def limits_of(scope: Scope) -> RequestLimits:
             timeout_s = _seconds(value.decode("latin-1").strip())
         elif name == _PRIORITY:
             priority = _level(value.decode("latin-1").strip())
-    return RequestLimits(timeout_s, priority, scope.get("api_client", ""), scope.get("api_namespace", ""))
+    return RequestLimits(
+        timeout_s, priority, scope.get("penstock.api_client", ""), scope.get("penstock.api_namespace", "")
+    )
 
 
 def _seconds(text: str) -> float:

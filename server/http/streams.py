@@ -138,7 +138,6 @@ class CloseDelimited:
     uvicorn would send chunks, which HTTP/1.0 does not support. Responses with a Content-Length are not changed.
 
     Args:
-        app: The ASGI application.
         cycle: The request that `app` handles.
     """
 

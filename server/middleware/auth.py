@@ -36,11 +36,10 @@ _Version = tuple[int, int, int]
 class AuthMiddleware:
     """Accepts requests with a valid key as `Authorization: Bearer KEY`, `Authorization: KEY` or `api-key: KEY`.
 
-    It sets scope["api_client"] to the identity in the fair queue, scope["api_owner"] to the owner of files, and
-    scope["api_namespace"] to the namespace of cached vectors and prefixes.
+    It sets scope["penstock.api_client"] to the identity in the fair queue, scope["penstock.api_owner"] to the owner of
+    files, and scope["penstock.api_namespace"] to the namespace of cached vectors and prefixes.
 
     Args:
-        app: The next application.
         keys: Keys for data routes. If there are none, data routes need no key.
         admin_keys: Keys for routes with Access.ADMIN_KEY.
     """
@@ -58,8 +57,8 @@ class AuthMiddleware:
         keys = self.admin_keys if access is Access.ADMIN_KEY else self.keys
         owner = keys.owner_of(keys_in_headers(scope["headers"])) if keys.are_required else ""
         if owner is not None:
-            scope["api_client"], scope["api_owner"] = keys.client_name(owner), owner
-            scope["api_namespace"] = keys.namespace_of(owner)
+            scope["penstock.api_client"], scope["penstock.api_owner"] = keys.client_name(owner), owner
+            scope["penstock.api_namespace"] = keys.namespace_of(owner)
             return self.app(scope, receive, send)
         kind = "admin key" if keys is self.admin_keys else "API key"
         message = f"The {kind} is missing or wrong; send it as the header 'Authorization: Bearer KEY'."

@@ -37,7 +37,6 @@ class JsonDispatcher:
     reservations are released.
 
     Args:
-        app: The next application.
         error_handlers: Maps an exception class to a function that builds the response.
         on_end: Releases the memory reservations of a request. Called with its scope after its response was sent.
         on_response: Releases the engine of a request. Called with its scope before the response or error is sent.
@@ -57,7 +56,7 @@ class JsonDispatcher:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Responds to a request, or passes it on."""
-        CLIENT.set(scope.get("api_client", ""))
+        CLIENT.set(scope.get("penstock.api_client", ""))
         route = route_of(scope)
         parser = None if route is None else route.body_parser
         try:
@@ -93,11 +92,7 @@ class JsonDispatcher:
 
 
 class UnexpectedErrorMiddleware:
-    """Responds to unexpected errors of the routes that FastAPI calls. FastAPI itself would send plain text.
-
-    Args:
-        app: The next application.
-    """
+    """Responds to unexpected errors of the routes that FastAPI calls. FastAPI itself would send plain text."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -114,11 +109,11 @@ class UnexpectedErrorMiddleware:
 
 def unexpected_error(scope: Scope, error: Exception) -> Response | None:
     """Logs an unexpected error. Returns its response, or None if another response has started."""
-    logger.error("request %s failed unexpectedly", scope["request_id"], exc_info=error)
+    logger.error("request %s failed unexpectedly", scope["penstock.request_id"], exc_info=error)
     if (record := REQUEST.get()) is not None and record.has_started:
         return None
     drop_tracebacks(error)
-    return dialect_of(scope).status_error(500, f"{HIDDEN_MESSAGE} ({scope['request_id']})")
+    return dialect_of(scope).status_error(500, f"{HIDDEN_MESSAGE} ({scope['penstock.request_id']})")
 
 
 async def _read_body(request: Request, route: Route, parser: BodyParser) -> Any:
@@ -153,5 +148,5 @@ async def _read_body(request: Request, route: Route, parser: BodyParser) -> Any:
     reader.check_entries(content, parser.tag_of(content))
     body = parser.parse(content)
     if isinstance(body, JsonBody) and (request_id := body.body_request_id()) is not None:
-        scope["request_id"] = request_id
+        scope["penstock.request_id"] = request_id
     return body

@@ -158,7 +158,7 @@ class ShedRequest:
         self.send_response, self.scope = None, {}
         id_header = self.ids.of(scope["headers"])
         request_id = id_header.decode("ascii")
-        values = {"method": "POST", "path": self.route.path, "route": self.route, "request_id": request_id}
+        values = {"method": "POST", "path": self.route.path, "route": self.route, "penstock.request_id": request_id}
         record = RequestRecord({**scope, **values}, self.began_s, self.began_ns, model=self.model)
         response = (self._dialect or self.route.dialect).engine_error(self.error, request_id)
         if self.cors is not None:

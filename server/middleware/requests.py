@@ -34,7 +34,6 @@ class RequestMiddleware:
     status 429 waits in the RejectionQueue; by then the application has released the request.
 
     Args:
-        app: The next application.
         routes: All routes.
         observe: Called with the record of every request after its response.
         rejections: Delays rejections.
@@ -61,7 +60,7 @@ class RequestMiddleware:
         record = RequestRecord(scope, time.perf_counter(), time.time_ns())
         scope["path"] = canonical_path(scope["path"])
         self.routes.match(scope)
-        scope["request_id"] = self._ids.of(scope["headers"]).decode("ascii")
+        scope["penstock.request_id"] = self._ids.of(scope["headers"]).decode("ascii")
         request_token, stages_token = REQUEST.set(record), STAGE_TIMES.set(record.stages)
         delayed: list[Message] = []
 
@@ -117,7 +116,7 @@ def _uncancel() -> None:
 def _start_response(head: Message, record: RequestRecord) -> Message:
     """Records the start of the response. Returns its head with the id and the times of the request."""
     record.begin_response(head["status"])
-    headers = [(b"x-request-id", record.scope["request_id"].encode("ascii"))]
+    headers = [(b"x-request-id", record.scope["penstock.request_id"].encode("ascii"))]
     if record.stage_seconds:
         headers.append((b"server-timing", server_timing(record.stage_seconds)))
     return {**head, "headers": [*head.get("headers", ()), *headers]}
@@ -125,12 +124,12 @@ def _start_response(head: Message, record: RequestRecord) -> Message:
 
 async def end_at_shutdown(scope: Scope, receive: Receive, send: Send) -> None:
     """Sends the 503 of a request that did not finish within the drain timeout."""
-    logger.warning("request %s did not finish within the drain timeout", scope["request_id"])
+    logger.warning("request %s did not finish within the drain timeout", scope["penstock.request_id"])
     error = EngineUnavailableError(
         "The server is shutting down. Please try again elsewhere.", reason=RejectionReason.DRAINING
     )
     note_rejection(scope, error)
-    await dialect_of(scope).engine_error(error, scope["request_id"])(scope, receive, send)
+    await dialect_of(scope).engine_error(error, scope["penstock.request_id"])(scope, receive, send)
 
 
 async def _send_in_parts(message: Message, send: Send) -> None:

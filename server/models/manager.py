@@ -63,7 +63,6 @@ class ModelManager:
     """Loads and unloads the models of one application. Used by one event loop.
 
     Args:
-        models: The served models.
         limits: Limits of all models.
 
     Attributes:
@@ -376,11 +375,7 @@ async def _stop(entry: ModelEntry, drain_timeout_s: float) -> None:
 
 
 class ModelMetrics(Collector):
-    """Prometheus metrics of the served models.
-
-    Args:
-        entries: The served models.
-    """
+    """Prometheus metrics of the served models."""
 
     def __init__(self, entries: Sequence[ModelEntry]) -> None:
         self._entries = entries

@@ -73,11 +73,9 @@ class ModelEntry:
     """Current state of one served model. Used by one event loop.
 
     Args:
-        model: The model.
         on_idle: Called with this entry when its last request has ended.
 
     Attributes:
-        model: The model.
         status: Current status.
         engine: Engine of the loaded model, else None.
         info: Facts from its last load or from its files; None if nothing is known yet.

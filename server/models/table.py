@@ -45,7 +45,6 @@ class ModelDescription(NamedTuple):
     """Description of a served model, loaded or not.
 
     Attributes:
-        entry: The model.
         name: One of its names.
         info: None for a model that is not on this machine yet.
     """

@@ -44,7 +44,7 @@ class Observers:
             try:
                 observe(record)
             except Exception:
-                error_logger.exception("%s failed for request %s", observe, record.scope["request_id"])
+                error_logger.exception("%s failed for request %s", observe, record.scope["penstock.request_id"])
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -74,7 +74,7 @@ def log_access(record: RequestRecord) -> None:
     path = loggable(scope["path"])
     stages_ms = {stage: round(1000 * seconds, 3) for stage, seconds in record.stage_seconds.items()}
     fields: dict[str, Any] = {
-        "request_id": scope["request_id"],
+        "request_id": scope["penstock.request_id"],
         "method": scope["method"],
         "path": path,
         "route": record.route,
@@ -96,6 +96,6 @@ def log_access(record: RequestRecord) -> None:
         record.status,
         1000 * record.seconds,
         "".join(f"; {detail}" for detail in details),
-        scope["request_id"],
+        scope["penstock.request_id"],
         extra={"fields": fields},
     )

@@ -69,7 +69,7 @@ class Tracing:
                 "http.response.status_code": record.status,
                 "url.scheme": scope["scheme"],
                 "url.path": loggable(scope["path"]),
-                "penstock.request_id": scope["request_id"],
+                "penstock.request_id": scope["penstock.request_id"],
             }
         )
         if is_known:

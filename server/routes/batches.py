@@ -167,7 +167,7 @@ def _batches(request: Request) -> Batches:
 
 
 def _owner(request: Request) -> str:
-    owner: str = request.scope.get("api_owner", "")
+    owner: str = request.scope.get("penstock.api_owner", "")
     return owner
 
 

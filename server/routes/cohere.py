@@ -239,7 +239,7 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
     return call.respond(
         {
             "response_type": "embeddings_by_type" if is_by_type else "embeddings_floats",
-            "id": f"embed-{request.scope['request_id']}",
+            "id": f"embed-{request.scope['penstock.request_id']}",
             "embeddings": {kind: _encoded(rows, kind) for kind in types} if is_by_type else rows,
             "texts": texts,
             "meta": {

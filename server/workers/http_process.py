@@ -42,7 +42,7 @@ class HttpProcess:
     """One slot of the server: an HTTP process and its successors. Used by one event loop.
 
     Args:
-        slot: Its number.
+        slot: Number of the slot, from 0.
         make_plan: Returns the WorkerPlan of the next process.
         acceptor: Passes connections to it.
         on_message: Called with this object and each message that this class does not handle.
@@ -50,7 +50,6 @@ class HttpProcess:
         hang_timeout_s: Seconds without an answer after which a process is killed; 0: never.
 
     Attributes:
-        slot: The argument.
         has_served: Whether a process has accepted connections.
         has_failed: Whether a process has ended and none has accepted connections.
         metrics: The last metrics of the process.

@@ -149,7 +149,6 @@ class WorkerPlan:
 
     Attributes:
         settings: Settings of the whole server.
-        models: The served models.
         num_workers: Number of HTTP processes.
         client: Number of its EngineClients.
         salt: See SharedState.

@@ -18,7 +18,7 @@ def controller(max_body_bytes: int = 100, response_memory: int = 100) -> Admissi
 
 
 def scope(address: str = "10.0.0.1", key: str = "") -> dict[str, Any]:
-    return {"api_client": key, "client": (address, 1)}
+    return {"penstock.api_client": key, "client": (address, 1)}
 
 
 def held_body(

@@ -129,7 +129,14 @@ async def test_error_gets_a_response_and_releases_the_request(error: Exception, 
     app, ended, send = make_app(), [], AsyncMock()
     handler = AsyncMock(return_value=Response(status_code=418))
     dispatcher = JsonDispatcher(AsyncMock(), {StarletteHTTPException: handler}, ended.append)
-    scope = {"type": "http", "method": "POST", "path": "/v1/embeddings", "headers": [], "app": app, "request_id": "a"}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/embeddings",
+        "headers": [],
+        "app": app,
+        "penstock.request_id": "a",
+    }
     app.state.routes.match(scope)
     await dispatcher(scope, AsyncMock(side_effect=error), send)
     assert send.await_args_list[0].args[0]["status"] == status
