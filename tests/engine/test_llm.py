@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import transformers
 from sentence_transformers import SentenceTransformer
 
 from penstock.engine import LLM, EngineError, PoolerConfig, PoolingParams
+from penstock.engine.llm import in_slices
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
 PROMPTS = ["Hello my name is", "The best thing about water", "A dam."]
@@ -103,6 +105,22 @@ def test_long_list_runs_in_slices_with_a_progress_bar(llm: LLM, capfd: pytest.Ca
         llm.embed([*(prompts * 2)[:300], "data:image/png;base64,iVBORw0KGgo="])
     assert caught.value.__notes__ == ["The numbers of inputs in this message begin at input 256 of the list."]
     assert len(llm.embed("still alive")) == 1
+
+
+async def test_two_slices_run_at_a_time() -> None:
+    num_running = most = 0
+
+    async def call(inputs: list[Any]) -> list[Any]:
+        nonlocal num_running, most
+        num_running += 1
+        most = max(most, num_running)
+        await asyncio.sleep(0)
+        num_running -= 1
+        return inputs
+
+    inputs = range(10_000)
+    assert await in_slices(call, inputs, shows_progress=False) == list(inputs)
+    assert most == 2
 
 
 def test_class_probabilities_equal_transformers(save_bert: Callable[..., Path]) -> None:

@@ -71,6 +71,13 @@ def test_lines_are_written_in_order_with_their_old_values(piped: Piped) -> None:
     assert piped.read() == [f"{number} {['a', *'b' * number]}" for number in range(MAX_WAITING)]
 
 
+def test_record_that_cannot_be_formatted_is_reported(piped: Piped, capsys: pytest.CaptureFixture[str]) -> None:
+    piped.logger.info("%d rows", "many")
+    piped.logger.info("next")
+    assert piped.read() == ["next"]
+    assert "--- Logging error ---" in capsys.readouterr().err
+
+
 def test_json_lines_hold_exception_and_fields(piped: Piped) -> None:
     piped.handler.setFormatter(JsonFormatter())
     fields = {"status": 200}

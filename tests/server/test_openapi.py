@@ -90,6 +90,15 @@ async def test_responses_to_examples_fit_the_document(suited) -> None:
             check_response("post", path, response)
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/encode", "/pooling", "/classify"])
+def test_body_has_one_kind_of_input(path: str) -> None:
+    schema = OPERATIONS["post", path]["requestBody"]["content"]["application/json"]["schema"]
+    validator = Draft202012Validator({**schema, "components": DOCUMENT["components"]})
+    texts, chat = {"input": ["a"]}, {"messages": [{"role": "user", "content": "a"}]}
+    is_valid = [validator.is_valid(body) for body in (texts, chat, texts | {"messages": None}, texts | chat, {})]
+    assert is_valid == [True, True, True, False, False]
+
+
 async def test_get_responses_fit_the_document(serving, engine) -> None:
     async with serving(engine, names=("served", "other")) as client:
         for path in (path for method, path in OPERATIONS if method == "get"):

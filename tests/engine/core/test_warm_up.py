@@ -173,10 +173,12 @@ def test_pool_gets_a_share_of_the_remaining_memory(save_folder: SaveFolder) -> N
     expected = (100 * MIB - 300 * 100_000) / 2
     assert runner.sequence_pool.kv.num_blocks * 16 * token_bytes == pytest.approx(expected, rel=0.01)
     assert max(map(sum, gauge.batches)) == 300
+    gauge.num_tokens = 1_000  # the peak of earlier forwards
     runner.warm_up()
     assert runner.take_times() == []  # the forwards included compilation
     assert runner.sequence_pool.num_allocations == 0
     assert [1] in gauge.batches
+    assert max(num_bytes for _, num_bytes in runner._meter._taken.values()) <= 300 * 100_000
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,19 @@ async def test_job_above_the_character_limit_is_rejected() -> None:
     assert (queue.jobs.chars.used, len(queue.rejections)) == (0, 2)
 
 
+async def test_retry_after_follows_the_measured_speed() -> None:
+    queue = Queue(300_000)
+    began_s = time.perf_counter()
+    await queue.add(100_000)
+    await queue.end_first()
+    elapsed_s = time.perf_counter() - began_s
+    await queue.add(300_000)
+    with pytest.raises(EngineOverloadedError) as error:
+        await queue.add(100_000)
+    assert 0 < error.value.retry_after_s <= elapsed_s
+    await queue.end_first()
+
+
 async def test_cancelled_job_frees_its_characters(jobs: TokenizerJobs) -> None:
     may_end = threading.Event()
     tasks = [asyncio.create_task(jobs.run(lambda _: may_end.wait(280), n)) for n in (6000, 2000)]

@@ -13,7 +13,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind
+from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.client.stats import DispatcherStats
@@ -209,6 +209,17 @@ async def test_trace_continues_the_trace_of_the_client(serving, engine, collecte
     }
     assert expected.items() <= request.attributes.items()
     assert request.resource.attributes["service.name"] == "penstock"
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"), [(RuntimeError("broken"), ("500", StatusCode.ERROR)), (None, (None, StatusCode.UNSET))]
+)
+async def test_span_of_a_server_error_has_its_status(serving, engine, collected, failure, expected) -> None:
+    engine.failure = failure
+    async with serving(engine, otlp_traces_endpoint=COLLECTOR) as client:
+        await client.post("/v1/embeddings", json={"input": "a"})
+    span = collected.spans["POST /v1/embeddings"]
+    assert (span.attributes.get("error.type"), span.status.status_code) == expected
 
 
 @pytest.mark.parametrize(

@@ -103,5 +103,9 @@ def test_multi_vector_tokens_are_found_in_the_vocabulary(tmp_path: Path, caplog:
     assert not caplog.records
     assert find(None, ";", ".") == MultiVectorTokens(skip_ids=(9,))
     assert "not in the vocabulary, so not removed from documents: ;" in caplog.text
+    assert [find(token).expansion_id for token in ("<unk>", ".")] == [0, 9]
     with pytest.raises(UnsupportedModelError, match=r"with the token '\[none\]' \(config.json\)"):
         find("[none]")
+    info = replace(info, vocab_size=9)
+    with pytest.raises(UnsupportedModelError, match=r"with the token '\.'"):
+        find(".")
