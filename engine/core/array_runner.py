@@ -165,7 +165,10 @@ class ArrayRunner(PoolingRunner[Floats]):
         return outputs
 
     def _allocate_kv_blocks(self) -> None:
-        """Reserves memory for sequences in chunks. Batches then run one after another, each on all lanes."""
+        """Reserves memory for sequences in chunks. The scheduler then makes each batch large enough for all lanes.
+
+        The end of a forward without KV blocks may overlap a batch with KV blocks: it neither reads nor writes blocks.
+        """
         spec, itemsize = self._encoder.cache_spec, self._encoder.page_itemsize
         assert spec is not None, "only decoders have KV blocks"
         plan = self._make_pool(spec, itemsize, self._gauge.available())
