@@ -82,7 +82,8 @@ def test_sizes_out_of_range_are_rejected(manager: ChunkedPrefillManager) -> None
     assert not manager.requests
     with pytest.raises(ValueError, match="part of config"):
         ChunkedPrefillManager(ChunkedPrefillConfig(), chunk_size=7)
-    assert ChunkedPrefillManager(chunk_size=7).config.chunk_size == 7
+    sizes = [ChunkedPrefillManager(chunk_size=size).config.chunk_size for size in (None, 7)]
+    assert sizes == [512, 7]
 
 
 def test_only_prompts_above_the_threshold_are_chunked() -> None:
