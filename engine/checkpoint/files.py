@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from ..model_files.model_folder import LFS_HINT, is_lfs_pointer, read_object
+from ..model_files.model_folder import LFS_HINT, is_gguf, is_lfs_pointer, read_object
 from ..protocol.errors import ModelLoadError, WeightError
 
 logger = logging.getLogger("penstock.engine")
@@ -129,14 +129,18 @@ class Checkpoint(Generic[StoredT]):
 
 @contextmanager
 def open_checkpoint(folder: Path, open_file: OpenFile[StoredT]) -> Iterator[Checkpoint[StoredT]]:
-    """Opens the weights of a folder: safetensors, or else pytorch_model.bin, in one file or in shards.
+    """Opens the weights of a folder: safetensors, or else pytorch_model.bin, in one file or in shards; or a GGUF file.
 
     Adds the folder to the message of a WeightError that is raised inside.
 
     Raises:
         WeightError: There are no weights, or a file is missing or damaged.
     """
-    checkpoint = Checkpoint(_find_tensors(folder, open_file), open_file)
+    if is_gguf(folder):
+        file = open_file(folder)  # once, because its header takes long to read
+        checkpoint = Checkpoint(dict.fromkeys(file.keys(), folder), lambda _: file)
+    else:
+        checkpoint = Checkpoint(_find_tensors(folder, open_file), open_file)
     try:
         yield checkpoint
     except WeightError as error:
@@ -148,7 +152,9 @@ def open_checkpoint(folder: Path, open_file: OpenFile[StoredT]) -> Iterator[Chec
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """Returns the weight files of a folder; raises WeightError as open_checkpoint does."""
+    """Returns the weight files of a folder, or its GGUF file; raises WeightError as open_checkpoint does."""
+    if is_gguf(folder):
+        return [folder]
     for name in WEIGHT_FILES:
         path, index = folder / name, folder / f"{name}.index.json"
         if path.is_file():

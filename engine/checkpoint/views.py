@@ -1,4 +1,4 @@
-"""Views of a checkpoint, which check the tensors that they read; and safetensors files as numpy arrays."""
+"""Views of a checkpoint, which check the tensors that they read; and safetensors and GGUF files as numpy arrays."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ..model_files.gguf_models import GgufModel
+from ..model_files.model_folder import is_gguf
 from ..protocol.errors import WeightError
-from .files import StoredT, StoredT_co, TensorEntry, read_header, tensor_files
+from .files import StoredT, StoredT_co, TensorEntry, TensorFile, read_header, tensor_files
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -277,13 +279,63 @@ class ArrayFile:
         return np.frombuffer(self._memory, dtype, math.prod(shape), start).reshape(shape)
 
 
+_GGUF_TYPES: Final[dict[str, np.dtype[Any]]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "Q8_0": np.dtype([("scale", "<f2"), ("values", "i1", 32)]),  # 32 values of a row
+}
+
+
+class GgufFile:
+    """A GGUF file with the names of the checkpoint that it was converted from.
+
+    Raises:
+        UnsupportedModelError: The architecture or a type of weights is not supported.
+        WeightError: The file cannot be read or is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        model = GgufModel.read(path)
+        self._path, self._tensors = path, model.header.tensors
+        self._names = model.weight_names()
+
+    def keys(self) -> list[str]:
+        """Returns the names of the tensors."""
+        return list(self._names)
+
+    def get_tensor(self, name: str) -> Array:
+        """Returns a tensor, with uint16 for bfloat16. Q8_0 becomes float32: the products of values and scales, exactly.
+
+        Other types are a copy-on-write mapping of the file.
+        """
+        tensor = self._tensors[self._names[name]]
+        dtype = _GGUF_TYPES[tensor.type_name]
+        try:
+            stored: Array = np.asarray(
+                np.memmap(self._path, dtype, "c", tensor.start, (tensor.num_bytes // dtype.itemsize,))
+            )
+        except (OSError, ValueError) as error:
+            raise WeightError(f"{self._path} cannot be read: {error}") from error
+        if dtype.fields is not None:
+            stored = stored["values"] * stored["scale"].astype(np.float32)[:, None]
+        return stored.reshape(tensor.shape)
+
+
+def open_arrays(path: Path) -> TensorFile[Array]:
+    """Opens a safetensors or GGUF file. Raises the errors of ArrayFile and GgufFile."""
+    return GgufFile(path) if is_gguf(path) else ArrayFile(path)
+
+
 def holds_arrays(folder: Path) -> bool:
-    """Whether the weights of a folder are safetensors with types that numpy supports.
+    """Whether the weights of a folder are GGUF, or safetensors with types that numpy supports.
 
     The result is True for missing and damaged files, so that reading them raises the error.
     """
     try:
         files = tensor_files(folder)
+        if is_gguf(folder):
+            return True
         if any(path.suffix != ".safetensors" for path in files):
             return False
         for path in files:

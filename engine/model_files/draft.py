@@ -29,6 +29,7 @@ class ModelDraft:
         engine: The operator's settings.
         files: sentence-transformers' files; None if the model has none.
         answers: The answers of a generative reranker; set with `kind`.
+        config_file: Name of the file of `config` in messages.
         fields: ModelInfo fields resolved so far.
         sources: The source of each field.
     """
@@ -38,6 +39,7 @@ class ModelDraft:
     engine: EngineConfig
     files: SentenceTransformersFiles | None
     answers: Answers | None = None
+    config_file: str = "config.json"
     fields: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
@@ -48,7 +50,7 @@ class ModelDraft:
 
     def source_of(self, key: str) -> str:
         """Returns the source of a config.json key: the file or the override."""
-        return f"--hf-overrides: {key}" if key in self.engine.hf_overrides else f"config.json: {key}"
+        return f"--hf-overrides: {key}" if key in self.engine.hf_overrides else f"{self.config_file}: {key}"
 
     def lookup(self, name: str) -> tuple[Any, str]:
         """Returns a size and its source. Also searches the text part of a multimodal config."""

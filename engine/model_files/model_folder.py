@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from ..protocol.errors import EngineError, ModelLoadError
+from ..protocol.errors import EngineError, ModelLoadError, UnsupportedModelError
 from ..protocol.setting import parse_json
 
 logger = logging.getLogger("penstock.engine")
@@ -41,6 +41,8 @@ _ALLOW: Final = (
     *("artifact.metadata", "sparse_linear.pt", "colbert_linear.pt"),
 )
 _IGNORE: Final = ("onnx/*", "openvino/*", "original/*", "consolidated*", "*.onnx.json", "*.tflite")
+_GGUF_SUFFIX: Final = ".gguf"
+_OTHER_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.index.json")
 _WITHOUT_WEIGHTS: Final = ("_Pooling", "_Normalize", "_Dropout")
 
 
@@ -56,7 +58,7 @@ def read_json(path: Path) -> Any:
         if text.startswith(_LFS_START.decode()):
             raise ModelLoadError(f"{path} {LFS_HINT}.")
         value = parse_json(text)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the path of a GGUF model is a file
         if path.is_symlink():
             raise ModelLoadError(f"{path} is a link to a file that does not exist; download the model again.") from None
         return None
@@ -122,13 +124,13 @@ def one_line(error: BaseException) -> str:
 
 
 def locate_model(name: str, revision: str | None = None) -> Path:
-    """Returns the local folder of a model. Downloads it from the hub if it is neither a folder nor cached.
+    """Returns the local folder of a model, or its GGUF file. Downloads a hub id that is not cached.
 
     Works offline if the files are in the hub's cache. Downloads only JSON, tokenizer files, templates, code (never run
     unless trust_remote_code is on) and weights; `.bin` weights only if there are no safetensors.
 
     Args:
-        name: Local folder or hub id, such as "sentence-transformers/all-MiniLM-L6-v2".
+        name: Local folder, GGUF file or hub id, such as "sentence-transformers/all-MiniLM-L6-v2".
         revision: Branch, tag or commit of a hub id; None takes the default branch.
 
     Raises:
@@ -137,12 +139,18 @@ def locate_model(name: str, revision: str | None = None) -> Path:
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
+        if (file := _gguf_file(folder)) is not None:
+            return file.resolve()
         if not any((folder / file).is_file() for file in _DESCRIPTION_FILES):
             message = f"The folder {folder} is not a model: it holds neither config.json nor modules.json."
             raise no_model_error(folder, message)
         return folder.resolve()
+    if folder.is_file() and is_gguf(folder):
+        return folder.resolve()
     if folder.exists():
-        raise ModelLoadError(f"{folder} is a file; a model is a folder with config.json, or a hub id.")
+        raise ModelLoadError(f"{folder} is a file; a model is a folder with config.json, a .gguf file, or a hub id.")
+    if is_gguf(folder):
+        raise ModelLoadError(f"There is no file {str(folder)!r}.")
     if is_local(name, revision) and _HUB_ID.fullmatch(name):
         raise ModelLoadError(
             f"There is no folder {folder.name!r} in the folder {str(folder.parent)!r}. To load the hub repository "
@@ -159,9 +167,29 @@ def is_local(name: str, revision: str | None = None) -> bool:
     A name such as "a/b" means the hub, unless the folder exists, or the folder "a" exists and no revision is given.
     """
     folder = Path(name).expanduser()
-    if _HUB_ID.fullmatch(name) is None or folder.exists():
+    if _HUB_ID.fullmatch(name) is None or folder.exists() or is_gguf(folder):
         return True
     return "/" in name and revision is None and folder.parent.is_dir()
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether a path names a GGUF file."""
+    return Path(path).suffix == _GGUF_SUFFIX
+
+
+def _gguf_file(folder: Path) -> Path | None:
+    """Returns the GGUF file of a folder without other weights; None if there is none.
+
+    Raises:
+        UnsupportedModelError: There are several.
+    """
+    if any(any(folder.glob(pattern)) for pattern in _OTHER_WEIGHTS):
+        return None
+    files = sorted(file for file in folder.glob(f"*{_GGUF_SUFFIX}") if file.is_file())
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise UnsupportedModelError(f"The folder {folder} has several GGUF files: {names}. Give the path of one.")
+    return files[0] if files else None
 
 
 def no_model_error(folder: Path, otherwise: str) -> ModelLoadError:
@@ -190,7 +218,10 @@ def _fetch(name: str, revision: str | None) -> Path:
             snapshot_download(name, revision=revision, allow_patterns=list(_ALLOW), ignore_patterns=list(_IGNORE))
         )
         if not any((path / file).is_file() for file in _DESCRIPTION_FILES):
-            message = f"The hub repository {where} is not a model: it holds neither config.json nor modules.json."
+            message = (
+                f"The hub repository {where} is not a model: it holds neither config.json nor modules.json. If it has "
+                "GGUF files, download one and give its path."
+            )
             raise no_model_error(path, message)
         if bin_files := _missing_weights(path):
             snapshot_download(name, revision=revision, allow_patterns=bin_files)

@@ -19,8 +19,9 @@ from ..protocol.tasks import PoolingTask, PoolingType, listed
 from ..protocol.templates import ScoreTemplate
 from .architecture import DECODER_MODEL_TYPES, resolve_adapters, resolve_architecture, resolve_classes
 from .draft import ModelDraft, merged
+from .gguf_models import GgufModel
 from .length_limits import resolve_long_text, resolve_max_model_len
-from .model_folder import as_load_error, locate_model, no_model_error, read_object
+from .model_folder import as_load_error, is_gguf, locate_model, no_model_error, read_object
 from .quantization import check_quantization
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles, read_modules
 from .vector_outputs import read_stanford_modules, resolve_multi_vector, resolve_sparse
@@ -58,12 +59,18 @@ def resolve_model(config: EngineConfig) -> ModelInfo:
 
 
 def _resolve(root: Path, config: EngineConfig) -> ModelInfo:
-    files = read_modules(root) or read_stanford_modules(root)
-    path = root / (files.transformer_folder if files else "")
-    if not (path / "config.json").is_file():
-        raise no_model_error(path, f"{path} has no config.json.")
-    model_config = merged(read_object(path / "config.json"), config.hf_overrides)
-    draft = ModelDraft(config.model, model_config, config, files)
+    path, config_file = root, "config.json"
+    if is_gguf(root):
+        gguf = GgufModel.read(root)
+        files, stored, config_file = gguf.pooling_files(), gguf.config(), root.name
+    else:
+        files = read_modules(root) or read_stanford_modules(root)
+        path = root / (files.transformer_folder if files else "")
+        if not (path / config_file).is_file():
+            raise no_model_error(path, f"{path} has no config.json.")
+        stored = read_object(path / config_file)
+    model_config = merged(stored, config.hf_overrides)
+    draft = ModelDraft(config.model, model_config, config, files, config_file=config_file)
     draft.set("name", config.name or config.model, "--served-model-name" if config.name else config.model_source)
     draft.set("path", str(path), config.model_source if path == root else MODULES_FILE)
     draft.set("root", None if path == root else str(root), config.model_source)

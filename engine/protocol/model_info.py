@@ -86,7 +86,7 @@ class ModelInfo:
 
     Attributes:
         name: Folder or hub id, as the operator wrote it.
-        path: Local folder with config.json, the weights and the tokenizer.
+        path: Local folder with config.json, the weights and the tokenizer; or a GGUF file.
         architecture: Class name, from config.json, such as "BertModel".
         model_type: transformers' model_type, such as "bert".
         packed: Whether a family of engine/families/ runs the model; otherwise transformers runs it.

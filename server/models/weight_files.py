@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from penstock.engine.checkpoint.files import read_header
+from penstock.engine.model_files.gguf import read_gguf
+from penstock.engine.model_files.model_folder import is_gguf
 from penstock.engine.protocol.errors import WeightError
 
 _PACKED_VALUES: Final = 4
@@ -34,7 +36,7 @@ class WeightFiles(NamedTuple):
         A damaged file counts with its size and no parameters. The engine reports the damage when it loads the model.
 
         Args:
-            folder: Folder of the model.
+            folder: Folder of the model, or its GGUF file.
             headers: Cache of the file headers. None reads all headers.
 
         Raises:
@@ -42,7 +44,7 @@ class WeightFiles(NamedTuple):
         """
         headers = headers or WeightHeaders()
         root = Path(folder)
-        tensors = sorted(filter(Path.is_file, root.rglob("*.safetensors")))
+        tensors = [root] if root.is_file() else sorted(filter(Path.is_file, root.rglob("*.safetensors")))
         files = tensors or sorted(filter(Path.is_file, (*root.glob("*.bin"), *root.glob("*.pt"))))
         stats = [path.stat() for path in files] or [root.stat()]
         num_bytes = sum(stat.st_size for stat in stats) if files else 0
@@ -54,7 +56,7 @@ class WeightFiles(NamedTuple):
 
 
 class WeightHeaders:
-    """Caches headers of safetensors files until a file changes. Thread-safe."""
+    """Caches headers of safetensors and GGUF files until a file changes. Thread-safe."""
 
     def __init__(self) -> None:
         self._seen: dict[Path, tuple[tuple[int, int, int], int]] = {}
@@ -70,8 +72,10 @@ class WeightHeaders:
 
 
 def _num_parameters(path: Path) -> int:
-    """Returns the number of parameters in a safetensors header; 0 for a damaged file."""
+    """Returns the number of parameters in the header of a file; 0 for a damaged file."""
     try:
+        if is_gguf(path):
+            return sum(math.prod(tensor.shape) for tensor in read_gguf(path).tensors.values())
         entries = read_header(path).items()
         return sum(
             math.prod(entry.shape) * (_PACKED_VALUES if name.endswith("_packed") else 1) for name, entry in entries

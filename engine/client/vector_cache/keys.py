@@ -100,10 +100,10 @@ def add_files(digest: blake2b, info: ModelInfo, is_wanted: Callable[[], bool] = 
 
 
 def stamp_of(folder: Path) -> bytes:
-    """Returns a digest that changes when a file of a folder changes. Raises OSError as `stat` does."""
+    """Returns a digest that changes when a file of a folder, or a GGUF file, changes. Raises OSError as `stat` does."""
     digest = blake2b()
     files = (file for name in _FILES for pattern in (name, f"*/{name}") for file in folder.glob(pattern))
-    for path in sorted(files):
+    for path in [folder] if folder.is_file() else sorted(files):
         status = path.stat()
         digest.update(f"{path}\0{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}\0".encode())
     return digest.digest()
@@ -119,6 +119,8 @@ def _libraries(info: ModelInfo) -> Iterator[str]:
 
 def _files(info: ModelInfo) -> list[Path]:
     """Returns the files of a model and its Dense modules, in a fixed order."""
+    if Path(info.path).is_file():
+        return [Path(info.path)]
     folders = [Path(info.path), *(Path(os.path.normpath(Path(info.path, dense.folder))) for dense in info.dense)]
     files = [file for folder in folders for pattern in _FILES for file in sorted(folder.glob(pattern))]
     return [file for file in dict.fromkeys(files) if file.is_file()]

@@ -201,9 +201,9 @@ class ModelCache:
 
 
 def _stamp(model: str) -> bytes | None:
-    """Returns the stamp of a local folder; None for a hub id, because snapshots do not change."""
+    """Returns the stamp of a local folder or file; None for a hub id, because snapshots do not change."""
     try:
         folder = Path(model).expanduser().resolve()
-        return stamp_of(folder) if folder.is_dir() else None
+        return stamp_of(folder) if folder.exists() else None
     except OSError:  # the folder is changing: return a unique stamp
         return secrets.token_bytes()

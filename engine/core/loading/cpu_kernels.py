@@ -14,7 +14,7 @@ import numpy as np
 from penstock.kernels.cpu import CpuKernelError, CpuLibrary, Format, LinearWeights, has_exact_products
 
 from ...checkpoint.files import Checkpoint, OpenFile, open_checkpoint
-from ...checkpoint.views import Array, ArrayFile, ArrayWeights, Floats, holds_arrays
+from ...checkpoint.views import Array, ArrayWeights, Floats, holds_arrays, open_arrays
 from ...executors.cpu.array_encoder import ArrayEncoder, read_spec
 from ...executors.cpu.heads import ArrayHead, read_dense
 from ...families.registry import has_own_code
@@ -233,7 +233,7 @@ def _load_map(info: ModelInfo, name: str | None, out_features: int, library: Cpu
 def _opener(info: ModelInfo, holds_arrays: bool) -> OpenFile[Array]:
     """Returns the function that opens a file of weights. torch reads formats and types that numpy lacks."""
     if holds_arrays:
-        return ArrayFile
+        return open_arrays
     with needs_torch(info.name, "its weights are not in safetensors, or in a type that numpy lacks"):
         from .weights_loader import open_torch_arrays
     return open_torch_arrays

@@ -127,13 +127,12 @@ class _File(msgspec.Struct):
     normalizer: dict[str, Any] | None = None
 
 
-def read_tokenizer(info: ModelInfo) -> LoadedTokenizer:
-    """Reads the tokenizer of a model from tokenizer.json and the files beside it.
+def read_tokenizer(info: ModelInfo, folder: Path) -> LoadedTokenizer:
+    """Reads the tokenizer of a model from the tokenizer.json of a folder and the files beside it.
 
     Raises:
         NotBuiltHereError: transformers must read the tokenizer. The message states the reason.
     """
-    folder = Path(info.path)
     if info.pair_chat is not None:
         raise NotBuiltHereError("its chat template makes the prompt of pairs")
     if info.model_type in ("mistral", "ministral3") and find_spec("mistral_common") is not None:

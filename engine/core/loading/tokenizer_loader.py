@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from tokenizers import AddedToken
 
-from ...model_files.model_folder import one_line, read_object
+from ...model_files.model_folder import is_gguf, one_line, read_object
 from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from ...protocol.multi_vector import MultiVector, MultiVectorTokens, QueryExpansion
@@ -17,6 +17,7 @@ from ...protocol.templates import ScoreTemplate, chat_template_of
 from ...tokenization.long_text import LongText
 from ...tokenization.model_tokenizer import SpecialTokens
 from .chat_score_template import chat_score_template
+from .gguf_tokenizer import build_gguf_tokenizer
 from .load_errors import needs_torch
 from .tokenizer_classes import NotBuiltHereError
 from .tokenizer_files import LoadedTokenizer, read_tokenizer
@@ -33,6 +34,8 @@ def load_tokenizer(
 ) -> TokenizerSpec:
     """Loads the tokenizer as transformers would and serialises it for clients.
 
+    A GGUF file uses the tokenizer.json beside it, or else its own metadata.
+
     Args:
         info: The model.
         trust_remote_code: Run Python code of the model's folder.
@@ -42,12 +45,16 @@ def load_tokenizer(
         UnsupportedModelError: The model has no tokenizer that the `tokenizers` library can run.
         ModelLoadError: The tokenizer.json is damaged.
     """
+    folder = Path(info.path).parent if is_gguf(info.path) else Path(info.path)
     try:
-        tokenizer = read_tokenizer(info)
+        if is_gguf(info.path) and not (folder / "tokenizer.json").exists():
+            tokenizer = build_gguf_tokenizer(Path(info.path))
+        else:
+            tokenizer = read_tokenizer(info, folder)
     except NotBuiltHereError as why:
         logger.info("reading the tokenizer of %s with transformers, which takes a second: %s.", info.name, why)
         with needs_torch(f"the tokenizer of {info.name}", str(why)):
-            tokenizer = _load_with_transformers(info, trust_remote_code)
+            tokenizer = _load_with_transformers(info, folder, trust_remote_code)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if info.multi_vector is not None:
@@ -57,9 +64,8 @@ def load_tokenizer(
         sample_ids, type_ids = backend.encode(_SAMPLE).ids, backend.encode("a", "b").type_ids
         special_tokens = SpecialTokens.of(backend)
     except Exception as error:  # the tokenizers library raises Exception
-        path = Path(info.path) / "tokenizer.json"
         raise UnsupportedModelError(
-            f"The tokenizer of {info.name} ({path}) cannot read a text: {one_line(error)}"
+            f"The tokenizer of {info.name} ({folder / 'tokenizer.json'}) cannot read a text: {one_line(error)}"
         ) from error
     if set(sample_ids) <= set(tokenizer.all_special_ids):
         raise UnsupportedModelError(
@@ -125,15 +131,15 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | None) else str(value)
 
 
-def _load_with_transformers(info: ModelInfo, trust_remote_code: bool) -> LoadedTokenizer:
+def _load_with_transformers(info: ModelInfo, folder: Path, trust_remote_code: bool) -> LoadedTokenizer:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises Exception for an unreadable file
-        read_object(Path(info.path) / "tokenizer.json")  # raises a better error if the file is not a JSON object
+        read_object(folder / "tokenizer.json")  # raises a better error if the file is not a JSON object
         raise UnsupportedModelError(
-            f"The tokenizer of {info.name} in {info.path} cannot be loaded: {one_line(error)}"
+            f"The tokenizer of {info.name} in {folder} cannot be loaded: {one_line(error)}"
         ) from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise UnsupportedModelError(

@@ -24,7 +24,7 @@ from ...checkpoint.files import (
     indexed_files,
     open_checkpoint,
 )
-from ...checkpoint.views import Array
+from ...checkpoint.views import Array, GgufFile
 from ...executors.torch.base import PackedModel
 from ...executors.torch.heads import Dense, VocabularyHead
 from ...executors.torch.layers.linear import Linear, limit_cached_kernels
@@ -32,7 +32,7 @@ from ...executors.torch.layers.weights import Fusion, Weights, are_finite
 from ...executors.torch.spec_model import SpecModel
 from ...families.registry import find_family, has_own_code
 from ...families.spec import linear
-from ...model_files.model_folder import one_line
+from ...model_files.model_folder import is_gguf, one_line
 from ...pooling import TokenMaps
 from ...protocol.errors import WeightError
 from ...protocol.model_info import ModelInfo, TokenizerSpec
@@ -158,6 +158,24 @@ class _TorchFile:
         return self._tensors[name]
 
 
+class _ArrayTensors:
+    """A file of arrays as tensors."""
+
+    def __init__(self, file: TensorFile[Array]) -> None:
+        self._file = file
+
+    def keys(self) -> Iterable[str]:
+        """Names of the tensors."""
+        return self._file.keys()
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Returns one tensor. uint16 becomes bfloat16."""
+        values = self._file.get_tensor(name)
+        if values.dtype == np.uint16:
+            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(values)
+
+
 class _TensorArrays:
     """A file of tensors as arrays; see ArrayFile."""
 
@@ -188,6 +206,8 @@ def open_tensors(path: Path) -> TensorFile[Tensor]:
     Raises:
         WeightError: The file cannot be read.
     """
+    if is_gguf(path):
+        return _ArrayTensors(GgufFile(path))
     try:
         return _SafetensorsFile(path) if path.suffix == ".safetensors" else _TorchFile(path)
     except pickle.UnpicklingError as error:

@@ -160,7 +160,8 @@ def write(folder: Path, model_type: str, settings: Json, **config: Any) -> None:
 def read(folder: Path) -> LoadedTokenizer | None:
     """Returns the tokenizer read from the files; None if transformers must read it."""
     try:
-        return read_tokenizer(resolve_model(EngineConfig(model=str(folder))))
+        info = resolve_model(EngineConfig(model=str(folder)))
+        return read_tokenizer(info, Path(info.path))
     except NotBuiltHereError:
         return None
 
@@ -330,8 +331,9 @@ def test_unsupported_tokenizer_is_left_to_transformers(tmp_path: Path) -> None:
         ({"model_type": "convbert"}, "'convbert'"),
         ({"path": str(tmp_path / "none")}, "no tokenizer.json"),
     ):
+        changed = replace(info, **changes)
         with pytest.raises(NotBuiltHereError, match=reason):
-            read_tokenizer(replace(info, **changes))
+            read_tokenizer(changed, Path(changed.path))
 
 
 @pytest.mark.parametrize("name", ["minilm", "toxicity", "minimind2"])
