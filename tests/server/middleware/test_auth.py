@@ -243,3 +243,6 @@ async def test_more_than_two_keys_are_rejected_with_the_reason(serving, engine) 
         rejected = await client.post("/v1/embeddings", json=BODY, headers=[*twice, ("api-key", "one")])
         assert rejected.status_code == 401
         assert "more than 2 headers with an API key; send one" in rejected.json()["message"]
+        wrong = [("authorization", "Bearer wrong"), ("api-key", "other")]
+        rejected = await client.post("/v1/embeddings", json=BODY, headers=wrong)
+        assert "The API key is missing or wrong" in rejected.json()["message"]
