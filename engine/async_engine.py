@@ -22,7 +22,7 @@ from .client.vector_cache.cache import VectorCache
 from .client.vector_cache.model_cache import ModelCache
 from .protocol.config import EngineConfig
 from .protocol.messages import ModelReady
-from .protocol.model_info import ModelInfo, ModelKind
+from .protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from .protocol.params import PoolingParams
 from .protocol.request import DEFAULT_OPTIONS, RequestOptions, Text
 from .protocol.results import (
@@ -133,15 +133,19 @@ class AsyncEngine:
             dispatcher: Dispatcher of the requests.
             group: The replicas, or a connection to an engine that another process supervises.
         """
-        tokenizer = TokenizerPool(
-            ready.tokenizer,
-            vocab_size=ready.info.vocab_size,
-            do_lower_case=ready.info.do_lower_case,
-            num_workers=config.tokenizer_workers,
-            max_chars=config.max_queued_chars,
-            on_rejection=dispatcher.stats.count_rejection,
-        )
-        return cls(config, ready.info, tokenizer, dispatcher, group)
+
+        def tokenizer_pool(info: ModelInfo, spec: TokenizerSpec) -> TokenizerPool:
+            return TokenizerPool(
+                spec,
+                vocab_size=info.vocab_size,
+                do_lower_case=info.do_lower_case,
+                num_workers=config.tokenizer_workers,
+                max_chars=config.max_queued_chars,
+                on_rejection=dispatcher.stats.count_rejection,
+                query=tokenizer_pool(info.query, spec.query) if info.query and spec.query else None,
+            )
+
+        return cls(config, ready.info, tokenizer_pool(ready.info, ready.tokenizer), dispatcher, group)
 
     @property
     def state(self) -> EngineState:
@@ -211,7 +215,7 @@ class AsyncEngine:
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> EmbeddingResult:
         """Returns one vector for each input; long-text mode supports inputs of any length (long_text.py)."""
-        params = self._resolved(params, PoolingTask.EMBED)
+        params = self._resolved(self._encoder.with_side(params, options), PoolingTask.EMBED)
         async with self._dispatcher.open(options, is_cacheable=True) as request:
             tokenized = await self._encoder.encode(inputs, params, options)
             windows = await self._encoder.windows(inputs, tokenized, options)

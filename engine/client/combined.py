@@ -9,7 +9,7 @@ import numpy as np
 
 from ..protocol.errors import UnsupportedTaskError
 from ..protocol.model_info import ModelInfo
-from ..protocol.multi_vector import QUERY_PROMPTS, MultiVectorTokens, SparseVector, remove_ids
+from ..protocol.multi_vector import MultiVectorTokens, SparseVector, remove_ids
 from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, Text, TokenizedInput
 from ..protocol.results import CombinedResult, EmbeddingResult
@@ -68,7 +68,7 @@ class CombinedEmbedder:
         for task in others:
             own = params if task is not PoolingTask.SPARSE_EMBED else PoolingParams()
             own.verify(task, self._info)
-        params = self._with_side(params.resolved(first, self._info).clone(also=tuple(others)), options)
+        params = self._encoder.with_side(params.resolved(first, self._info).clone(also=tuple(others)), options)
         async with self._dispatcher.open(options, is_cacheable=is_cacheable(params)) as request:
             whole = params.clone(task=PoolingTask.TOKEN_EMBED)  # no windows: only embeddings can be averaged
             tokenized = await self._encoder.encode(inputs, whole, options)
@@ -88,13 +88,6 @@ class CombinedEmbedder:
     def _width(self) -> int:
         """Width of a token vector if the request does not set `dimensions`."""
         return self._info.dimensions or self._info.embedding_size or self._info.hidden_size
-
-    def _with_side(self, params: PoolingParams, options: RequestOptions) -> PoolingParams:
-        """Sets `is_query` for multi-vector models."""
-        if self._info.multi_vector is None:
-            return params
-        is_query = options.prompt_name in QUERY_PROMPTS if options.is_query is None else options.is_query
-        return params.clone(is_query=is_query)
 
     def _token_ids(self, tokenized: Sequence[TokenizedInput], params: PoolingParams) -> list[list[int]]:
         """Returns, for each input, the ids of the tokens with a vector in the result."""

@@ -13,11 +13,12 @@ from ..protocol.errors import InvalidRequestError, UnsupportedTaskError
 from ..protocol.model_info import ModelInfo, ModelKind
 from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, SparseVector, maxsim_score
 from ..protocol.params import PoolingParams
-from ..protocol.request import RequestOptions
+from ..protocol.request import RequestOptions, TokenizedInput
 from ..protocol.results import ClassResult, EmbeddingResult, ScoreResult
 from ..protocol.tasks import PoolingTask
 from ..tokenization.input_encoder import InputEncoder, instructed_prompt
 from .dispatcher import Dispatcher, OpenRequest
+from .replica import Arrays
 from .vector_cache.keys import is_cacheable
 
 Texts = Sequence[str]
@@ -97,11 +98,11 @@ class PairScorer:
         self, request: OpenRequest, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
         query_options, document_options = self._query_options(options), self._document_options(options)
-        encoded = await self._encoder.encode(left, params, query_options, param=None)
+        encoded = await self._encoder.encode(left, self._query_params(params), query_options, param=None)
         queries = await self._encoder.windows(left, encoded, query_options)
         encoded = await self._encoder.encode(right, params, document_options, param=None)
         documents = await self._encoder.windows(right, encoded, document_options)
-        outputs = await request.run([*queries.sequences, *documents.sequences], params)
+        outputs = await self._run(request, queries.sequences, documents.sequences, params)
         vectors = np.stack([output["embedding"] for output in outputs])
         query_vectors, document_vectors = np.split(vectors, [len(queries.sequences)])
         left_vectors = queries.join(query_vectors, normalized=True)
@@ -115,9 +116,10 @@ class PairScorer:
     ) -> ScoreResult:
         sparse = self._info.sparse
         assert sparse is not None, "only models with sparse vectors are scored by them"
-        queries = await self._encoder.encode(left, params, self._query_options(options), param=None)
+        query_options = self._query_options(options)
+        queries = await self._encoder.encode(left, self._query_params(params), query_options, param=None)
         documents = await self._encoder.encode(right, params, self._document_options(options), param=None)
-        outputs = await request.run([*queries, *documents], params)
+        outputs = await self._run(request, queries, documents, params)
         vectors = [SparseVector.of(output["sparse"]) for output in outputs]
         paired_queries = vectors[: len(left)] if len(left) == len(right) else [vectors[0]] * len(right)
         scores = [
@@ -153,6 +155,22 @@ class PairScorer:
         lengths = dict(zip(texts, map(len, queries), strict=True))
         query_lengths = [lengths.pop(text, 0) for text in left]
         return ScoreResult(np.array(scores, np.float32), _count_pairs(map(len, documents), query_lengths))
+
+    async def _run(
+        self,
+        request: OpenRequest,
+        queries: Sequence[TokenizedInput],
+        documents: Sequence[TokenizedInput],
+        params: PoolingParams,
+    ) -> list[Arrays]:
+        """Runs both sides of pairs, together unless queries have a model of their own."""
+        if self._info.query is None:
+            return await request.run([*queries, *documents], params)
+        outputs = await request.run(queries, self._query_params(params))
+        return outputs + await request.run(documents, params)
+
+    def _query_params(self, params: PoolingParams) -> PoolingParams:
+        return params if self._info.query is None else params.clone(is_query=True)
 
     def _query_options(self, options: RequestOptions) -> RequestOptions:
         """Returns options with the model's query prompt, with the request's instruction if it has one."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Final
 
+from ..families.static import STATIC_MODEL_TYPES
 from ..model_files.resolve import resolve_model, with_device
 from ..protocol.config import EngineConfig
+from ..protocol.errors import MachineError
+from ..protocol.model_info import ModelInfo
 from .array_runner import ArrayRunner
 from .host import may_have_gpu, pin
 from .loading.cpu_kernels import choose_kernels
 from .loading.load_errors import needs_torch
+from .routed_runner import RoutedRunner
 from .runner import Runner
 
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -29,7 +34,17 @@ def load_runner(config: EngineConfig) -> Runner:
     """
     if config.cores is not None:
         pin(config.cores)
-    info, name = resolve_model(config), config.name or config.model
+    info = resolve_model(config)
+    if info.query is None:
+        return _load(info, config)
+    queries = _load_static(info.query, replace(config, num_threads=1))  # in the thread of the loop
+    return RoutedRunner(_load(replace(info, query=None), config), queries)
+
+
+def _load(info: ModelInfo, config: EngineConfig) -> Runner:
+    if info.model_type in STATIC_MODEL_TYPES:
+        return _load_static(info, config)
+    name = config.name or config.model
     device, dtype = "cpu", "float32" if config.dtype == "auto" else config.dtype
     why = f"--device {config.device} needs it"
     if config.device != "cpu" and (config.device != "auto" or may_have_gpu()):
@@ -47,6 +62,17 @@ def load_runner(config: EngineConfig) -> Runner:
         from .model_runner import ModelRunner
 
         return ModelRunner.load(info, config)
+
+
+def _load_static(info: ModelInfo, config: EngineConfig) -> Runner:
+    """Loads a static embedding. It runs on the CPU in float32: it has no products that a GPU or int8 makes faster."""
+    info, machine = choose_kernels(with_device(info, "cpu", "float32"), replace(config, dtype="float32"))
+    if machine is None:
+        raise MachineError(
+            f"{info.name} is a static embedding, which only the native kernels run; set --cpu-kernels auto, and build "
+            "them if they are missing (make native)."
+        )
+    return ArrayRunner.load(info, machine, config)
 
 
 def _enable_expandable_segments() -> None:

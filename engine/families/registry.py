@@ -22,6 +22,7 @@ from . import (
     modernbert,
     mpnet,
     nomic_bert,
+    static,
     xlm_roberta_flash,
 )
 from .spec import Family
@@ -30,7 +31,7 @@ logger = logging.getLogger("penstock.engine")
 
 _MODULES: Final = (
     *(bert, deberta, eurobert, gemma, gte, hybrid, jina_bert, lfm2, llama, mamba, ministral, modernbert, mpnet),
-    *(nomic_bert, xlm_roberta_flash),
+    *(nomic_bert, static, xlm_roberta_flash),
 )
 _ALL: Final[tuple[Family, ...]] = tuple(family for module in _MODULES for family in module.FAMILIES)
 FAMILIES: Final[Mapping[str, Family]] = {f.model_type: f for f in _ALL if not f.is_chosen_by_class}

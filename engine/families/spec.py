@@ -113,6 +113,23 @@ def linear(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StaticTable:
+    """The stored table of a static embedding: weights[i] * table[mapping[i]] is the row of token i.
+
+    A row of zeros follows the last token. It is the row of a text without tokens.
+
+    Attributes:
+        shape: [R, D], or [V] for one weight per token.
+        has_mapping: The checkpoint has `mapping` [V], the table row of each token; otherwise R is V.
+        has_weights: The checkpoint has `weights` [V], a factor for each token.
+    """
+
+    shape: tuple[int, ...]
+    has_mapping: bool
+    has_weights: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingSpec:
     """The first hidden states: projection(norm(word + position + token type)). All names are below the base.
 
@@ -129,6 +146,7 @@ class EmbeddingSpec:
         padding_id: Positions begin at padding_id + 1, and do not count this token; None: they begin at 0.
         norm: Norm of the sum; None: no norm.
         projection: Projection from E to D; None if they are equal.
+        static: How `word_embeddings` is stored in a model without layers; None: as [V, E].
     """
 
     word_embeddings: str
@@ -143,6 +161,7 @@ class EmbeddingSpec:
     padding_id: int | None = None
     norm: NormSpec | None = None
     projection: LinearSpec | None = None
+    static: StaticTable | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -474,7 +493,7 @@ class ModelSpec:
         embedding: The first hidden states.
         attention: Attention of all layers; None if no layer has attention.
         kinds: Attention by layer type.
-        layers: At least one.
+        layers: At least one, except in a static embedding.
         is_pre_norm: Norms are before attention and MLP; otherwise after the residual sums.
         is_decoder: Attention processes the keys in blocks, so that chunks return the same bits as the whole prompt.
         final_norm: Norm after the last layer; None: no norm.
@@ -519,7 +538,7 @@ class ModelSpec:
     @property
     def cache_spec(self) -> CacheSpec | None:
         """The layers with keys and values or states; None if sequences cannot run in chunks."""
-        if self.attention is not None and not self.attention.is_causal:
+        if not self.layers or (self.attention is not None and not self.attention.is_causal):
             return None
         mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
         ropes = [kind.rope for kind in self.kinds.values() if kind.rope is not None]

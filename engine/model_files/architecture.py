@@ -11,7 +11,7 @@ from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import Activation, ModelKind
 from ..protocol.tasks import PoolingTask
 from .draft import ModelDraft, config_parts
-from .model_folder import ADAPTER_FILE
+from .model_folder import ADAPTER_FILE, safetensors_header
 from .reranker import find_answers, resolve_answers, resolve_score_template
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE
 
@@ -71,8 +71,6 @@ _KNOWN_FAMILIES: Final = {
 """Adapters of families with a class in transformers. Their config.json does not name the adapters."""
 _TENSOR: Final = re.compile(rb'"[^"]*\blora_(?:embedding_)?[AB](?:\.([\w-]+))?[^"]*"')
 _UNNAMED: Final = "lora"
-_MAX_HEADER_BYTES: Final = 100_000_000
-"""Limit of the safetensors library."""
 
 
 def resolve_architecture(draft: ModelDraft) -> None:
@@ -314,8 +312,7 @@ def _tensor_names(folder: Path) -> bytes:
     path, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     try:
         if path.is_file():
-            with path.open("rb") as file:
-                return file.read(min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES))
+            return safetensors_header(path)
         return index.read_bytes() if index.is_file() else b""
     except OSError as error:
         raise ModelLoadError(f"{error.filename} cannot be read: {error.strerror or error}.") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from ..families.static import MODEL2VEC, STATIC
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ModelLoadError
 from ..protocol.tasks import ChunkedProcessingMode, PoolingTask
@@ -25,9 +26,11 @@ _POSITION_KEYS: Final = ("max_position_embeddings", "n_positions", "max_sequence
 _STRETCHING_ROPE_TYPES: Final = ("dynamic", "yarn")
 # transformers writes int(1e30) for a tokenizer without a limit.
 _NO_LIMIT: Final = 10**9
+_MODEL2VEC_LENGTH: Final = 512
+"""model2vec's default if config.json has no max_length."""
 _DEFAULT_MAX_MODEL_LEN: Final = 512
 # Families without positions. Their default limit is a usual training length.
-_STATE_MODEL_TYPES: Final = frozenset(("falcon_mamba", "mamba", "mamba2"))
+_STATE_MODEL_TYPES: Final = frozenset(("falcon_mamba", "mamba", "mamba2", STATIC, MODEL2VEC))
 _DEFAULT_STATE_MAX_MODEL_LEN: Final = 8192
 
 
@@ -49,7 +52,7 @@ def resolve_max_model_len(
         ModelLoadError: The operator's limit exceeds the positions of the model.
     """
     table, limit, position_source = _position_limit(config)
-    own, source = _own_limit(table, position_source, tokenizer_config, files) or _default_limit(config)
+    own, source = _own_limit(config, table, position_source, tokenizer_config, files) or _default_limit(config)
     if limit is not None and own > limit:
         own, source = limit, position_source
     if engine.max_model_len is None:
@@ -129,9 +132,16 @@ def _stretched_limit(config: dict[str, Any], positions: int) -> int:
 
 
 def _own_limit(
-    table: int | None, table_source: str, tokenizer_config: dict[str, Any], files: SentenceTransformersFiles | None
+    config: dict[str, Any],
+    table: int | None,
+    table_source: str,
+    tokenizer_config: dict[str, Any],
+    files: SentenceTransformersFiles | None,
 ) -> tuple[int, str] | None:
-    """Returns the limit that sentence-transformers uses, and the source; None if no file has one."""
+    """Returns the limit that sentence-transformers uses, or model2vec; and the source. None if no file has one."""
+    if config.get("model_type") in (STATIC, MODEL2VEC):  # their libraries ignore tokenizer_config.json
+        is_model2vec, limit = config["model_type"] == MODEL2VEC, _as_limit(config.get("max_length", _MODEL2VEC_LENGTH))
+        return (limit, "config.json: max_length") if is_model2vec and limit is not None else None
     if files is not None:
         for value, key in ((files.tokenizer_max_length, "model_max_length"), (files.max_seq_length, "max_seq_length")):
             limit = _as_limit(value)

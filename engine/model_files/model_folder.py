@@ -43,6 +43,8 @@ _ALLOW: Final = (
 _IGNORE: Final = ("onnx/*", "openvino/*", "original/*", "consolidated*", "*.onnx.json", "*.tflite")
 _GGUF_SUFFIX: Final = ".gguf"
 _OTHER_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.index.json")
+_MAX_HEADER_BYTES: Final = 100_000_000
+"""Limit of the safetensors library."""
 _WITHOUT_WEIGHTS: Final = ("_Pooling", "_Normalize", "_Dropout")
 
 
@@ -91,6 +93,12 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} must hold a JSON object, not {type(value).__name__}.")
     return value
+
+
+def safetensors_header(path: Path) -> bytes:
+    """Returns the JSON header of a safetensors file. Raises OSError if the file cannot be read."""
+    with path.open("rb") as file:
+        return file.read(min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES))
 
 
 @contextmanager

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from ..protocol.config import EngineConfig
-from ..protocol.errors import ModelLoadError
+from ..families.static import MODEL2VEC
+from ..protocol.config import EngineConfig, PoolerConfig
+from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import DenseSpec, ModelInfo, ModelKind, PairChat
 from ..protocol.multi_vector import MultiVector, SparsePooling, TokenHeads
 from ..protocol.tasks import PoolingTask, PoolingType, listed
@@ -24,6 +25,7 @@ from .length_limits import resolve_long_text, resolve_max_model_len
 from .model_folder import as_load_error, is_gguf, locate_model, no_model_error, read_object
 from .quantization import check_quantization
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles, read_modules
+from .static_files import read_model2vec_modules, read_static_config
 from .vector_outputs import read_stanford_modules, resolve_multi_vector, resolve_sparse
 
 _POOLER_FLAG: Final = "--pooler-config"
@@ -59,23 +61,44 @@ def resolve_model(config: EngineConfig) -> ModelInfo:
 
 
 def _resolve(root: Path, config: EngineConfig) -> ModelInfo:
-    path, config_file = root, "config.json"
     if is_gguf(root):
         gguf = GgufModel.read(root)
-        files, stored, config_file = gguf.pooling_files(), gguf.config(), root.name
-    else:
-        files = read_modules(root) or read_stanford_modules(root)
-        path = root / (files.transformer_folder if files else "")
-        if not (path / config_file).is_file():
-            raise no_model_error(path, f"{path} has no config.json.")
-        stored = read_object(path / config_file)
+        return _resolve_part(root, root, gguf.config(), gguf.pooling_files(), config)
+    files = read_modules(root) or read_stanford_modules(root) or read_model2vec_modules(root)
+    info = _resolve_files(root, files, config)
+    if files is None or files.query is None:
+        return info
+    # The operator's settings of the pooler and of config.json are those of the documents' model.
+    query_config = dataclasses.replace(config, hf_overrides={}, pooler_config=PoolerConfig())
+    return with_query(info, _resolve_files(root, files.query, query_config), files)
+
+
+def _resolve_files(root: Path, files: SentenceTransformersFiles | None, config: EngineConfig) -> ModelInfo:
+    path = root / (files.transformer_folder if files else "")
+    if files is not None and files.static_kind is not None:
+        return _resolve_part(root, path, read_static_config(path, files.static_kind), files, config)
+    if not (path / "config.json").is_file():
+        raise no_model_error(path, f"{path} has no config.json.")
+    return _resolve_part(root, path, read_object(path / "config.json"), files, config)
+
+
+def _resolve_part(
+    root: Path, path: Path, stored: dict[str, Any], files: SentenceTransformersFiles | None, config: EngineConfig
+) -> ModelInfo:
+    """Resolves the model in `path`, a GGUF file or a folder in `root`, with the content `stored` of its config."""
     model_config = merged(stored, config.hf_overrides)
+    config_file = path.name if is_gguf(path) else "config.json"
     draft = ModelDraft(config.model, model_config, config, files, config_file=config_file)
+    draft.set("query", None, "default")
+    draft.set("default_is_query", False, "default")
     draft.set("name", config.name or config.model, "--served-model-name" if config.name else config.model_source)
     draft.set("path", str(path), config.model_source if path == root else MODULES_FILE)
     draft.set("root", None if path == root else str(root), config.model_source)
     resolve_architecture(draft)
     check_quantization(draft, path)
+    if files is not None and files.static_kind is not None:
+        for name in ("model_type", "architecture", "hidden_size", "vocab_size"):
+            draft.sources[name] = "tensors of model.safetensors"
     resolve_adapters(draft, root)
     resolve_classes(draft)
     _resolve_pooling(draft)
@@ -90,6 +113,38 @@ def _resolve(root: Path, config: EngineConfig) -> ModelInfo:
     resolve_long_text(draft)
     _resolve_task(draft)
     return ModelInfo(**draft.fields, sources=draft.sources, config=model_config)
+
+
+def with_query(info: ModelInfo, query: ModelInfo, files: SentenceTransformersFiles) -> ModelInfo:
+    """Returns the model of a Router: `info` for documents, `query` for queries.
+
+    Raises:
+        UnsupportedModelError: The outputs of both differ in kind or width.
+    """
+    kept = (PoolingTask.EMBED, PoolingTask.SPARSE_EMBED, PoolingTask.SCORE)
+    tasks = tuple(task for task in info.tasks if task in kept and task in query.tasks)
+    if info.embedding_size != query.embedding_size or tasks in ((), (PoolingTask.SCORE,)):
+        raise UnsupportedModelError(
+            f"The Router of {info.name} gives queries and documents different vectors: {listed(query.tasks)} of width "
+            f"{query.embedding_size}, and {listed(info.tasks)} of width {info.embedding_size}."
+        )
+    if info.is_causal:
+        raise UnsupportedModelError(
+            f"The documents of {info.name} have a causal model; penstock supports a Router with encoders only."
+        )
+    if info.enable_chunked_processing:
+        raise ModelLoadError(
+            f"--pooler-config: enable_chunked_processing does not fit {info.name}, whose queries have their own model."
+        )
+    sources = {**info.sources, "query": MODULES_FILE, "tasks": f"{MODULES_FILE}: Router"}
+    limit = min(query.max_model_len, info.max_model_len)  # of one sequence in the scheduler
+    return dataclasses.replace(
+        info,
+        query=dataclasses.replace(query, max_model_len=limit),
+        default_is_query=files.default_is_query,
+        tasks=tasks,
+        sources={**sources, "default_is_query": MODULES_FILE},
+    )
 
 
 def with_device(info: ModelInfo, device: str, dtype: str) -> ModelInfo:
@@ -227,6 +282,8 @@ def _resolve_embedding(draft: ModelDraft) -> None:
         draft.set("normalize", pooler.normalize, _POOLER_FLAG)
     elif pooler.use_activation is not None and is_embedding:
         draft.set("normalize", pooler.use_activation, f"{_POOLER_FLAG}: use_activation")
+    elif draft.fields["model_type"] == MODEL2VEC:
+        draft.set("normalize", draft.config.get("normalize") is True, draft.source_of("normalize"))
     elif files is not None and is_embedding:
         draft.set("normalize", files.has_normalize, MODULES_FILE)
     else:
@@ -297,6 +354,8 @@ def _shown(value: Any) -> str:
         return " + ".join(map(repr, value.parts))
     if isinstance(value, MultiVector | SparsePooling | TokenHeads):
         return ", ".join(f"{name} {_shown(part)}" for name, part in dataclasses.asdict(value).items() if part)
+    if isinstance(value, ModelInfo):
+        return f"{value.architecture} in {value.path}"
     if isinstance(value, PairChat):
         return "chat template"
     if isinstance(value, DenseSpec):

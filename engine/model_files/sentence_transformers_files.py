@@ -10,14 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from ..families.static import SPARSE_STATIC, STATIC
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import DenseSpec, PairChat
 from ..protocol.tasks import PoolingType
 from .model_folder import read_json, read_object
+from .router_files import read_routes
 
 MODULES_FILE: Final = "modules.json"
 SETTINGS_FILE: Final = "config_sentence_transformers.json"
-_KNOWN_MODULES: Final = "Transformer, Pooling, Dense, Normalize, Dropout, LogitScore, MultiVectorMask and SpladePooling"
+_FIRST_MODULES: Final = "Transformer, StaticEmbedding, SparseStaticEmbedding and Router"
+_KNOWN_MODULES: Final = (
+    f"{_FIRST_MODULES} first, then Pooling, Dense, Normalize, Dropout, LogitScore, MultiVectorMask and SpladePooling"
+)
+_STATIC_KINDS: Final = {"StaticEmbedding": STATIC, "SparseStaticEmbedding": SPARSE_STATIC}
 
 _PACKAGES: Final = ("sentence_transformers.", "pylate.")
 """Packages with supported modules. Modules of other packages with the same names may differ."""
@@ -85,6 +91,9 @@ class SentenceTransformersFiles:
         mask_folder: Folder of the MultiVectorMask module.
         settings: Content of config_sentence_transformers.json.
         splade_folder: Folder of the SpladePooling module.
+        static_kind: STATIC or SPARSE_STATIC if a module without layers is first; None for a Transformer.
+        query: The modules of queries, if a Router has other modules for them.
+        default_is_query: A text without a purpose is a query.
     """
 
     transformer_folder: str = ""
@@ -107,6 +116,9 @@ class SentenceTransformersFiles:
     mask_folder: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     splade_folder: str | None = None
+    static_kind: str | None = None
+    query: SentenceTransformersFiles | None = None
+    default_is_query: bool = False
 
 
 def read_modules(root: Path) -> SentenceTransformersFiles | None:
@@ -121,6 +133,24 @@ def read_modules(root: Path) -> SentenceTransformersFiles | None:
         return None
     if not isinstance(entries, list) or not all(map(_is_entry, entries)):
         raise ModelLoadError(f"{root / MODULES_FILE} must contain a list of modules, each with a type and a path.")
+    if not entries or _kind(entries[0]) not in ("Router", "Asym"):
+        return _read_chain(root, entries)
+    routes = read_routes(root, _checked_folder(root, entries[0].get("path", "")))
+    files = _read_chain(root, [*routes.document, *entries[1:]])
+    if routes.query != routes.document:
+        files.query, files.default_is_query = _read_chain(root, [*routes.query, *entries[1:]]), routes.default_is_query
+        if files.query.static_kind is None:
+            raise _unsupported(
+                root,
+                "has a Router with a Transformer for queries and other modules for documents; penstock supports a "
+                "Router whose queries use a StaticEmbedding or a SparseStaticEmbedding. Save the modules of each "
+                "route as a model of its own, and serve both",
+            )
+    return files
+
+
+def _read_chain(root: Path, entries: list[dict[str, Any]]) -> SentenceTransformersFiles:
+    """Reads modules that run one after the other."""
     files = SentenceTransformersFiles()
     folders: list[tuple[str, dict[str, Any]]] = []
     for position, entry in enumerate(entries):
@@ -134,10 +164,16 @@ def read_modules(root: Path) -> SentenceTransformersFiles | None:
                 f"the class computes the same as a class of sentence_transformers ({_KNOWN_MODULES}), write the path "
                 "of that class into modules.json",
             )
-        kind, folder = entry["type"].rsplit(".", 1)[-1], _checked_folder(root, entry.get("path", ""))
-        if position == 0:
+        kind, folder = _kind(entry), _checked_folder(root, entry.get("path", ""))
+        if position == 0 and kind in _STATIC_KINDS:
+            files.transformer_folder, files.static_kind = folder, _STATIC_KINDS[kind]
+            if files.static_kind == STATIC:
+                files.pooling = (PoolingType.MEAN,)
+        elif position == 0:
             if kind not in ("Transformer", "MLMTransformer"):
-                raise _unsupported(root, f"starts with the module {entry['type']}; penstock needs a Transformer first")
+                raise _unsupported(
+                    root, f"starts with the module {entry['type']}; penstock needs one of {_FIRST_MODULES} first"
+                )
             _read_transformer(root, folder, files)
         elif kind == "Pooling" and files.pooling is None and not folders and not files.has_normalize:
             _read_pooling(root, folder, files)
@@ -168,6 +204,10 @@ def _has_task_code(root: Path) -> bool:
     """Whether the model has the code of jina-embeddings-v3, whose Transformer only chooses a LoRA adapter."""
     auto_map = read_object(root / "config.json").get("auto_map")
     return isinstance(auto_map, dict) and str(auto_map.get("AutoModel")).endswith(".XLMRobertaLoRA")
+
+
+def _kind(entry: dict[str, Any]) -> str:
+    return str(entry["type"].rsplit(".", 1)[-1])
 
 
 def _is_entry(entry: Any) -> bool:

@@ -12,6 +12,7 @@ import string
 from pathlib import Path
 from typing import Any, Final
 
+from ..families.static import SPARSE_STATIC
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import DenseSpec, ModelKind
 from ..protocol.multi_vector import DOCUMENT, QUERY, MultiVector, QueryExpansion, SparseKind, SparsePooling, TokenHeads
@@ -228,6 +229,12 @@ def resolve_sparse(draft: ModelDraft, root: Path) -> None:
     files = draft.files
     if draft.fields["kind"] is not ModelKind.EMBEDDING:
         return
+    if files is not None and files.static_kind == SPARSE_STATIC:
+        is_cosine = _similarity(files.settings, root) == "cosine"
+        draft.set("sparse", SparsePooling(kind=SparseKind.STATIC_WEIGHTS, is_cosine=is_cosine), MODULES_FILE)
+        draft.set("tasks", (PoolingTask.SPARSE_EMBED, PoolingTask.SCORE), f"{MODULES_FILE}: SparseStaticEmbedding")
+        draft.set("embedding_size", draft.fields["vocab_size"], draft.sources["vocab_size"])
+        return
     if files is not None and files.splade_folder is not None:
         _resolve_splade(draft, root / files.splade_folder / "config.json", files.settings)
         return
@@ -251,9 +258,6 @@ def _resolve_splade(draft: ModelDraft, path: Path, settings: dict[str, Any]) -> 
             f"{path} has pooling_strategy {pooling!r} and activation_function {activation!r}; penstock supports 'max' "
             "and 'sum', 'relu' and 'log1p_relu'."
         )
-    similarity = settings.get("similarity_fn_name") or "dot"
-    if similarity not in ("dot", "cosine"):
-        raise UnsupportedModelError(f"{path.parent.parent / SETTINGS_FILE} has similarity_fn_name {similarity!r}.")
     if not draft.fields["packed"] or draft.fields["is_causal"]:
         raise UnsupportedModelError(
             f"{draft.name} computes sparse vectors with a masked language model of the family "
@@ -263,8 +267,16 @@ def _resolve_splade(draft: ModelDraft, path: Path, settings: dict[str, Any]) -> 
         kind=SparseKind.VOCABULARY_LOGITS,
         is_sum=pooling == "sum",
         log_twice=activation == "log1p_relu",
-        is_cosine=similarity == "cosine",
+        is_cosine=_similarity(settings, path.parent.parent) == "cosine",
     )
     draft.set("sparse", sparse, str(path.relative_to(path.parent.parent)))
     draft.set("tasks", (PoolingTask.SPARSE_EMBED, PoolingTask.SCORE), f"{MODULES_FILE}: SpladePooling")
     draft.set("embedding_size", draft.fields["vocab_size"], draft.sources["vocab_size"])
+
+
+def _similarity(settings: dict[str, Any], root: Path) -> str:
+    """Returns "dot" or "cosine". `settings` are those of `root`."""
+    similarity = settings.get("similarity_fn_name") or "dot"
+    if similarity not in ("dot", "cosine"):
+        raise UnsupportedModelError(f"{root / SETTINGS_FILE} has similarity_fn_name {similarity!r}.")
+    return str(similarity)

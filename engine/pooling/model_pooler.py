@@ -112,10 +112,17 @@ class ModelPooler(Generic[R]):
         self._is_fused = len(self._types) == 1 and not dense
         self._sparse: SparsePooler[R] | None = None
         if info.sparse is not None:
+            is_static = info.sparse.kind is SparseKind.STATIC_WEIGHTS  # the hidden states [T, 1] are the weights
             head = vocabulary_head if info.sparse.kind is SparseKind.VOCABULARY_LOGITS else maps.weights
+            head = ops.floats if is_static else head
             assert head is not None, "the loader reads the head of ModelInfo"
             self._sparse = SparsePooler(
-                ops, info.sparse, head, info.vocab_size, block_rows=block_rows, unweighted_ids=maps.unweighted_ids
+                ops,
+                info.sparse,
+                head,
+                info.vocab_size + is_static,  # the id of a text without tokens follows the vocabulary
+                block_rows=block_rows,
+                unweighted_ids=maps.unweighted_ids,
             )
         self._vector_filter = VectorFilter(info.multi_vector, maps.skip_ids, drops_first=maps.vectors is not None)
         self._embedding_head = EmbeddingPoolerHead(ops, dense)

@@ -25,10 +25,10 @@ class SparsePooler(Generic[R]):
         ops: Arithmetic of the rows.
         sparse: Settings of the sparse vectors of the model.
         head: VOCABULARY_LOGITS: maps hidden states [R, D] to new logits [R, V or more] of any float type; columns after
-            V are ignored. TOKEN_WEIGHTS: maps hidden states [T, D] to weights [T, 1] float32.
+            V are ignored. Other kinds: maps hidden states [T, D] to weights [T, 1] float32.
         vocab_size: V.
         block_rows: VOCABULARY_LOGITS: most rows per call of the head.
-        unweighted_ids: TOKEN_WEIGHTS: tokens without a weight.
+        unweighted_ids: Other kinds: tokens without a weight.
     """
 
     def __init__(
@@ -52,13 +52,14 @@ class SparsePooler(Generic[R]):
         """Pools all rows [T, D] of a batch.
 
         Returns:
-            [S, 2] float32, index and value of every entry, and the number of entries of each sequence. TOKEN_WEIGHTS
-            includes zero entries, because their number is known on the device only; `SparseVector.of` removes them.
+            [S, 2] float32, index and value of every entry, and the number of entries of each sequence. Weights of
+            tokens include zero entries, because their number is known on the device only; `SparseVector.of` removes
+            them.
 
         Raises:
-            ValueError: TOKEN_WEIGHTS, and the batch has no token ids.
+            ValueError: The kind has weights of tokens, and the batch has no token ids.
         """
-        if self._sparse.kind is SparseKind.TOKEN_WEIGHTS:
+        if self._sparse.kind is not SparseKind.VOCABULARY_LOGITS:
             return self._pool_weights(hidden_states, metadata)
         parts: list[R] = []
         counts: list[int] = []
@@ -100,8 +101,13 @@ class SparsePooler(Generic[R]):
         ops = self._ops
         rows = np.flatnonzero(~np.isin(metadata.token_ids, self._unweighted_ids))
         sequences = np.repeat(np.arange(metadata.num_seqs), metadata.seq_lens)
-        keys, groups = np.unique(sequences[rows] * self._vocab_size + metadata.token_ids[rows], return_inverse=True)
-        weights = ops.pick(ops.floats(self._head(hidden_states)), rows)
+        keys = sequences[rows] * self._vocab_size + metadata.token_ids[rows]
+        keys, firsts, groups = np.unique(keys, return_index=True, return_inverse=True)
+        weights = ops.floats(self._head(hidden_states))
+        if self._sparse.kind is SparseKind.STATIC_WEIGHTS:  # equal in a group, and perhaps negative
+            weights = ops.pick(weights, rows[firsts])
+        else:
+            weights = ops.group_max(ops.pick(weights, rows), groups, len(keys))
         tokens = ops.rows_of((keys % self._vocab_size).astype(np.float32)[:, None])
         counts = np.bincount(keys // self._vocab_size, minlength=metadata.num_seqs)
-        return ops.concat_columns([tokens, ops.group_max(weights, groups, len(keys))]), tuple(counts.tolist())
+        return ops.concat_columns([tokens, weights]), tuple(counts.tolist())

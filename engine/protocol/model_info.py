@@ -128,6 +128,9 @@ class ModelInfo:
             models.
         sparse: How the model computes sparse vectors; None if it computes none.
         token_heads: Token heads in addition to the sentence embedding; None if the model has none.
+        query: The model of queries, if a Router gives queries another model than documents. This one is then the
+            model of documents.
+        default_is_query: Texts without a purpose are queries of that model.
         is_causal: Attention is causal.
         adapters: Names of the LoRA adapters in the model's folder. They are not applied: vectors are those of the base
             weights.
@@ -186,6 +189,8 @@ class ModelInfo:
     multi_vector: MultiVector | None = None
     sparse: SparsePooling | None = None
     token_heads: TokenHeads | None = None
+    query: ModelInfo | None = None
+    default_is_query: bool = False
     is_causal: bool = False
     adapters: tuple[str, ...] = ()
     prompts: dict[str, str] = field(default_factory=dict)
@@ -235,6 +240,10 @@ class TokenizerSpec:
         chat_template: Renders the messages of a chat; None if the model has no chat template.
         multi_vector_tokens: Token ids of a multi-vector model.
         end_id: The end, padding or start token, used for a text without tokens; None if there is none.
+        dropped_id: Id of tokens that the model ignores; None if there is none.
+        chars_per_token: A text that may be truncated is first cut to this many characters per token of the limit, as in
+            model2vec; None: it is not.
+        query: The tokenizer of ModelInfo.query.
         config: tokenizer_class and arguments, as in tokenizer_config.json.
     """
 
@@ -246,4 +255,7 @@ class TokenizerSpec:
     chat_template: ChatTemplate | None = None
     multi_vector_tokens: MultiVectorTokens = field(default_factory=MultiVectorTokens)
     end_id: int | None = None
+    dropped_id: int | None = None
+    chars_per_token: int | None = None
+    query: TokenizerSpec | None = None
     config: dict[str, Any] = field(default_factory=dict)

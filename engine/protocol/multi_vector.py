@@ -129,6 +129,7 @@ class SparseKind(StrEnum):
 
     VOCABULARY_LOGITS = "vocabulary_logits"
     TOKEN_WEIGHTS = "token_weights"
+    STATIC_WEIGHTS = "static_weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,8 @@ class PoolingParams:
         task: The task; filled in by the engine call.
         step_tag_id: STEP pooling: keep the rows of tokens with this id.
         returned_token_ids: STEP pooling: keep these columns of the class scores.
-        is_query: The inputs are queries of a multi-vector model; filled in by the engine call.
+        is_query: The inputs are queries of a multi-vector model, or of a model with ModelInfo.query; filled in by the
+            engine call.
         also: Further tasks that the same forward answers; filled in by the engine call.
         is_compared: Return similarities between the vectors of the input and of its query; filled in by `score`.
     """

@@ -61,8 +61,8 @@ class RequestOptions:
             Pairs and late chunking always have them.
         max_passages: `score` splits a document that does not fit into up to this many passages and takes the best
             score; 1 truncates the document as `params` say.
-        is_query: For models with a vector per token: True for queries, False for documents. None: the prompt decides;
-            without a prompt they are documents.
+        is_query: For models that distinguish them: True for queries, False for documents. None: the prompt decides;
+            without a prompt they are documents, or queries if ModelInfo.default_is_query is set.
         on_rows: Called before the model runs with the number and the width of the token rows in the result. An error
             that it raises rejects the request.
     """

@@ -50,11 +50,25 @@ class InputEncoder:
         self._rejects_empty = config.empty_input == "error"
         self._max_queued_tokens = config.scheduler.max_queued_tokens
         self._long_text = LongText.of(info, tokenizer.special_tokens)
+        self._queries: InputEncoder | None = None
+        if info.query is not None and tokenizer.query is not None:
+            self._queries = InputEncoder(info.query, tokenizer.query, config)
+
+    def with_side(self, params: PoolingParams, options: RequestOptions) -> PoolingParams:
+        """Returns parameters with `is_query`, if the model distinguishes queries and documents."""
+        if self._info.multi_vector is None and self._info.query is None:
+            return params
+        is_query, name = options.is_query, options.prompt_name
+        if is_query is None:
+            is_query = self._info.default_is_query if name is None else name in QUERY_PROMPTS
+        return params.clone(is_query=is_query)
 
     async def encode(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
     ) -> list[TokenizedInput]:
         """Returns each input as one sequence. Short multi-vector queries are padded with the expansion token."""
+        if self._queries is not None and params.is_query:
+            return await self._queries.encode(inputs, params, options, param=param)
         self._check_inputs(inputs)
         tokenized = await self._tokenizer.encode(
             inputs,

@@ -169,16 +169,29 @@ class ModelTokenizer:
         vocab_size: Token ids must be below it.
         do_lower_case: Lower-case text first (a sentence-transformers option).
         truncation_side: "left" or "right": the side to remove if a request names none.
+        dropped_id: See TokenizerSpec.
+        chars_per_token: See TokenizerSpec.
 
     Attributes:
         backend: The tokenizer itself. Pass texts through `cased` first.
     """
 
-    def __init__(self, backend: Tokenizer, *, vocab_size: int, do_lower_case: bool, truncation_side: str) -> None:
+    def __init__(
+        self,
+        backend: Tokenizer,
+        *,
+        vocab_size: int,
+        do_lower_case: bool,
+        truncation_side: str,
+        dropped_id: int | None = None,
+        chars_per_token: int | None = None,
+    ) -> None:
         self.backend = backend
         self._vocab_size = vocab_size
         self._do_lower_case = do_lower_case
         self._truncation_side = truncation_side
+        self._dropped_id = dropped_id
+        self._chars_per_token = chars_per_token
 
     def cased(self, texts: Sequence[str]) -> list[str]:
         """Returns texts, lower-cased if `do_lower_case` is set."""
@@ -209,7 +222,7 @@ class ModelTokenizer:
         return truncation.max_num_tokens - num_special
 
     def text_ids(self, ids: list[int]) -> NDArray[np.int32]:
-        """Returns the ids of a text as an array.
+        """Returns the ids of a text as an array, without those that the model ignores.
 
         Raises:
             InvalidRequestError: The model has no embedding for a token of the tokenizer.
@@ -222,7 +235,8 @@ class ModelTokenizer:
                 f"but the model has embeddings for the ids 0 to {self._vocab_size - 1} only.",
                 param="input",
             )
-        return np.array(ids, np.int32)
+        array = np.array(ids, np.int32)
+        return array if self._dropped_id is None else array[array != self._dropped_id]
 
     def checked_ids(self, ids: Sequence[int]) -> NDArray[np.int32]:
         """Returns the token ids of a request as an array.
@@ -258,6 +272,8 @@ class ModelTokenizer:
         for first, last in portions(num_chars, is_cancelled):
             part = inputs[first:last]
             texts = self.cased([prompt + item for item in part if isinstance(item, str)])
+            if self._chars_per_token is not None and truncation.may_truncate:
+                texts = self._first_chars(texts, truncation, self._chars_per_token)
             bounded = self.truncate_chars(texts, truncation, first_chars)
             encoded = self.backend.encode_batch_fast(bounded, add_special_tokens=specials)
             encodings = iter(zip(texts, bounded, encoded, strict=True))
@@ -268,6 +284,11 @@ class ModelTokenizer:
                     ids = self._truncate_ids(self.checked_ids(item), truncation, index)
                     tokenized.append(TokenizedInput(ids))
         return tokenized
+
+    def _first_chars(self, texts: Sequence[str], truncation: Truncation, chars_per_token: int) -> list[str]:
+        """Cuts texts within words, as model2vec does before it tokenizes them."""
+        num_chars = truncation.max_num_tokens * chars_per_token
+        return [text[-num_chars:] if self.truncates_left(truncation) else text[:num_chars] for text in texts]
 
     def encode_parts(
         self, inputs: Sequence[Text], truncation: Truncation, prompt: str, is_cancelled: IsCancelled

@@ -44,6 +44,7 @@ class TokenizerPool:
         multi_vector_tokens: Special tokens of a multi-vector model.
         end_id: See TokenizerSpec.
         config: See TokenizerSpec.
+        query: The tokenizer of ModelInfo.query; None if queries have no other model than documents.
 
     Args:
         spec: The tokenizer.
@@ -52,6 +53,7 @@ class TokenizerPool:
         num_workers: Number of threads.
         max_chars: See TokenizerJobs.
         on_rejection: See TokenizerJobs.
+        query: See the attribute.
     """
 
     def __init__(
@@ -63,12 +65,16 @@ class TokenizerPool:
         num_workers: int,
         max_chars: int = sys.maxsize,
         on_rejection: Callable[[], None] = lambda: None,
+        query: TokenizerPool | None = None,
     ) -> None:
+        self.query = query
         self._tokenizer = ModelTokenizer(
             Tokenizer.from_str(spec.json),
             vocab_size=vocab_size,
             do_lower_case=do_lower_case,
             truncation_side=spec.truncation_side,
+            dropped_id=spec.dropped_id,
+            chars_per_token=spec.chars_per_token,
         )
         self.special_tokens = SpecialTokens.of(self._tokenizer.backend)
         self.multi_vector_tokens = spec.multi_vector_tokens
@@ -219,6 +225,8 @@ class TokenizerPool:
     def close(self) -> None:
         """Ends the worker threads; waiting jobs raise EngineUnavailableError."""
         self._jobs.close()
+        if self.query is not None:
+            self.query.close()
 
     def _renderer(self) -> ChatRenderer:
         """Returns the chat renderer, created on first use; raises InvalidRequestError if there is no template."""

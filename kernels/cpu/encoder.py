@@ -119,9 +119,10 @@ class CpuEncoder:
         # Tokens of the longest sequence that the rotary and bias tables support.
         self._max_length: float = math.inf
         layers = [self._layer(layer) for layer in spec.layers]
-        self._layers = (_abi.Layer * len(layers))(*layers)
-        self.hidden_size = int(layers[0].attention_out.outputs)
-        head_size = int(layers[0].attention_out.inputs) // spec.num_heads
+        self._layers = (_abi.Layer * max(len(layers), 1))(*layers)  # the library reads sizes of the first layer
+        first = self._layers[0].attention_out
+        self.hidden_size = int(first.outputs) if layers else spec.word_embeddings.shape[1]
+        head_size = int(first.inputs) // spec.num_heads if layers else 0
         uses_dot = attention is Format.DOT and head_size % 2 == 0
         self.page_itemsize = 2 if uses_dot else 4
         self._struct = _abi.Encoder(

@@ -126,7 +126,7 @@ class EncoderWeights:
         position_embeddings: [P, E] float32 added to the word embeddings; None: no position embeddings.
         embedding_norm: Norm of the embeddings; None: no norm.
         projection: Embedding projection, E to D; None: no projection.
-        layers: The layers, at least one. Iterated once.
+        layers: The layers. Iterated once. Without layers, the hidden states are the embeddings.
         final_norm: Norm after the last layer; None: no norm.
     """
 

@@ -7,7 +7,6 @@ if its file exists. A shard that runs twice, on two machines or in two runs, has
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import json
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine import ModelInfo
-from penstock.engine.client.vector_cache.keys import add_files
+from penstock.engine.client.vector_cache.keys import add_files, resolved_fields
 from penstock.engine.model_files.model_folder import one_line
 
 from ..settings import CommandError, UsageError
@@ -233,7 +232,7 @@ class ShardVectors:
 
 def model_digest(info: ModelInfo) -> str:
     """Returns a digest of a model's resolved configuration and of the bytes of its files."""
-    resolved = {name: value for name, value in dataclasses.asdict(info).items() if name not in _CHANGES_NO_ROW}
+    resolved = resolved_fields(info, _CHANGES_NO_ROW)
     digest = hashlib.blake2b(json.dumps(resolved, sort_keys=True, default=str).encode())
     add_files(digest, info)
     return digest.hexdigest()

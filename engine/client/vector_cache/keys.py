@@ -17,11 +17,11 @@ import json
 import os
 import platform
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -42,7 +42,7 @@ CHANGES_NO_VECTOR: Final = frozenset(
         *("pair_chat", "enable_chunked_processing", "max_embed_len", "chunk_overlap", "chunked_processing_mode"),
         # The following are resolved into the parameters of every request, which are part of its key, or check them.
         *("normalize", "dimensions", "use_activation", "step_tag_id", "returned_token_ids"),
-        *("is_matryoshka", "matryoshka_dimensions"),
+        *("is_matryoshka", "matryoshka_dimensions", "default_is_query"),
         # The following affect only classes, which are not cached.
         *("activation", "logit_mean", "logit_sigma", "classifier_tokens", "classifier_method"),
     }
@@ -77,7 +77,7 @@ def identity_of(info: ModelInfo, is_wanted: Callable[[], bool] = lambda: True) -
     """
     if not info.packed and _REPOSITORY_SEPARATOR in str(info.config.get("auto_map")):
         raise UnknownIdentityError("it runs code of another repository")
-    resolved = {name: value for name, value in dataclasses.asdict(info).items() if name not in CHANGES_NO_VECTOR}
+    resolved = resolved_fields(info, CHANGES_NO_VECTOR)
     versions = {name: importlib.metadata.version(name) for name in _libraries(info)}
     table = {"numerics": NUMERICS, "machine": platform.machine(), "versions": versions, "model": resolved}
     digest = blake2b(json.dumps(table, sort_keys=True).encode())
@@ -85,6 +85,12 @@ def identity_of(info: ModelInfo, is_wanted: Callable[[], bool] = lambda: True) -
         raise UnknownIdentityError(f"{info.path} holds none of {', '.join(_FILES)}")
     add_files(digest, info, is_wanted)
     return digest.digest()
+
+
+def resolved_fields(info: ModelInfo, left_out: Container[str]) -> dict[str, Any]:
+    """Returns the fields of a model, and of its model of queries, without the names in `left_out`."""
+    fields = {name: value for name, value in dataclasses.asdict(info).items() if name not in left_out}
+    return fields if info.query is None else {**fields, "query": resolved_fields(info.query, left_out)}
 
 
 def add_files(digest: blake2b, info: ModelInfo, is_wanted: Callable[[], bool] = lambda: True) -> None:
@@ -118,10 +124,13 @@ def _libraries(info: ModelInfo) -> Iterator[str]:
 
 
 def _files(info: ModelInfo) -> list[Path]:
-    """Returns the files of a model and its Dense modules, in a fixed order."""
+    """Returns the files of a model, its Dense modules and its model of queries, in a fixed order."""
     if Path(info.path).is_file():
         return [Path(info.path)]
-    folders = [Path(info.path), *(Path(os.path.normpath(Path(info.path, dense.folder))) for dense in info.dense)]
+    models = [info] if info.query is None else [info, info.query]
+    folders = [
+        Path(os.path.normpath(Path(m.path, name))) for m in models for name in ("", *(d.folder for d in m.dense))
+    ]
     files = [file for folder in folders for pattern in _FILES for file in sorted(folder.glob(pattern))]
     return [file for file in dict.fromkeys(files) if file.is_file()]
 

@@ -22,7 +22,7 @@ Build = Callable[[Tokenizer, Values], None]
 _QWEN2_WORDS: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_PLAIN: Final = "TokenizersBackend"
+PLAIN: Final = "TokenizersBackend"
 """The class that uses tokenizer.json unchanged."""
 
 
@@ -65,11 +65,11 @@ def class_name(model_type: str, declared: str | None, *, is_byte_level: bool) ->
         raise NotBuiltHereError(f"its model type is {model_type!r}")
     registered = _REGISTERED[model_type]
     # transformers ignores the declared class of Qwen2 models and of models with the plain class.
-    if model_type == "qwen2" or registered == _PLAIN:
-        return registered or _PLAIN
-    name = (declared or registered or _PLAIN).removesuffix("Fast")
+    if model_type == "qwen2" or registered == PLAIN:
+        return registered or PLAIN
+    name = (declared or registered or PLAIN).removesuffix("Fast")
     # LlamaTokenizer would build a SentencePiece tokenizer, but Llama 3 has a byte-level one.
-    return _PLAIN if name == "PreTrainedTokenizer" or (name == "LlamaTokenizer" and is_byte_level) else name
+    return PLAIN if name == "PreTrainedTokenizer" or (name == "LlamaTokenizer" and is_byte_level) else name
 
 
 def _bert(tokenizer: Tokenizer, values: Values) -> None:

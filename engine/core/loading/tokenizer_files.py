@@ -14,10 +14,12 @@ from typing import Any, Final
 
 import msgspec
 from tokenizers import Tokenizer
+from tokenizers.models import Unigram
 
-from ...model_files.model_folder import read_object
+from ...model_files.model_folder import one_line, read_object
+from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import ModelInfo
-from .tokenizer_classes import CLASSES, NotBuiltHereError, bare_texts, class_name
+from .tokenizer_classes import CLASSES, PLAIN, NotBuiltHereError, bare_texts, class_name
 
 Render = Callable[..., str]
 
@@ -184,6 +186,29 @@ def read_tokenizer(info: ModelInfo, folder: Path) -> LoadedTokenizer:
         truncation_side=_side(settings, "truncation_side", truncation.get("direction", "right")),
         model_input_names=settings.get("model_input_names", known.input_names),
     )
+
+
+def read_static_tokenizer(info: ModelInfo) -> LoadedTokenizer:
+    """Reads the tokenizer of a static embedding: tokenizer.json unchanged, but without special tokens around a text.
+
+    Raises:
+        UnsupportedModelError: The file is missing or damaged.
+    """
+    path = Path(info.path) / "tokenizer.json"
+    try:
+        backend = Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers library raises Exception
+        raise UnsupportedModelError(f"{path} cannot be read: {one_line(error)}; download the model again.") from error
+    backend.post_processor = bare_texts()
+    return LoadedTokenizer(backend=backend, class_name=PLAIN, settings={}, special_tokens_map={})
+
+
+def unknown_id(backend: Tokenizer) -> int | None:
+    """Returns the id of unknown words; None if the tokenizer has no such token."""
+    if isinstance(backend.model, Unigram):
+        return msgspec.json.decode(backend.to_str(), type=_File).model.unk_id
+    token = getattr(backend.model, "unk_token", None)
+    return None if token is None else backend.token_to_id(token)
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import AddedToken
+import numpy as np
+from tokenizers import AddedToken, Tokenizer
 
+from ...families.static import MODEL2VEC, STATIC_MODEL_TYPES
 from ...model_files.model_folder import is_gguf, one_line, read_object
 from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
@@ -20,7 +22,7 @@ from .chat_score_template import chat_score_template
 from .gguf_tokenizer import build_gguf_tokenizer
 from .load_errors import needs_torch
 from .tokenizer_classes import NotBuiltHereError
-from .tokenizer_files import LoadedTokenizer, read_tokenizer
+from .tokenizer_files import LoadedTokenizer, read_static_tokenizer, read_tokenizer, unknown_id
 
 logger = logging.getLogger("penstock.engine")
 
@@ -46,8 +48,11 @@ def load_tokenizer(
         ModelLoadError: The tokenizer.json is damaged.
     """
     folder = Path(info.path).parent if is_gguf(info.path) else Path(info.path)
+    is_static = info.model_type in STATIC_MODEL_TYPES
     try:
-        if is_gguf(info.path) and not (folder / "tokenizer.json").exists():
+        if is_static:
+            tokenizer = read_static_tokenizer(info)
+        elif is_gguf(info.path) and not (folder / "tokenizer.json").exists():
             tokenizer = build_gguf_tokenizer(Path(info.path))
         else:
             tokenizer = read_tokenizer(info, folder)
@@ -106,9 +111,16 @@ def load_tokenizer(
         score_template=_score_template(tokenizer, info, chat_template),
         chat_template=chat_template_of(tokenizer),
         multi_vector_tokens=find_multi_vector_tokens(tokenizer, info),
-        end_id=_end_id(tokenizer, info.vocab_size),
+        end_id=info.vocab_size if is_static else _end_id(tokenizer, info.vocab_size),  # StaticTable's row of zeros
+        dropped_id=unknown_id(backend) if info.model_type == MODEL2VEC else None,
+        chars_per_token=_median_length(backend) if info.model_type == MODEL2VEC else None,
         config=_config(tokenizer),
     )
+
+
+def _median_length(backend: Tokenizer) -> int:
+    """Returns the median number of characters of a token in the vocabulary."""
+    return max(int(np.median([len(token) for token in backend.get_vocab()])), 1)
 
 
 def _config(tokenizer: LoadedTokenizer) -> dict[str, Any]:

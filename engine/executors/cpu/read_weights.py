@@ -19,12 +19,14 @@ from ...families.spec import (
     AlibiSpec,
     AnswerSpec,
     DisentangledSpec,
+    EmbeddingSpec,
     LayerSpec,
     LinearSpec,
     ModelSpec,
     NormSpec,
     no_vocabulary_head,
 )
+from ...protocol.errors import WeightError
 from ...protocol.model_info import ModelInfo
 from ...protocol.tasks import PoolingType
 from .heads import HeadSteps
@@ -54,6 +56,8 @@ def has_kernels(spec: ModelSpec, info: ModelInfo) -> bool:
     depend on the length of the text, queries that grow with their position; in decoders also attention weights, hidden
     tokens of ColBERT and capped answer logits.
     """
+    if spec.embedding.static is not None:
+        return True
     if spec.attention is None or any(layer.mixer is not None or layer.experts is not None for layer in spec.layers):
         return False
     size, ropes = spec.attention.head_size, [kind.rope for kind in spec.kinds.values() if kind.rope is not None]
@@ -83,16 +87,15 @@ def read_encoder(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> lib
     Raises:
         WeightError: A tensor is missing, has another shape, or contains NaN or inf.
     """
-    assert spec.attention is not None
-    base, embedding = _base(spec, weights), spec.embedding
-    table_VE = cast_table(base.table(embedding.word_embeddings, embedding.vocab_size, embedding.size), info.dtype)
+    base, embedding, attention = _base(spec, weights), spec.embedding, spec.attention
+    table_VE = cast_table(_word_table(base, embedding), info.dtype)
     if embedding.is_scaled:
         _scale(table_VE, info.dtype)
     tables = {name: kind.rope.table(info.max_model_len) for name, kind in spec.kinds.items() if kind.rope is not None}
     bias, distances = _relative_bias(spec, base, info.max_model_len), _Distances.read(spec, base, info.max_model_len)
     return library.EncoderWeights(
-        num_heads=spec.attention.num_heads,
-        num_kv_heads=spec.attention.num_kv_heads,
+        num_heads=0 if attention is None else attention.num_heads,
+        num_kv_heads=None if attention is None else attention.num_kv_heads,
         pre_norm=spec.is_pre_norm,
         is_decoder=spec.is_decoder,
         word_embeddings=table_VE,
@@ -102,6 +105,22 @@ def read_encoder(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> lib
         layers=(_layer(spec, layer, base, tables.get(layer.kind), bias, distances) for layer in spec.layers),
         final_norm=_norm(base, spec.final_norm),
     )
+
+
+def _word_table(base: ArrayWeights, embedding: EmbeddingSpec) -> Array:
+    """Returns the word embeddings [V, E] as they are stored, or [V + 1, E] float32 of a static embedding."""
+    static = embedding.static
+    if static is None:
+        return base.table(embedding.word_embeddings, embedding.vocab_size, embedding.size)
+    rows = as_floats(base.table(embedding.word_embeddings, *static.shape)).reshape(-1, embedding.size)
+    if static.has_mapping:
+        mapping_V = base.stored("mapping", (embedding.vocab_size,))
+        if mapping_V.min() < 0 or mapping_V.max() >= len(rows):
+            raise WeightError(f"The weight 'mapping' has rows outside the table, which has {len(rows)} rows.")
+        rows = rows[mapping_V]
+    if static.has_weights:
+        rows = rows * base.floats("weights", embedding.vocab_size)[:, None]
+    return np.concatenate([rows, np.zeros((1, embedding.size), np.float32)])
 
 
 def read_head(spec: ModelSpec, weights: ArrayWeights) -> HeadSteps | None:

@@ -342,7 +342,7 @@ def test_pooler_config_overrides_the_files(tmp_path: Path) -> None:
         ({"config.json": BERT | {"model_type": None}}, "no model_type"),
         ({"config.json": {"model_type": "bert"}}, "hidden_size None"),
         ({"config.json": None, "modules.json": [TRANSFORMER]}, r"has no config\.json"),
-        ({"modules.json": [POOLING]}, "needs a Transformer first"),
+        ({"modules.json": [POOLING]}, "needs one of Transformer, StaticEmbedding"),
         ({"modules.json": [TRANSFORMER, CNN]}, r"sentence_transformers\.models\.CNN \(1_CNN\)"),
         ({"modules.json": [TRANSFORMER, DENSE | {"path": "../up"}]}, r"'\.\./up'"),
         ({"modules.json": [TRANSFORMER, NORMALIZE, POOLING]}, r"models\.Pooling \(1_Pooling\)"),

@@ -102,7 +102,7 @@ def info(folder: Path) -> ModelInfo:
 
 @pytest.mark.parametrize("name", sorted({field.name for field in dataclasses.fields(ModelInfo)} - {"path"}))
 def test_each_field_that_decides_vectors_changes_the_identity(info: ModelInfo, name: str) -> None:
-    value: Any = (DENSE,) if name == "dense" else "another value"
+    value: Any = {"dense": (DENSE,), "query": info}.get(name, "another value")
     changed = dataclasses.replace(info, **{name: value})
     assert (identity_of(changed) == identity_of(info)) is (name in CHANGES_NO_VECTOR)
 
