@@ -22,6 +22,7 @@ from .architecture import DECODER_MODEL_TYPES, resolve_adapters, resolve_archite
 from .draft import ModelDraft, merged
 from .gguf_models import GgufModel
 from .length_limits import resolve_long_text, resolve_max_model_len
+from .matryoshka import matryoshka_name
 from .model_folder import as_load_error, is_gguf, locate_model, no_model_error, read_object
 from .quantization import check_quantization
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles, read_modules
@@ -304,6 +305,12 @@ def _resolve_matryoshka(draft: ModelDraft) -> None:
     if not isinstance(flag, bool):
         raise ModelLoadError(f"{draft.source_of('is_matryoshka')} is {flag!r}; it must be true or false.")
     draft.set("is_matryoshka", flag or bool(declared), draft.source_of("is_matryoshka") if flag else declared_source)
+    names = (draft.name, draft.fields["name"], str(config.get("_name_or_path", "")))
+    if width and draft.engine.matryoshka == "any":
+        draft.set("is_matryoshka", True, "--matryoshka")
+        draft.set("matryoshka_dimensions", (), "--matryoshka")
+    elif width and "is_matryoshka" not in config and not declared and (name := matryoshka_name(*names)):
+        draft.set("is_matryoshka", True, f"the model is known as {name}")
 
     draft.set("dimensions", None, "default")
     if pooler.dimensions is not None:

@@ -31,6 +31,7 @@ _FLOAT_FIELDS: Final = {"logit_mean", "logit_sigma", "logit_bias", "logit_scale"
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "int8")
 _REPLICA_DEVICE: Final = re.compile(r"cpu|cuda:\d+|numa:\d+")
 EMPTY_INPUTS: Final = ("embed", "error")
+MATRYOSHKA: Final = ("declared", "any")
 CPU_KERNELS: Final = ("auto", "native", "torch")
 ARITHMETICS: Final = (None, "float32", "bfloat16")
 _CPU_TOKEN_BUDGET: Final = 2048
@@ -420,6 +421,13 @@ class EngineConfig:
         "error: reject it with 400. TEI's routes always reject empty texts.",
         "Model",
         choices=EMPTY_INPUTS,
+    )
+    matryoshka: str = setting(
+        "declared",
+        "declared: a request may set `dimensions` if the model's files allow it, or if penstock knows that the model "
+        "was trained for shorter vectors. any: every model gives every width up to its own.",
+        "Model",
+        choices=MATRYOSHKA,
     )
     pooler_config: PoolerConfig = setting(
         PoolerConfig(),

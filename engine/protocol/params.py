@@ -165,7 +165,8 @@ class PoolingParams:
         if model.matryoshka_dimensions:
             if dims not in model.matryoshka_dimensions:
                 raise InvalidRequestError(
-                    "{dimensions} is {given}; {model.name} declares {declared} and its native {model.embedding_size}.",
+                    "{dimensions} is {given}; {model.name} declares {declared} and its native {model.embedding_size}. "
+                    "--matryoshka any allows every width.",
                     param="dimensions",
                     given=dims,
                     model=model,
@@ -174,8 +175,8 @@ class PoolingParams:
         elif not model.is_matryoshka:
             raise InvalidRequestError(
                 "{dimensions} is {given}, but {model.name} does not declare Matryoshka support; leave {dimensions} out "
-                "or set it to the native {model.embedding_size}. If the model supports smaller vectors, load it with "
-                "--hf-overrides '{{\"is_matryoshka\": true}}', or with sizes: '{{\"matryoshka_dimensions\": [...]}}'.",
+                "or set it to the native {model.embedding_size}. If the model supports smaller vectors, start the "
+                "server with --matryoshka any, or declare sizes: --hf-overrides '{{\"matryoshka_dimensions\": [...]}}'.",
                 param="dimensions",
                 given=dims,
                 model=model,

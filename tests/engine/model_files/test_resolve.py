@@ -299,6 +299,25 @@ def test_scaled_rotary_positions_raise_the_bound(tmp_path: Path, scaling: dict[s
 # The operator ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("names", "change", "allows"),
+    [
+        ({"name": "Qwen/Qwen3-Embedding-0.6B"}, {}, True),
+        ({}, {"_name_or_path": "mixedbread-ai/mxbai-embed-large-v1"}, True),
+        ({"name": "me/mpnet-matryoshka-v2"}, {}, True),
+        ({"name": "BAAI/bge-m3"}, {}, False),
+        ({"name": "nomic-embed-text-v1"}, {"_name_or_path": ""}, False),
+        ({"name": "nomic-embed-text-v1.5"}, {"is_matryoshka": False}, False),
+        ({"matryoshka": "any"}, {"matryoshka_dimensions": [8]}, True),
+    ],
+)
+def test_known_names_and_the_operator_allow_shorter_vectors(
+    tmp_path: Path, names: dict[str, str], change: dict[str, Any], allows: bool
+) -> None:
+    info = resolve(write(tmp_path, {"config.json": BERT | change}), **names)
+    assert (info.is_matryoshka, info.matryoshka_dimensions) == (allows, ())
+
+
 def test_hf_overrides_change_config_json(tmp_path: Path) -> None:
     write(tmp_path, {"config.json": BERT | {"rope_parameters": {"rope_theta": 1.0, "rope_type": "default"}}})
     overrides = {"matryoshka_dimensions": [8, 16], "rope_parameters": {"rope_theta": 2.0}}

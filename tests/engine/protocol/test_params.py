@@ -68,7 +68,7 @@ TRUNCATION = r"truncate_prompt_tokens value is greater than max_model_len\. Plea
         (EMBEDDING, EMBED, "task", SCORE, {}, "this call runs 'embed'"),
         (EMBEDDING, EMBED, "dimensions", 0, {}, "must be 1 to 64"),
         (EMBEDDING, EMBED, "dimensions", 65, {}, "must be 1 to 64"),
-        (EMBEDDING, EMBED, "dimensions", 32, {}, '--hf-overrides .{"is_matryoshka": true}'),
+        (EMBEDDING, EMBED, "dimensions", 32, {}, "--matryoshka any"),
         (LISTED, EMBED, "dimensions", 8, {}, "declares 16, 32 and its native 64"),
         (EMBEDDING, EMBED, "truncate_prompt_tokens", 0, {}, "at least 1"),
         (EMBEDDING, EMBED, "truncate_prompt_tokens", 129, {}, TRUNCATION),
