@@ -32,6 +32,7 @@ from .device.device import device_errors, gauge_of, set_exact_products, total_me
 from .device.memory import MemoryGauge
 from .device.stream import DeviceEvent, DeviceStream, EventWatcher, ForwardTimer, make_current, stream_of
 from .host import threads_of
+from .loading.cpu_dtype import load_fastest
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
 from .loading.weights_loader import load_dense, load_model, load_token_maps, torch_dtype
@@ -132,7 +133,10 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
             tokenizer = load_tokenizer(
                 info, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template
             )
-            model = load_model(info, trust_remote_code=config.trust_remote_code)
+            if config.dtype == "auto" and info.device == "cpu" and not info.packed:
+                info, model = load_fastest(info, tokenizer, trust_remote_code=config.trust_remote_code)
+            else:
+                model = load_model(info, trust_remote_code=config.trust_remote_code)
             return cls(info, tokenizer, model, load_dense(info), config, load_token_maps(info, tokenizer))
 
     @property

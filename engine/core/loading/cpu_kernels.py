@@ -27,7 +27,7 @@ from .load_errors import needs_torch
 
 logger = logging.getLogger("penstock.engine")
 
-_MIN_SPEEDUP: Final = 1.15
+MIN_SPEEDUP: Final = 1.15
 """bfloat16 is used if it is at least this many times as fast."""
 
 
@@ -68,12 +68,12 @@ def _with_arithmetic(info: ModelInfo, config: EngineConfig, library: CpuLibrary)
         sources["arithmetic"] = "measured at the first start"
         return dataclasses.replace(info, arithmetic=config.arithmetic, sources=sources)
     gain = bfloat16_gain(library, info.hidden_size)
-    if is_open and gain is not None and gain.over_float32 >= _MIN_SPEEDUP:
+    if is_open and gain is not None and gain.over_float32 >= MIN_SPEEDUP:
         dtype = "bfloat16"
         sources["dtype"] = f"measured: {gain.over_float32:.1f} times as fast as float32 here"
     if dtype == "float32":
         return info
-    arithmetic = "bfloat16" if gain is not None and gain.over_widened >= _MIN_SPEEDUP else "float32"
+    arithmetic = "bfloat16" if gain is not None and gain.over_widened >= MIN_SPEEDUP else "float32"
     sources["arithmetic"] = (
         f"{library.isa} has no products in bfloat16"
         if gain is None

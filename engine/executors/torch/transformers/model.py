@@ -86,11 +86,11 @@ class TransformersModel(PackedModel):
             packing = "its classification head includes pooling" if pools else self._probe_packing(info)
             self._position_offset = packing if isinstance(packing, int) else None
             sharing = self._probe_sharing(info) if self._position_offset is None else ""
-        architecture = type(self._network.module).__name__
+        network = f"{type(self._network.module).__name__}, {info.dtype}"
         if self._position_offset is not None:
-            logger.info("%s runs packed through transformers (%s).", info.name, architecture)
+            logger.info("%s runs packed through transformers (%s).", info.name, network)
         else:
-            logger.warning("%s runs padded through transformers (%s): %s%s.", info.name, architecture, packing, sharing)
+            logger.warning("%s runs padded through transformers (%s): %s%s.", info.name, network, packing, sharing)
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""
