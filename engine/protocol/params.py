@@ -176,7 +176,7 @@ class PoolingParams:
             raise InvalidRequestError(
                 "{dimensions} is {given}, but {model.name} does not declare Matryoshka support; leave {dimensions} out "
                 "or set it to the native {model.embedding_size}. If the model supports smaller vectors, start the "
-                "server with --matryoshka any, or declare sizes: --hf-overrides '{{\"matryoshka_dimensions\": [...]}}'.",
+                "server with --matryoshka any, or with --hf-overrides '{{\"matryoshka_dimensions\": [...]}}'.",
                 param="dimensions",
                 given=dims,
                 model=model,
