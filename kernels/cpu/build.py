@@ -48,7 +48,12 @@ _ISAS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "amx": (*_AVX512_BF16, "-DHAS_AMX=1"),
         "plain": (),
     },
-    "aarch64": {"plain": ()},
+    "aarch64": {
+        "neon": (),
+        "neondot": ("-march=armv8.2-a+dotprod",),
+        "neonmmla": ("-march=armv8.2-a+dotprod+i8mm+bf16",),
+        "plain": ("-DPLAIN=1",),
+    },
 }
 
 
@@ -83,6 +88,11 @@ def build(
         raise NoCompilerError(f"there are no native kernels for {machine}, only for {', '.join(_ISAS)}")
     compiler = _compiler()
     flags_of = {**_ISAS[machine], **(isas or {})}
+    if "ziglang" in compiler:  # zig reads -march as the name of a processor
+        flags_of = {
+            name: [flag.replace("-march=armv8.2-a", "-mcpu=generic") for flag in more]
+            for name, more in flags_of.items()
+        }
     units = [(SOURCES / "isa.c", name, (f"-DISA={name}", *more)) for name, more in flags_of.items()]
     define = (f'-DSOURCES="{digest() or ""}"',)
     units += [(path, path.stem, define) for path in sorted(SOURCES.glob("*.c")) if path.name != "isa.c"]

@@ -59,7 +59,20 @@ const Isa *find_isa(const char *name) {
     return name && !strcmp(name, isa_plain.name) ? &isa_plain : NULL;
 }
 #else
-extern const Isa isa_plain;
+#include <sys/auxv.h>
 
-const Isa *find_isa(const char *name) { return !name || !strcmp(name, isa_plain.name) ? &isa_plain : NULL; }
+/* Bits of AT_HWCAP and AT_HWCAP2 in Linux. Old C libraries do not define all names. */
+#define HAS_DOTPROD (1ul << 20)
+#define HAS_I8MM_AND_BF16 (1ul << 13 | 1ul << 14)
+
+extern const Isa isa_neonmmla, isa_neondot, isa_neon, isa_plain;
+
+const Isa *find_isa(const char *name) {
+    int dot = (getauxval(AT_HWCAP) & HAS_DOTPROD) != 0;
+    int mmla = dot && (getauxval(AT_HWCAP2) & HAS_I8MM_AND_BF16) == HAS_I8MM_AND_BF16;
+    const Isa *here[] = {mmla ? &isa_neonmmla : NULL, dot ? &isa_neondot : NULL, &isa_neon, &isa_plain};
+    for (unsigned i = 0; i < sizeof here / sizeof *here; i++)
+        if (here[i] && (!name || !strcmp(name, here[i]->name))) return here[i];
+    return NULL;
+}
 #endif

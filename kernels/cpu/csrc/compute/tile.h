@@ -21,6 +21,11 @@
 /* Prefetches a cache line to the L2 cache. An invalid address is no error. */
 INLINE void fetch(const void *address) { __builtin_prefetch(address, 0, 2); }
 
+/* Prefetches 4 bytes of each column. */
+INLINE void fetch_line(const void *line) {
+    UNROLL for (int i = 0; i < 4 * PANEL; i += 64) fetch((const char *)line + i);
+}
+
 /* out[r][c] = sum_k x[r][k] panel[k][c]; strides in elements. */
 INLINE void tile_f32_rows(int rows, const float *x, long stride, const float *panel, long num_in, float *out,
                           long out_stride) {
@@ -29,7 +34,7 @@ INLINE void tile_f32_rows(int rows, const float *x, long stride, const float *pa
     for (long k = 0; k < num_in; k++) {
         vf w[VECS];
         UNROLL for (int v = 0; v < VECS; v++) w[v] = v_load(panel + k * PANEL + v * WIDTH);
-        UNROLL for (int v = 0; v < VECS; v++) fetch(panel + (num_in + k) * PANEL + v * WIDTH);
+        fetch_line(panel + (num_in + k) * PANEL);
         UNROLL for (int r = 0; r < rows; r++) {
             vf input = v_set(x[r * stride + k]);
             UNROLL for (int v = 0; v < VECS; v++) sums[r][v] = v_fma(input, w[v], sums[r][v]);
@@ -66,7 +71,7 @@ INLINE void tile_dot_rows(int rows, const uint16_t *x, long stride, const uint16
         __m512bh w[VECS];
         UNROLL for (int v = 0; v < VECS; v++)
             w[v] = (__m512bh)_mm512_loadu_si512((const void *)(panel + k * PANEL + v * 2 * WIDTH));
-        UNROLL for (int v = 0; v < VECS; v++) fetch(panel + (num_in + k) * PANEL + v * 2 * WIDTH);
+        fetch_line(panel + (num_in + k) * PANEL);
         UNROLL for (int r = 0; r < rows; r++) {
             int32_t pair;
             memcpy(&pair, x + r * stride + k, sizeof pair);
@@ -80,7 +85,7 @@ INLINE void tile_dot_rows(int rows, const uint16_t *x, long stride, const uint16
 #endif
 
 #if HAS_INT8
-/* Inputs are unsigned, with an offset of 128; subtracting `sums_128` removes the offset. */
+/* Inputs are unsigned, with an offset of 128. Subtracting `sums_128` removes the offset, unless vi_dot has removed it. */
 INLINE void tile_int8_rows(int rows, const uint8_t *x, long stride, const int8_t *panel, long num_in,
                            const int32_t *sums_128, float *out, long out_stride) {
     vi sums[ROWS][VECS];
@@ -88,7 +93,7 @@ INLINE void tile_int8_rows(int rows, const uint8_t *x, long stride, const int8_t
     for (long k = 0; k < num_in; k += 4) {
         vi w[VECS];
         UNROLL for (int v = 0; v < VECS; v++) w[v] = vi_load(panel + k * PANEL + v * 4 * WIDTH);
-        UNROLL for (int v = 0; v < VECS; v++) fetch(panel + (num_in + k) * PANEL + v * 4 * WIDTH);
+        fetch_line(panel + (num_in + k) * PANEL);
         UNROLL for (int r = 0; r < rows; r++) {
             int32_t four;
             memcpy(&four, x + r * stride + k, sizeof four);
@@ -97,7 +102,8 @@ INLINE void tile_int8_rows(int rows, const uint8_t *x, long stride, const int8_t
         }
     }
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECS; v++)
-        v_store(out + r * out_stride + v * WIDTH, vi_difference(sums[r][v], vi_load(sums_128 + v * WIDTH)));
+        v_store(out + r * out_stride + v * WIDTH,
+                vi_difference(sums[r][v], DOT_IS_SIGNED ? vi_zero() : vi_load(sums_128 + v * WIDTH)));
 }
 #endif
 
@@ -139,6 +145,8 @@ static void tile_bf16(int rows, const float *x, long stride, const uint16_t *pan
 
 #if HAS_AMX
 #include "amx.h"
+#elif HAS_MMLA
+#include "mmla.h"
 #else
 #if HAS_DOT
 static void tile_dot(int rows, const uint16_t *x, long stride, const uint16_t *panel, long num_in, float *out,

@@ -4,7 +4,8 @@
  *   ROWS, VECS  size of a tile in registers: ROWS x VECS sums, VECS weights, one input (tile.h)
  *   vi          if HAS_INT8: WIDTH int32 in one register. vi_dot adds to each the products of four unsigned bytes of
  *               `a` and four signed bytes of `b`, without saturation. x86 uses inline assembly, because gcc 12
- *               stores the sums to memory at every call of the intrinsic
+ *               stores the sums to memory at every call of the intrinsic. If DOT_IS_SIGNED, vi_dot first subtracts
+ *               128 from the bytes of `a`
  *
  * bfloat16 is the upper half of a float32, rounded to nearest, ties to even. The conversion instruction flushes numbers
  * below 2^-126 to 0; the other conversions keep them.
@@ -158,19 +159,72 @@ INLINE vi vi_dot(vi sum, vi a, vi b) {
 }
 #endif
 
+#elif defined(__ARM_NEON) && !PLAIN
+
+#include <arm_neon.h>
+typedef float32x4_t vf;
+typedef int32x4_t vi;
+#define WIDTH 4
+#define ROWS 6
+#define VECS 4
+
+INLINE vf v_zero(void) { return vdupq_n_f32(0); }
+INLINE vf v_set(float x) { return vdupq_n_f32(x); }
+INLINE vf v_load(const float *p) { return vld1q_f32(p); }
+INLINE void v_store(float *p, vf x) { vst1q_f32(p, x); }
+INLINE vf v_add(vf a, vf b) { return vaddq_f32(a, b); }
+INLINE vf v_sub(vf a, vf b) { return vsubq_f32(a, b); }
+INLINE vf v_mul(vf a, vf b) { return vmulq_f32(a, b); }
+INLINE vf v_div(vf a, vf b) { return vdivq_f32(a, b); }
+INLINE vf v_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
+INLINE vf v_max(vf a, vf b) { return vmaxq_f32(a, b); } /* NaN in either operand is kept */
+INLINE vf v_min(vf a, vf b) { return vminq_f32(a, b); }
+INLINE vf v_abs(vf a) { return vabsq_f32(a); }
+INLINE vf v_round(vf a) { return vrndnq_f32(a); }
+INLINE vf v_split(vf x, vf *whole) { return vsubq_f32(x, *whole = vrndmq_f32(x)); }
+INLINE vf v_copysign(vf magnitude, vf sign) { return vbslq_f32(vdupq_n_u32(0x80000000u), sign, magnitude); }
+INLINE vf v_scale2(vf x, vf n) {
+    return vmulq_f32(x, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23)));
+}
+INLINE vf v_from_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+INLINE void v_to_bf16(uint16_t *p, vf x) {
+    uint32x4_t bits = vreinterpretq_u32_f32(x), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+    vst1_u16(p, vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), rounded, vdupq_n_u32(0x7fc00000)), 16));
+}
+INLINE void v_to_bytes(uint8_t *p, vf x) {
+    uint16x4_t words = vmovn_u32(vcvtq_u32_f32(x));
+    uint32_t bytes = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(words, words))), 0);
+    memcpy(p, &bytes, sizeof bytes);
+}
+
+#if defined(__ARM_FEATURE_DOTPROD)
+#define HAS_INT8 1
+#define DOT_IS_SIGNED 1
+INLINE vi vi_zero(void) { return vdupq_n_s32(0); }
+INLINE vi vi_set(int32_t x) { return vdupq_n_s32(x); }
+INLINE vi vi_load(const void *p) { return vld1q_s32(p); }
+INLINE vf vi_difference(vi a, vi b) { return vcvtq_f32_s32(vsubq_s32(a, b)); }
+INLINE vi vi_dot(vi sum, vi a, vi b) {
+    int8x16_t inputs = veorq_s8(vreinterpretq_s8_s32(a), vdupq_n_s8(-128));
+    return vdotq_s32(sum, inputs, vreinterpretq_s8_s32(b));
+}
+#endif
+
+#if defined(__ARM_FEATURE_MATMUL_INT8) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_DOT 1
+#define HAS_MMLA 1
+#endif
+
 #else
 
-/* Other machines, with the compiler's vector extension: NEON on 64-bit ARM, SSE on older x86. With HAS_AMX the width is
- * that of AVX-512, which the panels of AMX need: tests run amx_model.h on processors without AVX-512. */
+/* Other machines, with the compiler's vector extension. With HAS_AMX the width is that of AVX-512, which the panels of
+ * AMX need: tests run amx_model.h on processors without AVX-512. */
 #include <math.h>
 #if HAS_AMX
 #define WIDTH 16
 #define ROWS 12
 #define VECS 2
-#elif defined(__aarch64__)
-#define WIDTH 4
-#define ROWS 6
-#define VECS 4
 #else
 #define WIDTH 4
 #define ROWS 3
@@ -191,12 +245,7 @@ INLINE vf v_add(vf a, vf b) { return a + b; }
 INLINE vf v_sub(vf a, vf b) { return a - b; }
 INLINE vf v_mul(vf a, vf b) { return a * b; }
 INLINE vf v_div(vf a, vf b) { return a / b; }
-#if defined(__aarch64__)
-#include <arm_neon.h>
-INLINE vf v_fma(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
-#else
 INLINE vf v_fma(vf a, vf b, vf c) { return a * b + c; }
-#endif
 INLINE vf v_select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 INLINE vf v_max(vf a, vf b) { return v_select(a > b, a, b); }
 INLINE vf v_min(vf a, vf b) { return v_select(a < b, a, b); }
@@ -226,6 +275,11 @@ INLINE void v_to_bf16(uint16_t *p, vf x) {
         uint32_t b = bits[i];
         p[i] = (b & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : (uint16_t)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
     }
+}
+INLINE void v_to_bytes(uint8_t *p, vf x) {
+    float lanes[WIDTH];
+    v_store(lanes, x);
+    for (int i = 0; i < WIDTH; i++) p[i] = lanes[i] >= 0 && lanes[i] <= 255 ? (uint8_t)lanes[i] : 0;
 }
 
 #if HAS_AMX
@@ -257,12 +311,8 @@ INLINE vf v_only(vf x, long from, long to, vf other) {
 }
 #endif
 
-#if !defined(__AVX2__)
-INLINE void v_to_bytes(uint8_t *p, vf x) {
-    float lanes[WIDTH];
-    v_store(lanes, x);
-    for (int i = 0; i < WIDTH; i++) p[i] = lanes[i] >= 0 && lanes[i] <= 255 ? (uint8_t)lanes[i] : 0;
-}
+#ifndef DOT_IS_SIGNED
+#define DOT_IS_SIGNED 0
 #endif
 
 /* Columns of a panel of weights, and of a tile. */
