@@ -44,8 +44,8 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 	done
 
 .DEFAULT_GOAL := help
-.PHONY: help install native serve test-server test test-all test-nightly test-faults test-clients test-ray test-schema test-deploy test-image mutants \
-	test-wheel test-gpu gpu-packages bench-gpu check lint types pyright imports format hooks bench bench-conditions bench-loop bench-overlap bench-peers wheel reference diagram constraints clean
+.PHONY: help install native serve test-server test test-all test-nightly test-faults test-clients test-ray test-schema test-deploy test-image test-arm64 mutants \
+	test-wheel test-gpu gpu-packages bench-gpu check lint types pyright imports format hooks bench bench-conditions bench-loop bench-overlap bench-peers wheel wheel-arm64 reference diagram constraints clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -161,6 +161,32 @@ test-image: $(VENV)/.installed ## Build the images without a Docker engine, run 
 # Figures are printed. The tests with full disks mount small ones and skip where they may not.
 test-faults: $(VENV)/.installed-test $(LIBRARY) ## Kill, fill, poison and abuse servers, slow tests included, and print the figures.
 	@$(BIN)/pytest -s -m 'not gpu' tests/faults $(ARGS)
+
+# QEMU runs Python for ARM, from Debian, with the wheel for ARM. ARGS='-k max' runs one of the three processors.
+ARM64 := build/arm64
+ARM64_CC ?= aarch64-linux-gnu-gcc
+ARM64_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross mmdebstrap qemu-user
+
+$(ARM64)/.installed: constraints.txt | $(VENV)/.installed
+	@for tool in $(firstword $(ARM64_CC)) mmdebstrap qemu-aarch64; do command -v $$tool; done > /dev/null && exit; \
+		echo "Installing $(ARM64_PACKAGES)"; \
+		apt-get update -qq && apt-get install -qq --yes --no-install-recommends $(ARM64_PACKAGES)
+	@rm -rf $(ARM64)/system $(ARM64)/packages && mkdir -p $(ARM64)
+	@mmdebstrap --quiet --variant=extract --architectures=arm64 --include=python3.11,libstdc++6 bookworm $(ARM64)/system
+	@$(BIN)/python -m pip install --quiet --no-input --constraint constraints.txt --target $(ARM64)/packages --no-deps \
+		--only-binary :all: --implementation cp --python-version 3.11 \
+		--platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 numpy
+	@touch $@
+
+wheel-arm64: $(VENV)/.installed ## Build the wheel for 64-bit ARM into build/arm64, with the cross compiler ARM64_CC.
+	@rm -rf build/lib build/bdist.* $(ARM64)/*.whl
+	@_PYTHON_HOST_PLATFORM=linux-aarch64 CC='$(ARM64_CC)' \
+		$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(ARM64) .
+	@ls $(ARM64)/*_aarch64.whl
+
+test-arm64: $(VENV)/.installed-test $(LIBRARY) $(ARM64)/.installed wheel-arm64 ## Run the kernels for 64-bit ARM under QEMU (needs Debian; installs packages as root).
+	@rm -rf $(ARM64)/packages/penstock && $(BIN)/python -m zipfile --extract $(ARM64)/*_aarch64.whl $(ARM64)/packages
+	@$(BIN)/pytest tests/kernels/cpu/test_arm64.py $(ARGS)
 
 MUTANTS := build/mutants
 MODULE = engine/scheduling/fair_queue.py

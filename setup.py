@@ -19,15 +19,16 @@ NATIVE = Path("kernels", "cpu")
 LIBRARY = "libpenstock_cpu.so"
 
 
-def compile_into(folder: Path) -> None:
-    """Compiles the library into `folder`, unless that of these sources is there, or says why not."""
+def compile_into(folder: Path, *, keeps_library: bool) -> None:
+    """Compiles the library into `folder`, or says why not; `keeps_library`: unless that of these sources is there."""
     package = ModuleType("penstock_cpu")  # without its __init__, which needs numpy
     package.__path__ = [str(NATIVE.resolve())]
     sys.modules[package.__name__] = package
     module = importlib.import_module(".build", package.__name__)
     library, sources = folder.resolve() / LIBRARY, module.digest()
-    if sources and library.is_file() and sources.encode() in library.read_bytes():
+    if keeps_library and sources and library.is_file() and sources.encode() in library.read_bytes():
         return  # from an installation with fewer extras
+    library.unlink(missing_ok=True)
     try:
         module.build(library)
     except (module.NoCompilerError, subprocess.CalledProcessError, OSError) as error:
@@ -40,7 +41,9 @@ class BuildWithKernels(build_py):
     def run(self) -> None:
         """Builds."""
         super().run()
-        compile_into(NATIVE if self.editable_mode else Path(self.build_lib, "penstock", NATIVE))
+        # The build folder may have the library of another platform.
+        folder = NATIVE if self.editable_mode else Path(self.build_lib, "penstock", NATIVE)
+        compile_into(folder, keeps_library=self.editable_mode)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         """Returns the files that it wrote."""

@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import os
+import platform
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MODELS_VARIABLE = "PENSTOCK_TEST_MODELS"
 # Removed from the environment, because servers warn about unknown variables.
 NAMED_MODELS = os.environ.pop(MODELS_VARIABLE, None)
-ISAS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain")
+X86_ISAS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain")
+ISAS = X86_ISAS if platform.machine() == "x86_64" else ("neonmmla", "neondot", "neon", "plain")
 
 
 def model_roots() -> list[Path]:

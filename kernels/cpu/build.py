@@ -1,18 +1,19 @@
 """Compiles csrc/ into the library beside this file: `python -m penstock.kernels.cpu.build`.
 
 Uses the compiler in CC, else `cc`, `gcc` or `clang`, else the `ziglang` package. Without a compiler torch runs the
-models, which takes up to twice as long.
+models, which takes up to twice as long. To compile for another architecture, set CC to its compiler and
+_PYTHON_HOST_PLATFORM, which Python's sysconfig reads: `linux-aarch64`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -72,7 +73,7 @@ def build(
 
     Args:
         target: The file to write. Replaced atomically.
-        machine: Architecture as in `platform.machine`; None is this machine.
+        machine: Architecture, such as "aarch64"; None is that of `sysconfig.get_platform`.
         flags: Compiler flags to add to every call.
         isas: Compiler flags that replace those of an instruction set, by its name.
 
@@ -83,7 +84,7 @@ def build(
         NoCompilerError: There is no compiler, or the architecture is not supported.
         subprocess.CalledProcessError: The compiler failed; stderr has its message.
     """
-    machine = machine or platform.machine()
+    machine = machine or sysconfig.get_platform().rpartition("-")[2]
     if machine not in _ISAS:
         raise NoCompilerError(f"there are no native kernels for {machine}, only for {', '.join(_ISAS)}")
     compiler = _compiler()

@@ -86,8 +86,8 @@ class CpuLibrary:
     Args:
         num_lanes: Number of threads for forwards. With 0, forwards are not available. `product`, `pool` and the packing
             of small products run on the calling thread; `pack` divides large products among the lanes.
-        isa: Instruction set: "plain", "avx2", "avx2vnni", "avx512", "avx512vnni", "avx512bf16", "amx". None selects the
-            last one that the processor supports.
+        isa: Instruction set: "plain", "avx2", "avx2vnni", "avx512", "avx512vnni", "avx512bf16", "amx", or on 64-bit ARM
+            "plain", "neon", "neondot", "neonmmla". None selects the last one that the processor supports.
         path: Path of the shared library.
 
     Raises:

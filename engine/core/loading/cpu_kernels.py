@@ -104,14 +104,19 @@ def _open(info: ModelInfo, config: EngineConfig) -> CpuLibrary | None:
 
 
 def _open_best_isa(num_lanes: int) -> CpuLibrary:
-    """Opens the library with the best instruction set; avx512bf16 instead of AMX if AMX returns wrong products."""
+    """Opens the library with the best instruction set, or with its replacement if it returns wrong products."""
     library = CpuLibrary(num_lanes)
-    if library.isa != "amx" or has_exact_products(library):
+    best = library.isa
+    if best not in _REPLACEMENTS or has_exact_products(library):
         return library
     library.close()
-    library = CpuLibrary(num_lanes, isa="avx512bf16")
-    logger.warning("AMX returns wrong products on this processor: using %s instead", library.isa)
+    library = CpuLibrary(num_lanes, isa=_REPLACEMENTS[best])
+    logger.warning("%s returns wrong products on this processor: using %s instead", best, library.isa)
     return library
+
+
+_REPLACEMENTS: Final = {"amx": "avx512bf16", "neonmmla": "neon", "neondot": "neon"}
+"""Instruction sets that were tested on few or only on emulated processors, and the ones to use instead."""
 
 
 _ROWS: Final = (8, 96)

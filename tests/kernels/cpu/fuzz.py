@@ -14,7 +14,7 @@ from penstock.kernels.cpu import ActivationCode, CpuEncoder, CpuKernelError, Cpu
 from .chunked import ChunkedDecoder
 from .specs import DECODERS, LONGEST, SHAPES, format_pairs, make_spec, make_texts
 
-ISAS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain")
+ISAS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "neonmmla", "neondot", "neon", "plain")
 NUM_ROUNDS = 3
 
 
