@@ -6,7 +6,6 @@
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,8 +42,9 @@ def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         pytest.skip("build/arm64 has the wheel of other sources: run make test-arm64")
     file = tmp_path_factory.mktemp("arm64") / "results.npz"
     system = PREPARED / "system"
+    python = [emulator, "-cpu", request.param, "-L", system, system / "usr/bin/python3.11"]
     subprocess.run(
-        [emulator, "-cpu", request.param, "-L", system, system / "usr/bin/python3.11", "-m", "kernels.cpu.results", file],
+        [*python, "-m", "kernels.cpu.results", file],
         env=os.environ | {"PYTHONPATH": f"{PACKAGES}:{ROOT / 'tests'}"},
         check=True,
     )

@@ -109,19 +109,24 @@ def test_missing_library_is_logged_once(
 
 
 @pytest.mark.parametrize("is_right", [True, False])
-def test_amx_with_wrong_products_is_not_used(
-    is_right: bool, save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("best", "replacement"), [("amx", "avx512bf16"), ("neonmmla", "neon"), ("neondot", "neon")])
+def test_isa_with_wrong_products_is_not_used(
+    best: str,
+    replacement: str,
+    is_right: bool,
+    save_folder: SaveFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def open_as_amx(num_lanes: int, isa: str | None = None) -> CpuLibrary:
-        library = CpuLibrary(num_lanes, isa=isa)
-        library.isa = "amx" if isa is None else isa
+    def open_as(num_lanes: int, isa: str | None = None) -> CpuLibrary:
+        library = CpuLibrary(num_lanes)
+        library.isa = isa or best
         return library
 
-    open_isa("avx512bf16").close()
-    monkeypatch.setattr(cpu_kernels, "CpuLibrary", open_as_amx)
+    monkeypatch.setattr(cpu_kernels, "CpuLibrary", open_as)
     monkeypatch.setattr(cpu_kernels, "has_exact_products", lambda library: is_right)
     info, _ = choose(save_folder(), num_threads=2)
-    assert info.kernels == ("native, amx" if is_right else "native, avx512bf16")
+    assert info.kernels == f"native, {best if is_right else replacement}"
     assert bool(caplog.records) is not is_right
 
 
