@@ -45,7 +45,7 @@ def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     python = [emulator, "-cpu", request.param, "-L", system, system / "usr/bin/python3.11"]
     subprocess.run(
         [*python, "-m", "kernels.cpu.results", file],
-        env=os.environ | {"PYTHONPATH": f"{PACKAGES}:{ROOT / 'tests'}"},
+        env=os.environ | {"PYTHONPATH": f"{PACKAGES}:{ROOT / 'tests'}", "PYTHONSAFEPATH": "1"},
         check=True,
     )
     results = dict(np.load(file))
