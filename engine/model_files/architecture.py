@@ -13,7 +13,7 @@ from ..protocol.tasks import PoolingTask
 from .draft import ModelDraft, config_parts
 from .model_folder import ADAPTER_FILE, safetensors_header
 from .reranker import find_answers, resolve_answers, resolve_score_template
-from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE
+from .sentence_transformers_files import SETTINGS_FILE
 
 # Families with causal attention, unless config.json says otherwise.
 # fmt: off
@@ -129,7 +129,7 @@ def resolve_architecture(draft: ModelDraft) -> None:
     else:
         kind = ModelKind.EMBEDDING
     own_source = draft.answers.source if draft.answers is not None else draft.sources["architecture"]
-    draft.set("kind", kind, MODULES_FILE if pools else own_source)
+    draft.set("kind", kind, draft.files.source if draft.files is not None and pools else own_source)
     # The classifier of a decoder can score the row of any token, for example of process steps.
     scores_rows = packed and model_type in DECODER_MODEL_TYPES and architecture.endswith("ForSequenceClassification")
     by_token = (PoolingTask.TOKEN_CLASSIFY,) if scores_rows and draft.answers is None and not pools else ()

@@ -15,19 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
 from ..protocol.errors import UnsupportedModelError, WeightError
 from .model_folder import LFS_HINT, is_lfs_pointer
-from .quantization import SUPPORTED
 
+SUPPORTED: Final = (
+    "penstock reads 8-bit integer weights: GGUF files with Q8_0, and compressed-tensors in the formats int-quantized "
+    "and pack-quantized. Serve the model without quantisation, or quantise it to one of these formats"
+)
+"""The quantised weights that penstock reads, for messages."""
 _VERSIONS: Final = (2, 3)
-_SCALARS: Final = dict(enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))) | {
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
-"""numpy's type of each scalar type of the metadata."""
+_SCALARS: Final = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+"""The format of each scalar type of the metadata in the struct module."""
 _STRING: Final = 8
 _ARRAY: Final = 9
 _ALIGNMENT: Final = "general.alignment"
@@ -66,7 +64,7 @@ class GgufHeader:
     """The header of a GGUF file.
 
     Attributes:
-        metadata: Values by key: numbers, strings, lists of strings, and numpy arrays of numbers.
+        metadata: Values by key: numbers, strings, lists of strings, and tuples of numbers.
         tensors: Tensors by name.
     """
 
@@ -94,26 +92,26 @@ def read_gguf(path: Path) -> GgufHeader:
 def _read(path: Path, cursor: _Cursor) -> GgufHeader:
     if cursor.take(4) != b"GGUF":
         raise ValueError("it does not begin with GGUF")
-    version = cursor.number("<u4")
+    version = cursor.number("I")
     if version not in _VERSIONS:
         raise UnsupportedModelError(
             f"{path} has version {version:#x} of GGUF; penstock reads the versions 2 and 3, little-endian. Convert the "
             "model again with the current llama.cpp."
         )
-    num_tensors, num_keys = cursor.number("<u8"), cursor.number("<u8")
+    num_tensors, num_keys = cursor.number("Q"), cursor.number("Q")
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
         key = cursor.string()
         if key in metadata:
             raise ValueError(f"it has the key {key!r} twice")
-        metadata[key] = cursor.value(cursor.number("<u4"))
+        metadata[key] = cursor.value(cursor.number("I"))
     entries: dict[str, tuple[int, tuple[int, ...], int]] = {}
     for _ in range(num_tensors):
-        name, num_dimensions = cursor.string(), cursor.number("<u4")
+        name, num_dimensions = cursor.string(), cursor.number("I")
         if name in entries or num_dimensions > _MAX_DIMENSIONS:
             raise ValueError(f"its tensor {name!r} is listed twice or has more than {_MAX_DIMENSIONS} axes")
-        sizes = tuple(cursor.number("<u8") for _ in range(num_dimensions))
-        entries[name] = cursor.number("<u4"), sizes[::-1], cursor.number("<u8")
+        sizes = tuple(cursor.number("Q") for _ in range(num_dimensions))
+        entries[name] = cursor.number("I"), sizes[::-1], cursor.number("Q")
     alignment = metadata.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment % 8:
         raise ValueError(f"{_ALIGNMENT} is {alignment!r}; it must be a multiple of 8")
@@ -155,13 +153,16 @@ class _Cursor:
         return self._memory[begin : self.position]
 
     def number(self, scalar: str) -> Any:
-        """Returns the next number as a Python value. `scalar`: numpy's type."""
-        return np.frombuffer(self.take(np.dtype(scalar).itemsize), scalar)[0].item()
+        """Returns the next number. `scalar`: its format in the struct module."""
+        return self.numbers(scalar, 1)[0]
+
+    def numbers(self, scalar: str, count: int) -> tuple[Any, ...]:
+        """Returns the next numbers."""
+        return struct.unpack(f"<{count}{scalar}", self.take(count * struct.calcsize(f"<{scalar}")))
 
     def string(self) -> str:
         """Returns the next string."""
-        (num_bytes,) = struct.unpack("<Q", self.take(8))
-        return str(self.take(num_bytes), "utf-8")
+        return str(self.take(self.number("Q")), "utf-8")
 
     def value(self, type_id: int) -> Any:
         """Returns the next value of the metadata."""
@@ -169,11 +170,10 @@ class _Cursor:
             return self.string()
         if type_id != _ARRAY:
             return self.number(_scalar(type_id))
-        item_type, count = self.number("<u4"), self.number("<u8")
+        item_type, count = self.number("I"), self.number("Q")
         if item_type == _STRING:
             return [self.string() for _ in range(count)]
-        scalar = np.dtype(_scalar(item_type))
-        return np.frombuffer(self.take(count * scalar.itemsize), scalar)
+        return self.numbers(_scalar(item_type), count)
 
 
 def _scalar(type_id: int) -> str:

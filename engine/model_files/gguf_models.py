@@ -1,6 +1,6 @@
 """GGUF files as model folders: the config.json and the weight names of each architecture.
 
-Source: conversion/ and gguf-py/gguf/tensor_mapping.py of llama.cpp, which writes the files.
+Source: the converter of llama.cpp (convert_hf_to_gguf) and its table of tensor names.
 """
 
 from __future__ import annotations
@@ -144,12 +144,11 @@ class GgufModel:
 
     def __post_init__(self) -> None:
         metadata = self.header.metadata
-        architecture = metadata.get("general.architecture")
-        if architecture not in _ARCHITECTURES or metadata.get("general.type", "model") != "model":
-            kind = metadata.get("general.type", "model")
+        architecture, kind = metadata.get("general.architecture"), metadata.get("general.type", "model")
+        if architecture not in _ARCHITECTURES or kind != "model":
             raise UnsupportedModelError(
-                f"{self.path} is a {kind} of the architecture {architecture!r}; in GGUF, penstock reads models of "
-                f"{', '.join(_ARCHITECTURES)}. Serve the original checkpoint instead."
+                f"{self.path} has the type {kind!r} and the architecture {architecture!r}; in GGUF, penstock reads the "
+                f"type 'model' and {', '.join(_ARCHITECTURES)}. Serve the original checkpoint instead."
             )
         if metadata.get("split.count", 1) > 1:
             raise UnsupportedModelError(
@@ -199,8 +198,12 @@ class GgufModel:
                 f"{key} of {self.path} is {value}; penstock reads 0 (none), 1 (mean), 2 (CLS) and 3 (last), but no "
                 "rerankers (4) in GGUF. Serve the original checkpoint instead."
             )
-        source = f"{self.path.name}: {key}"
-        return SentenceTransformersFiles(pooling=_POOLING[value], pooling_source=source, has_normalize=True)
+        return SentenceTransformersFiles(
+            source=self.path.name,
+            pooling=_POOLING[value],
+            pooling_source=f"{self.path.name}: {key}",
+            has_normalize=True,
+        )
 
     def weight_names(self) -> dict[str, str]:
         """Maps names of the checkpoint to names in the file.

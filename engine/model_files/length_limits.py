@@ -39,6 +39,7 @@ def resolve_max_model_len(
     tokenizer_config: dict[str, Any],
     files: SentenceTransformersFiles | None,
     engine: EngineConfig,
+    config_file: str = "config.json",
 ) -> tuple[int, str]:
     """Returns the longest input in tokens, special tokens included, and the source.
 
@@ -47,11 +48,12 @@ def resolve_max_model_len(
         tokenizer_config: tokenizer_config.json.
         files: sentence-transformers' files; None if the model has none.
         engine: Settings. `max_model_len` may lower the model's limit, or raise it up to the position limit.
+        config_file: Name of the file of `config`, for the source.
 
     Raises:
         ModelLoadError: The operator's limit exceeds the positions of the model.
     """
-    table, limit, position_source = _position_limit(config)
+    table, limit, position_source = _position_limit(config, config_file)
     own, source = _own_limit(config, table, position_source, tokenizer_config, files) or _default_limit(config)
     if limit is not None and own > limit:
         own, source = limit, position_source
@@ -97,7 +99,7 @@ def resolve_long_text(draft: ModelDraft) -> None:
         )
 
 
-def _position_limit(config: dict[str, Any]) -> tuple[int | None, int | None, str]:
+def _position_limit(config: dict[str, Any], config_file: str) -> tuple[int | None, int | None, str]:
     """Returns the rows of the position table, the tokens that they allow, and the source; None without a table."""
     for part in config_parts(config):
         for key in _POSITION_KEYS:
@@ -106,7 +108,7 @@ def _position_limit(config: dict[str, Any]) -> tuple[int | None, int | None, str
             if type(rows) is int and 0 < rows < _NO_LIMIT:
                 if part.get("model_type") not in OFFSET_MODEL_TYPES:
                     limit = _stretched_limit(part, rows)
-                    return rows, limit, f"config.json: {key}{', stretched by its rope_type' * (limit > rows)}"
+                    return rows, limit, f"{config_file}: {key}{', stretched by its rope_type' * (limit > rows)}"
                 pad_token_id = part.get("pad_token_id")
                 if pad_token_id is not None and (type(pad_token_id) is not int or not 0 <= pad_token_id < rows - 1):
                     raise ModelLoadError(
@@ -114,7 +116,7 @@ def _position_limit(config: dict[str, Any]) -> tuple[int | None, int | None, str
                         f"positions begin after it and {key} is {rows}."
                     )
                 offset = (1 if pad_token_id is None else pad_token_id) + 1
-                return rows, rows - offset, f"config.json: {key} - {offset}"
+                return rows, rows - offset, f"{config_file}: {key} - {offset}"
     return None, None, ""
 
 

@@ -7,12 +7,9 @@ from typing import Any, Final
 
 from ..protocol.errors import UnsupportedModelError
 from .draft import ModelDraft, config_parts
+from .gguf import SUPPORTED
 from .model_folder import read_object
 
-SUPPORTED: Final = (
-    "penstock reads 8-bit integer weights: GGUF files with Q8_0, and compressed-tensors in the formats int-quantized "
-    "and pack-quantized. Serve the model without quantisation, or quantise it to one of these formats"
-)
 _METHOD: Final = "compressed-tensors"
 _FORMATS: Final = ("int-quantized", "pack-quantized")
 _STRATEGIES: Final = ("channel", "group", "tensor")

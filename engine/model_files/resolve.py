@@ -108,7 +108,7 @@ def _resolve_part(
     _resolve_operator_settings(draft)
     _resolve_text(draft)
     tokenizer_config = read_object(path / "tokenizer_config.json")
-    draft.set("max_model_len", *resolve_max_model_len(model_config, tokenizer_config, files, config))
+    draft.set("max_model_len", *resolve_max_model_len(model_config, tokenizer_config, files, config, config_file))
     resolve_sparse(draft, root)
     resolve_multi_vector(draft, root, tokenizer_config)
     resolve_long_text(draft)
@@ -243,7 +243,7 @@ def _model_pooling(draft: ModelDraft) -> tuple[tuple[PoolingType, ...], str]:
         return (_classifier_pooling(draft),), draft.sources["model_type"]
     if files is not None:
         if files.pooling is None:
-            return (), f"{MODULES_FILE}: no Pooling module"
+            return (), f"{files.source}: no Pooling module"
         return files.pooling, files.pooling_source
     # sentence-transformers' defaults for a model without its files.
     if is_causal:
@@ -286,7 +286,7 @@ def _resolve_embedding(draft: ModelDraft) -> None:
     elif draft.fields["model_type"] == MODEL2VEC:
         draft.set("normalize", draft.config.get("normalize") is True, draft.source_of("normalize"))
     elif files is not None and is_embedding:
-        draft.set("normalize", files.has_normalize, MODULES_FILE)
+        draft.set("normalize", files.has_normalize, files.source)
     else:
         draft.set("normalize", True, "default")
 

@@ -68,9 +68,10 @@ class LogitScoreFile:
 
 @dataclass(slots=True, kw_only=True)
 class SentenceTransformersFiles:
-    """Contents of the files; None for missing values. `read_modules` builds it.
+    """Contents of the files; None for missing values. `read_modules` builds it, or GgufModel from a GGUF file.
 
     Attributes:
+        source: The file that lists the modules.
         transformer_folder: Folder of the Transformer module inside the model; "" is the model itself.
         pooling: Pooling types of the Pooling module, in the order of concatenation.
         pooling_source: The file of `pooling`.
@@ -96,6 +97,7 @@ class SentenceTransformersFiles:
         default_is_query: A text without a purpose is a query.
     """
 
+    source: str = MODULES_FILE
     transformer_folder: str = ""
     pooling: tuple[PoolingType, ...] | None = None
     pooling_source: str = MODULES_FILE

@@ -1,6 +1,6 @@
 """Builds a tokenizer from the metadata of a GGUF file, with the tokenizer classes of transformers.
 
-Source: the vocabularies that conversion/ of llama.cpp writes. "bert" is WordPiece: a word begins with "▁", and a
+Source: the vocabularies that the converter of llama.cpp writes. "bert" is WordPiece: a word begins with "▁", and a
 subword has no "##". "gpt2" is byte-level BPE, and "t5" is Unigram. Special tokens are not changed.
 """
 
@@ -58,7 +58,7 @@ def build_gguf_tokenizer(path: Path) -> LoadedTokenizer:
             tokenizer = _finished("Qwen2Tokenizer", _bpe(metadata), metadata, {"extra_special_tokens": ()})
             _add_ends(tokenizer, metadata)
             return tokenizer
-    except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
+    except Exception as error:  # the tokenizers library raises Exception
         raise UnsupportedModelError(
             f"The tokenizer of {path} cannot be built from its metadata ({type(error).__name__}: {error}). Put the "
             "tokenizer.json of the original checkpoint beside the file."
@@ -76,7 +76,7 @@ def _finished(name: str, backend: Tokenizer, metadata: Metadata, options: Metada
     assert known.build is not None
     added = [
         AddedToken(token, special=type_ in _SPECIAL, normalized=False, lstrip=token == "<mask>")
-        for token, type_ in zip(tokens, types.tolist(), strict=True)
+        for token, type_ in zip(tokens, types, strict=True)
         if type_ in (*_SPECIAL, _USER_DEFINED)
     ]
     named = dict(known.tokens)
@@ -103,7 +103,7 @@ def _finished(name: str, backend: Tokenizer, metadata: Metadata, options: Metada
 
 def _word_piece(metadata: Metadata) -> Tokenizer:
     vocabulary: dict[str, int] = {}
-    types = metadata[f"{_PREFIX}token_type"].tolist()
+    types = metadata[f"{_PREFIX}token_type"]
     for token_id, (token, type_) in enumerate(zip(metadata[f"{_PREFIX}tokens"], types, strict=True)):
         word = token.removeprefix(_WORD) if token.startswith(_WORD) or type_ in _SPECIAL else f"##{token}"
         vocabulary[f"##{token}" if word in vocabulary else word] = token_id  # words come before subwords
@@ -114,13 +114,13 @@ def _word_piece_options(metadata: Metadata) -> dict[str, Any]:
     """Returns the options of the normalizer. Older files have none: words in capitals mean that case matters."""
     lowercase = metadata.get(f"{_PREFIX}normalizer.lowercase")
     if lowercase is None:
-        pairs = zip(metadata[f"{_PREFIX}tokens"], metadata[f"{_PREFIX}token_type"].tolist(), strict=True)
+        pairs = zip(metadata[f"{_PREFIX}tokens"], metadata[f"{_PREFIX}token_type"], strict=True)
         lowercase = not any(type_ not in _SPECIAL and token != token.lower() for token, type_ in pairs)
     return {"do_lower_case": lowercase, "strip_accents": metadata.get(f"{_PREFIX}normalizer.strip_accents")}
 
 
 def _unigram(metadata: Metadata) -> Tokenizer:
-    tokens, scores = metadata[f"{_PREFIX}tokens"], metadata[f"{_PREFIX}scores"].tolist()
+    tokens, scores = metadata[f"{_PREFIX}tokens"], metadata[f"{_PREFIX}scores"]
     return Tokenizer(Unigram(list(zip(tokens, scores, strict=True)), metadata[f"{_PREFIX}unknown_token_id"], False))
 
 
@@ -128,14 +128,14 @@ def _unigram_options(metadata: Metadata) -> dict[str, Any]:
     charsmap = metadata.get(f"{_PREFIX}precompiled_charsmap")
     return {
         "add_prefix_space": metadata.get(f"{_PREFIX}add_space_prefix", True),
-        "charsmap": None if charsmap is None else charsmap.tobytes(),
+        "charsmap": None if charsmap is None else bytes(charsmap),
         "unk_id": metadata[f"{_PREFIX}unknown_token_id"],
         "byte_fallback": False,
     }
 
 
 def _bpe(metadata: Metadata) -> Tokenizer:
-    pairs = zip(metadata[f"{_PREFIX}tokens"], metadata[f"{_PREFIX}token_type"].tolist(), strict=True)
+    pairs = zip(metadata[f"{_PREFIX}tokens"], metadata[f"{_PREFIX}token_type"], strict=True)
     vocabulary = {token: token_id for token_id, (token, type_) in enumerate(pairs) if type_ != _UNUSED}
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in metadata[f"{_PREFIX}merges"])]
     return Tokenizer(BPE(vocabulary, merges))
