@@ -111,9 +111,9 @@ def test_links_have_targets(document: Path) -> None:
         assert not anchor or anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, link
 
 
-def test_every_document_is_linked_from_the_readme() -> None:
-    linked = set(re.findall(r"\]\(([^)#\s]+)", text_of(ROOT / "README.md")))
-    assert {str(path.relative_to(ROOT)) for path in DOCUMENTS} - linked == {"README.md"}
+def test_llms_txt_lists_every_document_once() -> None:
+    listed = re.findall(r"^- \[.+\]\((\S+)\): .+\.$", text_of(ROOT / "llms.txt"), re.MULTILINE)
+    assert sorted(listed) == sorted(str(path.relative_to(ROOT)) for path in DOCUMENTS)
 
 
 def test_metrics_exist() -> None:

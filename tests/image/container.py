@@ -119,7 +119,7 @@ class Container:
         return took_s
 
 
-def requests_of_the_readme() -> list[str]:
-    """The curl commands of README.md."""
-    text = (ROOT / "README.md").read_text("utf-8")
+def documented_requests() -> list[str]:
+    """The curl commands of docs/routes.md."""
+    text = (ROOT / "docs" / "routes.md").read_text("utf-8")
     return re.findall(r"^    (curl (?:.*\\\n)*.*)$", text, re.MULTILINE)

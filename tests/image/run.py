@@ -1,7 +1,7 @@
 """Builds the images of the Dockerfile and runs them without a Docker engine. Prints size and seconds to ready.
 
-`make test-image` runs it as root. Each image starts with the options of compose, answers the requests of README.md and
-stops.
+`make test-image` runs it as root. Each image starts with the options of compose, answers the requests of docs/routes.md
+and stops.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from container import Container, Fault, requests_of_the_readme
+from container import Container, Fault, documented_requests
 from images import STAND_IN, build, build_stand_in, exists, num_bytes
 
 NEEDED = ("mmdebstrap", "buildah", "podman", "runc", "curl")
@@ -103,7 +103,7 @@ def check(name: str) -> list[str]:
     faults = []
     if image.max_bytes is not None and size > image.max_bytes:
         faults.append(f"{name}: {size / 1e6:.0f} MB are more than {image.max_bytes / 1e6:.0f}")
-    requests = requests_of_the_readme()
+    requests = documented_requests()
     ready_s = []
     for _ in range(NUM_STARTS):
         with Container(tag(name)) as container:
@@ -116,7 +116,7 @@ def check(name: str) -> list[str]:
     shown = ", ".join(f"{seconds:.2f}" for seconds in ready_s)
     print(
         f"{name}: {size / 1e6:.0f} MB; ready after {shown} s; "
-        f"{len(requests)} requests of README.md answered; stopped in {stopped_s:.1f} s",
+        f"{len(requests)} requests of docs/routes.md answered; stopped in {stopped_s:.1f} s",
         flush=True,
     )
     if image.max_ready_s is not None and min(ready_s) > image.max_ready_s:
