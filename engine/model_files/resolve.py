@@ -138,10 +138,9 @@ def with_query(info: ModelInfo, query: ModelInfo, files: SentenceTransformersFil
             f"--pooler-config: enable_chunked_processing does not fit {info.name}, whose queries have their own model."
         )
     sources = {**info.sources, "query": MODULES_FILE, "tasks": f"{MODULES_FILE}: Router"}
-    limit = min(query.max_model_len, info.max_model_len)  # of one sequence in the scheduler
     return dataclasses.replace(
         info,
-        query=dataclasses.replace(query, max_model_len=limit),
+        query=query,
         default_is_query=files.default_is_query,
         tasks=tasks,
         sources={**sources, "default_is_query": MODULES_FILE},

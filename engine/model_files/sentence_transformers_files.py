@@ -135,7 +135,8 @@ def read_modules(root: Path) -> SentenceTransformersFiles | None:
         return None
     if not isinstance(entries, list) or not all(map(_is_entry, entries)):
         raise ModelLoadError(f"{root / MODULES_FILE} must contain a list of modules, each with a type and a path.")
-    if not entries or _kind(entries[0]) not in ("Router", "Asym"):
+    is_router = bool(entries) and entries[0]["type"].startswith(_PACKAGES) and _kind(entries[0]) in ("Router", "Asym")
+    if not is_router:
         return _read_chain(root, entries)
     routes = read_routes(root, _checked_folder(root, entries[0].get("path", "")))
     files = _read_chain(root, [*routes.document, *entries[1:]])

@@ -17,7 +17,6 @@ from .model_folder import read_object, safetensors_header
 from .sentence_transformers_files import SentenceTransformersFiles
 
 _WEIGHTS: Final = "model.safetensors"
-_IDF: Final = "idf.json"
 
 
 def read_model2vec_modules(root: Path) -> SentenceTransformersFiles | None:

@@ -52,7 +52,8 @@ class InputEncoder:
         self._long_text = LongText.of(info, tokenizer.special_tokens)
         self._queries: InputEncoder | None = None
         if info.query is not None and tokenizer.query is not None:
-            self._queries = InputEncoder(info.query, tokenizer.query, config)
+            limit = min(info.query.max_model_len, info.max_model_len)  # of one sequence in the scheduler
+            self._queries = InputEncoder(replace(info.query, max_model_len=limit), tokenizer.query, config)
 
     def with_side(self, params: PoolingParams, options: RequestOptions) -> PoolingParams:
         """Returns parameters with `is_query`, if the model distinguishes queries and documents."""

@@ -65,7 +65,7 @@ def test_command_lists_all_models(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_task_and_word_select_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["models", "--task", "sparse", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert [model["tasks"][0] for model in answer] == ["sparse", "sparse", "embed"]
+    assert [model["tasks"][0] for model in answer] == ["sparse", "sparse", "sparse", "embed"]
     assert answer[0]["command"] == f"penstock serve {answer[0]['name']}"
     assert cli.main(["models", "QWEN3", "--task", "rerank", "--json"]) == 0
     names = [model["name"] for model in json.loads(capsys.readouterr().out)]
