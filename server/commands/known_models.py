@@ -45,9 +45,7 @@ class KnownModel:
         return any(word.lower() in fact.lower() for fact in facts)
 
 
-_HEADS: Final = (
-    *("task", "parameters", "dimensions", "max tokens", "languages", "licence", "family", "tested", "command"),
-)
+_HEADS: Final = "task", "parameters", "dimensions", "max tokens", "languages", "licence", "family", "tested", "command"
 _TESTED: Final = """\
 tested: "weights" means that the tests run the published weights. "architecture" means that the tests compare small \
 random weights of the same architecture with transformers or sentence-transformers, but not the published weights."""
