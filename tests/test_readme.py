@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.engine.families.registry import FAMILIES
 from penstock.server.cluster.ray_settings import RayEmbedSettings, RayServeSettings
 from penstock.server.commands.cli import main
 from penstock.server.settings import (
@@ -20,15 +21,13 @@ from penstock.server.settings import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "CHANGELOG.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+CHANGELOG = ROOT / "CHANGELOG.md"
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 COMMANDS = ("serve", "embed", "info", "models", "ray serve", "ray embed")
 SETTINGS = (ServerSettings, EmbedSettings, InfoSettings, RayServeSettings, RayEmbedSettings)
 OTHER_FLAGS = {
+    "build": {"--sdist"},
     "pip": {"--index-url", "--no-deps"},
     "docker": {"--build-arg", "--gpus", "--profile", "--stop-timeout", "--target", "--volume"},
     "helm": {"--values"},
@@ -73,7 +72,7 @@ def test_flags_exist(document: Path) -> None:
 
 
 def test_every_flag_is_documented() -> None:
-    documented = "".join(map(text_of, DOCUMENTS[:2] + DOCUMENTS[3:]))
+    documented = "".join(text_of(document) for document in DOCUMENTS if document != CHANGELOG)
     flags = {flag_of(name) for settings in SETTINGS for name in declared_settings(settings)} - {"--model"}
     missing = [
         flag
@@ -90,10 +89,10 @@ def test_variables_exist(document: Path) -> None:
     assert not set(re.findall(r"PENSTOCK_\w+", text_of(document))) - known
 
 
-@documents
+@pytest.mark.parametrize("document", [*DOCUMENTS, *WORKFLOWS], ids=lambda path: path.name)
 def test_make_targets_exist(document: Path) -> None:
     makefile = text_of(ROOT / "Makefile")
-    for target in re.findall(r"(?:^    |`)make\s+([a-z-]+)", text_of(document), re.MULTILINE):
+    for target in re.findall(r"(?:^    |`|run: )make\s+([a-z0-9-]+)", text_of(document), re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
@@ -114,6 +113,12 @@ def test_links_have_targets(document: Path) -> None:
 def test_llms_txt_lists_every_document_once() -> None:
     listed = re.findall(r"^- \[.+\]\((\S+)\): .+\.$", text_of(ROOT / "llms.txt"), re.MULTILINE)
     assert sorted(listed) == sorted(str(path.relative_to(ROOT)) for path in DOCUMENTS)
+
+
+def test_support_matrix_has_every_family() -> None:
+    section = text_of(ROOT / "docs" / "support.md").split("## Families and devices")[1].split("##")[0]
+    rows = re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)
+    assert sorted(re.findall(r"`(.+?)`", "".join(rows))) == sorted(FAMILIES)
 
 
 def test_metrics_exist() -> None:
