@@ -219,7 +219,7 @@ def test_unusable_path_is_rejected(run, source: str, output: str, part: str, lin
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"dimensions": 4}, "^--dimensions is 4, but .* leave --dimensions out .* load it with --hf-overrides"),
+        ({"dimensions": 4}, "^--dimensions is 4, but .* leave --dimensions out .* with --hf-overrides"),
         ({"prompt_name": "x"}, "^--prompt-name: .* no prompt 'x'; it has: query"),
     ],
 )
