@@ -147,9 +147,8 @@ class _Cursor:
 
     def take(self, num_bytes: int) -> bytes:
         """Returns the next bytes."""
-        begin, self.position = self.position, self.position + num_bytes
-        if self.position > self.size:
-            raise ValueError(f"its header needs {self.position} bytes or more, but the file has {self.size}")
+        begin = self.position
+        self._move(begin + num_bytes)
         return self._memory[begin : self.position]
 
     def number(self, scalar: str) -> Any:
@@ -162,7 +161,19 @@ class _Cursor:
 
     def string(self) -> str:
         """Returns the next string."""
-        return str(self.take(self.number("Q")), "utf-8")
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        """Returns the next strings. Few calls for each, because a vocabulary and its merges have 300,000."""
+        found, memory, end = [], self._memory, self.position
+        for _ in range(count):
+            begin = end + 8
+            end = begin + int.from_bytes(memory[end:begin], "little")
+            if end > self.size:
+                break
+            found.append(memory[begin:end].decode())
+        self._move(end)
+        return found
 
     def value(self, type_id: int) -> Any:
         """Returns the next value of the metadata."""
@@ -172,8 +183,13 @@ class _Cursor:
             return self.number(_scalar(type_id))
         item_type, count = self.number("I"), self.number("Q")
         if item_type == _STRING:
-            return [self.string() for _ in range(count)]
+            return self.strings(count)
         return self.numbers(_scalar(item_type), count)
+
+    def _move(self, position: int) -> None:
+        if position > self.size:
+            raise ValueError(f"its header needs {position} bytes or more, but the file has {self.size}")
+        self.position = position
 
 
 def _scalar(type_id: int) -> str:

@@ -6,7 +6,7 @@ Source: the converter of llama.cpp (convert_hf_to_gguf) and its table of tensor 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -140,26 +140,29 @@ class GgufModel:
 
     path: Path
     header: GgufHeader
-    architecture: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        metadata = self.header.metadata
-        architecture, kind = metadata.get("general.architecture"), metadata.get("general.type", "model")
-        if architecture not in _ARCHITECTURES or kind != "model":
-            raise UnsupportedModelError(
-                f"{self.path} has the type {kind!r} and the architecture {architecture!r}; in GGUF, penstock reads the "
-                f"type 'model' and {', '.join(_ARCHITECTURES)}. Serve the original checkpoint instead."
-            )
-        if metadata.get("split.count", 1) > 1:
-            raise UnsupportedModelError(
-                f"{self.path} is a part of a split GGUF file. Merge the parts: llama-gguf-split --merge."
-            )
-        object.__setattr__(self, "architecture", architecture)
+    architecture: str
 
     @classmethod
     def read(cls, path: Path) -> GgufModel:
-        """Returns the model of a file; raises UnsupportedModelError, and WeightError as `read_gguf` does."""
-        return cls(path, read_gguf(path))
+        """Returns the model of a file.
+
+        Raises:
+            UnsupportedModelError: Its architecture is not supported, or see `read_gguf`.
+            WeightError: See `read_gguf`.
+        """
+        header = read_gguf(path)
+        metadata = header.metadata
+        architecture, kind = metadata.get("general.architecture"), metadata.get("general.type", "model")
+        if architecture not in _ARCHITECTURES or kind != "model":
+            raise UnsupportedModelError(
+                f"{path} has the type {kind!r} and the architecture {architecture!r}; in GGUF, penstock reads the type "
+                f"'model' and {', '.join(_ARCHITECTURES)}. Serve the original checkpoint instead."
+            )
+        if metadata.get("split.count", 1) > 1:
+            raise UnsupportedModelError(
+                f"{path} is a part of a split GGUF file. Merge the parts: llama-gguf-split --merge."
+            )
+        return cls(path, header, architecture)
 
     def config(self) -> dict[str, Any]:
         """Returns the file's hyper-parameters as config.json.

@@ -168,3 +168,16 @@ def test_stamp_changes_with_every_write(folder: Path) -> None:
     (folder / "notes.txt").write_text("")
     stamps.add(stamp_of(folder))
     assert len(stamps) == 3
+
+
+def test_contents_of_a_gguf_file_change_the_identity_and_the_stamp(info: ModelInfo, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    info = dataclasses.replace(info, path=str(path), dense=())
+    before = identity_of(info), stamp_of(path)
+    (tmp_path / "config.json").write_text("{}")
+    assert (identity_of(info), stamp_of(path)) == before
+    path.write_bytes(b"GGUF ")
+    after = identity_of(info), stamp_of(path)
+    assert before[0] != after[0]
+    assert before[1] != after[1]
