@@ -75,6 +75,7 @@ class AsyncEngine:
         self.tokenizer_config = tokenizer.config
         self._tokenizer = tokenizer
         self._dispatcher = dispatcher
+        dispatcher.adapter_of = info.adapter_of
         self._group = group
 
         # Equal parameters share one object, so that a message to the core has it once.

@@ -33,6 +33,7 @@ class OpenRequest:
     def __init__(self, dispatcher: Dispatcher, options: RequestOptions, *, is_cacheable: bool) -> None:
         self._dispatcher = dispatcher
         self._options = options
+        self._adapter = dispatcher.adapter_of(options.adapter)
         self._deadline = asyncio.timeout(options.timeout_s)
         self._is_lookup = is_cacheable and dispatcher.allows_lookups
         self._was_full = False
@@ -101,6 +102,7 @@ class OpenRequest:
         """
         if not inputs:
             return []
+        params = self._with_adapter(params)
         cache = self._dispatcher.cache
         if cache is not None and uses_cache:
             if self._is_lookup:
@@ -113,7 +115,12 @@ class OpenRequest:
         return outputs if transform is None else [transform.apply(output) for output in outputs]
 
     async def _run_admitted(self, inputs: Sequence[TokenizedInput], params: PoolingParams) -> list[Arrays]:
-        return await self._dispatcher.router.run(inputs, params, self._options, self._remaining_s())
+        return await self._dispatcher.router.run(inputs, self._with_adapter(params), self._options, self._remaining_s())
+
+    def _with_adapter(self, params: PoolingParams) -> PoolingParams:
+        """Returns parameters with the adapter of the request, unless they already name one."""
+        adapter = self._adapter
+        return params if adapter is None or params.adapter is not None else params.clone(adapter=adapter)
 
     def _remaining_s(self) -> float | None:
         """Returns the seconds until the deadline."""
@@ -138,6 +145,7 @@ class Dispatcher:
         replicas: The replicas with their requests.
         admission: The limits of all replicas together.
         router: The only replica, or a ReplicaRouter.
+        adapter_of: Returns the adapter of a request; see ModelInfo.adapter_of. Set when the model is known.
     """
 
     def __init__(
@@ -159,6 +167,7 @@ class Dispatcher:
         rates = [replica.rate for replica in self.replicas]
         self.admission = QueueAdmission(self.stats, max_queued_tokens, max_queue_s, rates, max_request_tokens)
         self.router: Replica | ReplicaRouter = self.replicas[0] if is_only else ReplicaRouter(self.replicas)
+        self.adapter_of: Callable[[str | None], str | None] = lambda requested: requested
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -166,8 +175,9 @@ class Dispatcher:
     def open(self, options: RequestOptions, *, is_cacheable: bool = False) -> OpenRequest:
         """Returns a new request as an async context manager. Its deadline applies to the whole context.
 
-        Entering the context raises the errors of QueueAdmission.check; with `is_cacheable` they are raised after the
-        cache lookup. Leaving it raises DeadlineExceededError if the deadline has passed.
+        Raises ModelNotFoundError for an unknown adapter. Entering the context raises the errors of
+        QueueAdmission.check; with `is_cacheable` they are raised after the cache lookup. Leaving it raises
+        DeadlineExceededError if the deadline has passed.
         """
         return OpenRequest(self, options, is_cacheable=is_cacheable)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,9 @@ Texts = Sequence[str]
 Array = NDArray[np.float32]
 _SCALE = 20.0
 """Factor on cosines before the softmax over labels: the inverse temperature of sentence-transformers' training."""
+# Task adapters of jina-embeddings-v3 (in both layouts) and v5.
+_QUERY_ADAPTERS: Final = ("retrieval.query", "retrieval_query", "retrieval")
+_DOCUMENT_ADAPTERS: Final = ("retrieval.passage", "retrieval_passage", "retrieval")
 
 
 def check_sides(left: Texts, right: Texts) -> None:
@@ -102,7 +106,8 @@ class PairScorer:
         queries = await self._encoder.windows(left, encoded, query_options)
         encoded = await self._encoder.encode(right, params, document_options, param=None)
         documents = await self._encoder.windows(right, encoded, document_options)
-        outputs = await self._run(request, queries.sequences, documents.sequences, params)
+        query_params, document_params = (params.clone(adapter=o.adapter) for o in (query_options, document_options))
+        outputs = await self._run(request, queries.sequences, documents.sequences, query_params, document_params)
         vectors = np.stack([output["embedding"] for output in outputs])
         query_vectors, document_vectors = np.split(vectors, [len(queries.sequences)])
         left_vectors = queries.join(query_vectors, normalized=True)
@@ -119,7 +124,7 @@ class PairScorer:
         query_options = self._query_options(options)
         queries = await self._encoder.encode(left, self._query_params(params), query_options, param=None)
         documents = await self._encoder.encode(right, params, self._document_options(options), param=None)
-        outputs = await self._run(request, queries, documents, params)
+        outputs = await self._run(request, queries, documents, params, params)
         vectors = [SparseVector.of(output["sparse"]) for output in outputs]
         paired_queries = vectors[: len(left)] if len(left) == len(right) else [vectors[0]] * len(right)
         scores = [
@@ -161,31 +166,45 @@ class PairScorer:
         request: OpenRequest,
         queries: Sequence[TokenizedInput],
         documents: Sequence[TokenizedInput],
-        params: PoolingParams,
+        query_params: PoolingParams,
+        document_params: PoolingParams,
     ) -> list[Arrays]:
-        """Runs both sides of pairs, together unless queries have a model of their own."""
-        if self._info.query is None:
-            return await request.run([*queries, *documents], params)
-        outputs = await request.run(queries, self._query_params(params))
-        return outputs + await request.run(documents, params)
+        """Runs both sides of pairs, together unless queries have a model or an adapter of their own."""
+        query_params = self._query_params(query_params)
+        if query_params == document_params:
+            return await request.run([*queries, *documents], document_params)
+        outputs = await request.run(queries, query_params)
+        return outputs + await request.run(documents, document_params)
 
     def _query_params(self, params: PoolingParams) -> PoolingParams:
         return params if self._info.query is None else params.clone(is_query=True)
 
     def _query_options(self, options: RequestOptions) -> RequestOptions:
-        """Returns options with the model's query prompt, with the request's instruction if it has one."""
+        """Returns options with the model's query adapter and prompt, with the request's instruction if it has one."""
+        options = self._with_adapter(_QUERY_ADAPTERS, options)
         if not options.instruction:
             return self._named_prompt(QUERY_PROMPTS, options)
         names = (*QUERY_PROMPTS, self._info.default_prompt_name or "")
         return replace(options, prompt=instructed_prompt(self._info, names, options.instruction))
 
     def _document_options(self, options: RequestOptions) -> RequestOptions:
-        return self._named_prompt(DOCUMENT_PROMPTS, options)
+        return self._named_prompt(DOCUMENT_PROMPTS, self._with_adapter(_DOCUMENT_ADAPTERS, options))
+
+    def _with_adapter(self, names: Sequence[str], options: RequestOptions) -> RequestOptions:
+        """Returns options with the first of the model's task adapters in `names`, unless the request selects one."""
+        own = [adapter.name for adapter in self._info.task_adapters if adapter.is_served]
+        if options.adapter is not None:
+            return options
+        return replace(options, adapter=next((name for name in names if name in own), None))
 
     def _named_prompt(self, names: Sequence[str], options: RequestOptions) -> RequestOptions:
-        """Returns options with the first prompt that the model has, unless the request names one."""
+        """Returns options with the prompt of the adapter, or else the first of `names` that the model has.
+
+        A prompt that the request names has precedence.
+        """
         if options.prompt_name is not None:
             return options
+        names = (options.adapter or "", *names)
         return replace(options, prompt_name=next((name for name in names if name in self._info.prompts), None))
 
 

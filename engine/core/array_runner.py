@@ -115,10 +115,12 @@ class ArrayRunner(PoolingRunner[Floats]):
         chunk_tokens = num_long_tokens(chunks)
         try:
             if not has_allocation(chunks):
-                return self._begin(chunks, PackedArrays.build([c.sequence.prompt for c in chunks]), began_s)
+                batch = PackedArrays.build([c.sequence.prompt for c in chunks], adapters=self._adapters(chunks))
+                return self._begin(chunks, batch, began_s)
             assert self._kv_blocks is not None, "only a runner with KV blocks runs chunks"
             past = BatchPages(self._kv_blocks, *KvSlots.of(chunks, self._config.cache.kv_block_size))
-            batch = PackedArrays.build([c.tokens for c in chunks], [c.start for c in chunks], past)
+            starts, adapters = [c.start for c in chunks], self._adapters(chunks)
+            batch = PackedArrays.build([c.tokens for c in chunks], starts, past, adapters)
             if chunk_tokens:
                 self._meter.begin()
             outputs = self._begin(chunks, batch, began_s).outputs()

@@ -164,10 +164,10 @@ class EngineCore:
         self._scheduler, info = make_scheduler(
             self._config, self._runner.info, sequence_pool, self._runner.num_lanes, self._runner.limits
         )
-        if info.adapters:
+        if without_weights := [adapter.name for adapter in info.adapters if not adapter.is_served]:
             logger.warning(
-                "%s has LoRA adapters (%s; %s). They are not applied: its vectors are those of the base weights.",
-                *(info.name, ", ".join(info.adapters), info.sources.get("adapters")),
+                "%s names LoRA adapters whose weights are not known (%s; %s). Requests cannot select them.",
+                *(info.name, ", ".join(without_weights), info.sources.get("adapters")),
             )
         block_size = None if sequence_pool.prefixes is None else self._config.cache.kv_block_size
         self._build_request = RequestBuilder(info, block_size, seed=f"{info.path}@{self._config.revision}").build
@@ -451,8 +451,8 @@ class RequestBuilder:
     Args:
         info: The model.
         block_size: Tokens of a block of the prefix cache; None without a cache.
-        seed: Text that makes block keys differ between models. The namespace of a request is appended, so that the
-            latency of a request does not reveal prefixes sent with other API keys.
+        seed: Text that makes block keys differ between models. The adapter of a request is appended, and its namespace,
+            so that the latency of a request does not reveal prefixes sent with other API keys.
     """
 
     def __init__(self, info: ModelInfo, block_size: int | None, seed: str) -> None:
@@ -470,7 +470,9 @@ class RequestBuilder:
             PoolingTask.TOKEN_CLASSIFY,
         )
         request = Request(request_id, params, now_s, priority, deadline_s, client, needs_last_row)
-        seed = self._seed + b"\0" + namespace.encode() if namespace else self._seed
+        # Neither the path of a model nor the name of an adapter has these bytes.
+        seed = self._seed if params.adapter is None else self._seed + b"\1" + params.adapter.encode()
+        seed = seed + b"\0" + namespace.encode() if namespace else seed
         block_size = self._block_size
         request.sequences = [
             InputSequence(

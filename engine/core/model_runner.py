@@ -190,16 +190,17 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
 
     @torch.inference_mode()
     def _begin(self, chunks: Sequence[PrefillChunk]) -> EndedForward | DeviceForward:
-        cache = None
+        cache, adapters = None, self._adapters(chunks)
         if has_allocation(chunks):
             assert self._memory is not None, "only a runner with memory for chunks runs chunks"
             self._memory.restore(chunks)
             cache = self._memory.batch_cache(chunks)
         if cache is None:
-            batch = PackedBatch.build([chunk.sequence.prompt for chunk in chunks], self._device)
+            batch = PackedBatch.build([chunk.sequence.prompt for chunk in chunks], self._device, adapters=adapters)
         else:
             starts = [chunk.start for chunk in chunks]
-            batch = PackedBatch.build([c.tokens for c in chunks], self._device, starts=starts, cache=cache)
+            tokens = [chunk.tokens for chunk in chunks]
+            batch = PackedBatch.build(tokens, self._device, starts=starts, cache=cache, adapters=adapters)
         metadata = self._pooling_metadata(chunks, batch, in_chunks=cache is not None)
         chunk_tokens = num_long_tokens(chunks)
         if chunk_tokens:

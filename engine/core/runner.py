@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..pooling import ChunkedPoolingManager, ModelPooler, PoolingMetadata
 from ..pooling.heads import R
 from ..protocol.batch_outputs import BatchOutputs
@@ -193,6 +196,7 @@ class PoolingRunner(Runner, Generic[R]):
         self.tokenizer = tokenizer
         self.sequence_pool = SequencePool()
         self._config = config
+        self._adapter_numbers = {adapter.name: number for number, adapter in enumerate(info.served_adapters)}
         self._pooler = pooler
         self._chunks = ChunkedPoolingManager[R](
             info.hidden_size, strategy=info.sequence_pooling or info.token_pooling, ops=pooler.ops
@@ -225,6 +229,16 @@ class PoolingRunner(Runner, Generic[R]):
     def _uses_chunks(self) -> bool:
         """Whether the operator wants chunks or a prefix cache."""
         return self._config.scheduler.enable_chunked_prefill or self._config.cache.enable_prefix_caching
+
+    def _adapters(self, chunks: Sequence[PrefillChunk]) -> NDArray[np.int32] | None:
+        """Returns the number of each chunk's adapter, [N]; -1: no adapter. None if no chunk has one.
+
+        The adapters of a Router belong to the model of documents.
+        """
+        names = [chunk.sequence.request.params.adapter for chunk in chunks]
+        if not self._adapter_numbers or not any(names):
+            return None
+        return np.array([-1 if name is None else self._adapter_numbers[name] for name in names], np.int32)
 
     def _pooling_metadata(
         self, chunks: Sequence[PrefillChunk], batch: PackedBatch | PackedArrays, *, in_chunks: bool

@@ -1,17 +1,15 @@
-"""Reads the family, head, classes, activation and adapters of a checkpoint."""
+"""Reads the family, head, classes and activation of a checkpoint."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ..families.registry import FAMILIES, family_with_kernels
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import Activation, ModelKind
 from ..protocol.tasks import PoolingTask
 from .draft import ModelDraft, config_parts
-from .model_folder import ADAPTER_FILE, safetensors_header
 from .reranker import find_answers, resolve_answers, resolve_score_template
 from .sentence_transformers_files import SETTINGS_FILE
 
@@ -61,16 +59,6 @@ _TASKS: Final = {
     ModelKind.CROSS_ENCODER: (PoolingTask.CLASSIFY, PoolingTask.SCORE),
     ModelKind.TOKEN_CLASSIFIER: (PoolingTask.TOKEN_CLASSIFY,),
 }
-_FOLDERS: Final = (ADAPTER_FILE, f"*/{ADAPTER_FILE}", f"*/*/{ADAPTER_FILE}")
-_CHECKPOINT: Final = re.compile(r"checkpoint-\d+")
-"""Folder of a training checkpoint."""
-_CONFIG_KEY: Final = "lora_adaptations"
-_KNOWN_FAMILIES: Final = {
-    "jina_embeddings_v3": ("retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"),
-}
-"""Adapters of families with a class in transformers. Their config.json does not name the adapters."""
-_TENSOR: Final = re.compile(rb'"[^"]*\blora_(?:embedding_)?[AB](?:\.([\w-]+))?[^"]*"')
-_UNNAMED: Final = "lora"
 
 
 def resolve_architecture(draft: ModelDraft) -> None:
@@ -267,52 +255,3 @@ def _saved_activation(draft: ModelDraft) -> tuple[Activation, str] | None:
             )
         return activation, source
     return None
-
-
-def resolve_adapters(draft: ModelDraft, root: Path) -> None:
-    """Resolves `adapters`. An empty list `lora_adaptations` in the configuration means no adapters.
-
-    Args:
-        draft: Its `path` and `model_type` are known.
-        root: Folder of the model.
-
-    Raises:
-        ModelLoadError: A file cannot be read.
-    """
-    path, model_type = Path(draft.fields["path"]), draft.fields["model_type"]
-    named = draft.config.get(_CONFIG_KEY)
-    if named is not None:
-        draft.set("adapters", _names(named, draft.source_of(_CONFIG_KEY)), draft.source_of(_CONFIG_KEY))
-    elif folders := _folders(root, path):
-        draft.set("adapters", folders, ADAPTER_FILE)
-    elif model_type in _KNOWN_FAMILIES:
-        draft.set("adapters", _KNOWN_FAMILIES[model_type], draft.sources["model_type"])
-    elif names := {match[1] or b"" for match in _TENSOR.finditer(_tensor_names(path))}:
-        own = sorted(name.decode() for name in names if name not in (b"", b"weight"))
-        draft.set("adapters", tuple(own) or (_UNNAMED,), "tensor names of the weights")
-    else:
-        draft.set("adapters", (), "default")
-
-
-def _folders(root: Path, path: Path) -> tuple[str, ...]:
-    """Returns the folders of adapters relative to the model's folder. Skips training checkpoints."""
-    found = {file.relative_to(root) for folder in (root, path) for pattern in _FOLDERS for file in folder.glob(pattern)}
-    own = sorted(file for file in found if not any(map(_CHECKPOINT.match, file.parts)))
-    return tuple(str(file.parent) if file.parent.name else ADAPTER_FILE for file in own)
-
-
-def _names(value: Any, source: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise ModelLoadError(f"{source} is {value!r}; it must be a list of names.")
-    return tuple(value)
-
-
-def _tensor_names(folder: Path) -> bytes:
-    """Returns bytes with the names of the tensors: the header of a safetensors file, or the index of shards."""
-    path, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    try:
-        if path.is_file():
-            return safetensors_header(path)
-        return index.read_bytes() if index.is_file() else b""
-    except OSError as error:
-        raise ModelLoadError(f"{error.filename} cannot be read: {error.strerror or error}.") from error

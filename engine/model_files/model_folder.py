@@ -211,8 +211,8 @@ def no_model_error(folder: Path, otherwise: str) -> ModelLoadError:
         return ModelLoadError(otherwise)
     base = read_object(folder / ADAPTER_FILE).get("base_model_name_or_path") or "its base model"
     return ModelLoadError(
-        f"{folder} has a PEFT adapter ({ADAPTER_FILE}) and no model, and penstock applies no adapters: merge it into "
-        f"{base} (merge_and_unload in the peft library), save the result with its tokenizer, and serve that folder."
+        f"{folder} has a PEFT adapter ({ADAPTER_FILE}) and no model: serve {base} with --adapter NAME={folder}. "
+        "Requests then name the model MODEL:NAME."
     )
 
 

@@ -14,11 +14,12 @@ from typing import Any, Final
 from ..families.static import MODEL2VEC
 from ..protocol.config import EngineConfig, PoolerConfig
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
-from ..protocol.model_info import DenseSpec, ModelInfo, ModelKind, PairChat
+from ..protocol.model_info import AdapterSpec, DenseSpec, ModelInfo, ModelKind, PairChat
 from ..protocol.multi_vector import MultiVector, SparsePooling, TokenHeads
 from ..protocol.tasks import PoolingTask, PoolingType, listed
 from ..protocol.templates import ScoreTemplate
-from .architecture import DECODER_MODEL_TYPES, resolve_adapters, resolve_architecture, resolve_classes
+from .adapters import base_config, resolve_adapters
+from .architecture import DECODER_MODEL_TYPES, resolve_architecture, resolve_classes
 from .draft import ModelDraft, merged
 from .gguf_models import GgufModel
 from .length_limits import resolve_long_text, resolve_max_model_len
@@ -70,7 +71,7 @@ def _resolve(root: Path, config: EngineConfig) -> ModelInfo:
     if files is None or files.query is None:
         return info
     # The operator's settings of the pooler and of config.json are those of the documents' model.
-    query_config = dataclasses.replace(config, hf_overrides={}, pooler_config=PoolerConfig())
+    query_config = dataclasses.replace(config, hf_overrides={}, pooler_config=PoolerConfig(), adapter=())
     return with_query(info, _resolve_files(root, files.query, query_config), files)
 
 
@@ -87,7 +88,7 @@ def _resolve_part(
     root: Path, path: Path, stored: dict[str, Any], files: SentenceTransformersFiles | None, config: EngineConfig
 ) -> ModelInfo:
     """Resolves the model in `path`, a GGUF file or a folder in `root`, with the content `stored` of its config."""
-    model_config = merged(stored, config.hf_overrides)
+    model_config = base_config(merged(stored, config.hf_overrides))
     config_file = path.name if is_gguf(path) else "config.json"
     draft = ModelDraft(config.model, model_config, config, files, config_file=config_file)
     draft.set("query", None, "default")
@@ -364,6 +365,8 @@ def _shown(value: Any) -> str:
         return f"{value.architecture} in {value.path}"
     if isinstance(value, PairChat):
         return "chat template"
+    if isinstance(value, AdapterSpec):
+        return value.name if value.is_served else f"{value.name} (no weights)"
     if isinstance(value, DenseSpec):
         return f"{value.in_features} -> {value.out_features} {value.activation}"
     if isinstance(value, tuple):

@@ -28,6 +28,9 @@ _STATIC_KINDS: Final = {"StaticEmbedding": STATIC, "SparseStaticEmbedding": SPAR
 _PACKAGES: Final = ("sentence_transformers.", "pylate.")
 """Packages with supported modules. Modules of other packages with the same names may differ."""
 _TASK_TRANSFORMER: Final = "custom_st.Transformer"
+_JINA_V5: Final = "JinaEmbeddingsV5Model"
+_TASK_CLASSES: Final = ("XLMRobertaLoRA", _JINA_V5)
+"""Classes of jina-embeddings-v3 and v5, whose Transformer chooses a LoRA adapter."""
 _TRANSFORMER_FILES: Final = tuple(
     f"sentence_{model}_config.json"
     for model in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -156,10 +159,10 @@ def _read_chain(root: Path, entries: list[dict[str, Any]]) -> SentenceTransforme
     """Reads modules that run one after the other."""
     files = SentenceTransformersFiles()
     folders: list[tuple[str, dict[str, Any]]] = []
+    own_class = _own_class(root)
     for position, entry in enumerate(entries):
-        if position == 0 and entry["type"] == _TASK_TRANSFORMER and _has_task_code(root):
-            entry["type"] = "sentence_transformers.models.Transformer"
-        if not entry["type"].startswith(_PACKAGES):
+        is_task_transformer = position == 0 and entry["type"] == _TASK_TRANSFORMER and own_class in _TASK_CLASSES
+        if not is_task_transformer and not entry["type"].startswith(_PACKAGES):
             raise _unsupported(
                 root,
                 f"lists the module {entry['type']}, which is code of another package; penstock supports only modules "
@@ -195,6 +198,8 @@ def _read_chain(root: Path, entries: list[dict[str, Any]]) -> SentenceTransforme
         elif kind != "Dropout":
             raise _unsupported(root, f"lists the module {entry['type']} ({folder}); penstock supports {_KNOWN_MODULES}")
     files.dense = tuple(_read_dense(root, folder, entry["type"], files.transformer_folder) for folder, entry in folders)
+    if own_class == _JINA_V5 and len(entries) == 1:  # its Transformer also pools and normalises
+        files.pooling, files.has_normalize = (PoolingType.LAST,), True
     _read_settings(root, files)
     is_pylate = files.settings.get("model_type") == "ColBERT" or "query_prefix" in files.settings
     if files.pooling is None and (is_pylate or any(e["type"].startswith("pylate.") for _, e in folders)):
@@ -203,10 +208,10 @@ def _read_chain(root: Path, entries: list[dict[str, Any]]) -> SentenceTransforme
     return files
 
 
-def _has_task_code(root: Path) -> bool:
-    """Whether the model has the code of jina-embeddings-v3, whose Transformer only chooses a LoRA adapter."""
+def _own_class(root: Path) -> str:
+    """Returns the class of the model in its own code; empty for a model without code."""
     auto_map = read_object(root / "config.json").get("auto_map")
-    return isinstance(auto_map, dict) and str(auto_map.get("AutoModel")).endswith(".XLMRobertaLoRA")
+    return str(auto_map.get("AutoModel")).rpartition(".")[2] if isinstance(auto_map, dict) else ""
 
 
 def _kind(entry: dict[str, Any]) -> str:

@@ -191,6 +191,13 @@ def _devices_rule(value: tuple[str, ...]) -> str | None:
     return "must be all cuda:N, all numa:N or all cpu, such as cuda:0,cuda:1"
 
 
+def _adapters_rule(value: tuple[str, ...]) -> str | None:
+    names = [entry.partition("=")[0] for entry in value]
+    if not all(re.fullmatch(r"[^\s:/=]+=.+", entry) for entry in value):
+        return "must be NAME=FOLDER, such as legal=/models/legal-lora; a name has no space, colon or slash"
+    return None if len(set(names)) == len(names) else "must have a different name for each adapter"
+
+
 def _pooler_config(value: object) -> PoolerConfig:
     return value if isinstance(value, PoolerConfig) else PoolerConfig.from_dict(json_object(value))
 
@@ -445,6 +452,13 @@ class EngineConfig:
         "Model",
         "JSON",
         parse=json_object,
+    )
+    adapter: tuple[str, ...] = setting(
+        (),
+        "LoRA adapters of the model in folders of the peft library. Requests select one as MODEL:NAME.",
+        "Model",
+        "NAME=FOLDER,...",
+        rule=_adapters_rule,
     )
     chat_template: str | None = setting(
         None,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
+from .errors import ModelNotFoundError
 from .multi_vector import MultiVector, MultiVectorTokens, SparsePooling, TokenHeads
 from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType
 from .templates import ChatTemplate, ScoreTemplate
@@ -81,6 +82,28 @@ class DenseSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """A LoRA adapter of a model.
+
+    Attributes:
+        name: Requests name the model `model:name`.
+        folder: Folder with the files of the peft library; None: the weights are not in such a folder.
+        index: Index in the stacked adapter weights of the model's checkpoint; None: the weights are not there.
+        is_task: The adapter belongs to the model, and requests may also select it by their purpose (`task`).
+    """
+
+    name: str
+    folder: str | None = None
+    index: int | None = None
+    is_task: bool = False
+
+    @property
+    def is_served(self) -> bool:
+        """Whether its weights are known. Otherwise the model's files only name it."""
+        return self.folder is not None or self.index is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """The resolved description of one model.
 
@@ -132,8 +155,8 @@ class ModelInfo:
             model of documents.
         default_is_query: Texts without a purpose are queries of that model.
         is_causal: Attention is causal.
-        adapters: Names of the LoRA adapters in the model's folder. They are not applied: vectors are those of the base
-            weights.
+        adapters: LoRA adapters of the model's folder, then those of --adapter.
+        default_adapter: Name of the adapter of requests that select none; None: the base weights.
         prompts: Named prompts of the model.
         default_prompt_name: Prompt applied when a request names none.
         do_lower_case: Lower-case text before tokenizing.
@@ -192,7 +215,8 @@ class ModelInfo:
     query: ModelInfo | None = None
     default_is_query: bool = False
     is_causal: bool = False
-    adapters: tuple[str, ...] = ()
+    adapters: tuple[AdapterSpec, ...] = ()
+    default_adapter: str | None = None
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     do_lower_case: bool = False
@@ -212,9 +236,29 @@ class ModelInfo:
         return self.root or self.path
 
     @property
-    def has_task_adapters(self) -> bool:
-        """Whether the model was trained with one adapter per task."""
-        return len(self.adapters) > 1
+    def task_adapters(self) -> tuple[AdapterSpec, ...]:
+        """The adapters of a model that was trained with one adapter per task; otherwise empty."""
+        own = tuple(adapter for adapter in self.adapters if adapter.is_task)
+        return own if len(own) > 1 else ()
+
+    @property
+    def served_adapters(self) -> tuple[AdapterSpec, ...]:
+        """The adapters that requests may select, in the order of their numbers in a batch."""
+        return tuple(adapter for adapter in self.adapters if adapter.is_served)
+
+    def adapter_of(self, requested: str | None) -> str | None:
+        """Returns the adapter of a request: `requested`, or else the default. None: the base weights.
+
+        Raises:
+            ModelNotFoundError: The model has no such adapter. The message lists its adapters.
+        """
+        names = [adapter.name for adapter in self.served_adapters]
+        if requested is not None and requested not in names:
+            raise ModelNotFoundError(
+                f"{self.name} has no LoRA adapter {requested[:60]!r}; it has: {', '.join(names) or 'none'}.",
+                param="model",
+            )
+        return self.default_adapter if requested is None else requested
 
     @property
     def num_labels(self) -> int:

@@ -56,6 +56,7 @@ class PoolingParams:
         is_query: The inputs are queries of a multi-vector model, or of a model with ModelInfo.query; filled in by the
             engine call.
         also: Further tasks that the same forward answers; filled in by the engine call.
+        adapter: Name of the LoRA adapter; filled in by the engine call from RequestOptions. None: the base weights.
         is_compared: Return similarities between the vectors of the input and of its query; filled in by `score`.
     """
 
@@ -71,6 +72,7 @@ class PoolingParams:
     returned_token_ids: tuple[int, ...] | None = None
     is_query: bool = False
     also: tuple[PoolingTask, ...] = ()
+    adapter: str | None = None
     is_compared: bool = False
 
     def clone(self, **changes: Any) -> PoolingParams:

@@ -54,6 +54,7 @@ class RequestOptions:
         client: The sending client. Waiting clients share the device evenly, regardless of how much each sends.
         namespace: Cached vectors and prefixes are shared within a namespace only, so that the latency of a request does
             not reveal the texts of other namespaces.
+        adapter: Name of a LoRA adapter of the model; None takes the model's default.
         prompt_name: Named prompt of the model to put before every text.
         prompt: Text to put before every text; overrides `prompt_name`.
         instruction: Task instruction for `score`; None takes the model's own.
@@ -71,6 +72,7 @@ class RequestOptions:
     priority: int = 0
     client: str = ""
     namespace: str = ""
+    adapter: str | None = None
     prompt_name: str | None = None
     prompt: str | None = None
     instruction: str | None = None

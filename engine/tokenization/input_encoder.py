@@ -215,7 +215,8 @@ class InputEncoder:
     def _prompt(self, options: RequestOptions, *, is_query: bool = False) -> str:
         if options.prompt is not None:
             return options.prompt
-        name = options.prompt_name or self._info.default_prompt_name
+        own = options.adapter if options.adapter in self._info.prompts else None
+        name = options.prompt_name or own or self._info.default_prompt_name
         if self._info.multi_vector is not None and options.prompt_name is None:
             names = QUERY_PROMPTS if is_query else DOCUMENT_PROMPTS
             name = next((name for name in names if name in self._info.prompts), None)

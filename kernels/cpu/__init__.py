@@ -4,12 +4,23 @@
 """
 
 from .encoder import CpuEncoder, CpuForward
-from .encoder_weights import DistanceWeights, EncoderWeights, LayerWeights, LinearWeights, NormWeights
+from .encoder_weights import (
+    ADAPTED_MAPS,
+    AdapterWeights,
+    DistanceWeights,
+    EncoderWeights,
+    LayerWeights,
+    LinearWeights,
+    LowRankWeights,
+    NormWeights,
+)
 from .kv_cache import BatchPages, PagedKvCache
 from .library import ActivationCode, CpuKernelError, CpuLibrary, Format, PoolingCode, has_exact_products, shared_library
 
 __all__ = [
+    "ADAPTED_MAPS",
     "ActivationCode",
+    "AdapterWeights",
     "BatchPages",
     "CpuEncoder",
     "CpuForward",
@@ -20,6 +31,7 @@ __all__ = [
     "Format",
     "LayerWeights",
     "LinearWeights",
+    "LowRankWeights",
     "NormWeights",
     "PagedKvCache",
     "PoolingCode",

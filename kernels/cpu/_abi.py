@@ -32,6 +32,23 @@ class Norm(Structure):
     _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("rms", c_int32)]
 
 
+class LowRank(Structure):
+    """See types.h."""
+
+    _fields_ = [("down", Product), ("up", Product)]
+
+
+class Adapter(Structure):
+    """See types.h."""
+
+    _fields_ = [
+        ("terms", c_void_p),
+        ("embedding_down", c_void_p),
+        ("embedding_up", c_void_p),
+        ("embedding_rank", c_int64),
+    ]
+
+
 class Layer(Structure):
     """See types.h."""
 
@@ -81,6 +98,8 @@ class Encoder(Structure):
         ("projection", Product),
         ("layers", POINTER(Layer)),
         ("final_norm", Norm),
+        ("adapters", c_void_p),
+        ("max_rank", c_int64),
     ]
 
 
@@ -110,6 +129,7 @@ class Batch(Structure):
         ("pages", POINTER(Pages)),
         ("hidden", c_void_p),
         ("first_weights", c_void_p),
+        ("adapters", c_void_p),
     ]
 
 

@@ -15,7 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _abi
-from .encoder_weights import EncoderWeights, Floats, LayerWeights, LinearWeights, NormWeights
+from .encoder_weights import (
+    ADAPTED_MAPS,
+    AdapterWeights,
+    EncoderWeights,
+    Floats,
+    LayerWeights,
+    LinearWeights,
+    LowRankWeights,
+    NormWeights,
+)
 from .kv_cache import BatchPages
 from .library import CpuKernelError, CpuLibrary, Format, PackedProduct, address_of, aligned
 
@@ -123,6 +132,8 @@ class CpuEncoder:
         first = self._layers[0].attention_out
         self.hidden_size = int(first.outputs) if layers else spec.word_embeddings.shape[1]
         head_size = int(first.inputs) // spec.num_heads if layers else 0
+        self._adapters = (_abi.Adapter * len(spec.adapters))(*map(self._adapter, spec.adapters))
+        terms = [term for adapter in spec.adapters for layer in adapter.layers for term in layer.values()]
         uses_dot = attention is Format.DOT and head_size % 2 == 0
         self.page_itemsize = 2 if uses_dot else 4
         self._struct = _abi.Encoder(
@@ -142,6 +153,8 @@ class CpuEncoder:
             projection=self._product(spec.projection),
             layers=self._layers,
             final_norm=self._norm(spec.final_norm),
+            adapters=ctypes.addressof(self._adapters),
+            max_rank=max((len(term.down) for term in terms), default=0),
         )
 
     def begin(
@@ -151,6 +164,7 @@ class CpuEncoder:
         starts: NDArray[np.int32],
         *,
         visible_N: NDArray[np.int32] | None = None,
+        adapters_N: NDArray[np.int32] | None = None,
         need_attention: bool = False,
         past: BatchPages | None = None,
     ) -> CpuForward:
@@ -162,6 +176,8 @@ class CpuEncoder:
             starts: [N + 1] int32, prefix sums of the lengths.
             visible_N: [N] int32, number of leading tokens of each sequence that attention may read; None: all. Encoders
                 only.
+            adapters_N: [N] int32, index of each sequence's adapter in EncoderWeights.adapters, -1: no adapter; None: no
+                sequence has one.
             need_attention: Also return the attention weights. Encoders only.
             past: Pages of chunks of sequences. Decoders only. None: all sequences are whole, and no keys or values are
                 stored.
@@ -188,6 +204,10 @@ class CpuEncoder:
             visible_N.shape != lengths_N.shape or (visible_N < 0).any() or (visible_N > lengths_N).any()
         ):
             raise ValueError(f"visible_N must be {len(lengths_N)} numbers from 0 to the lengths of the sequences")
+        if adapters_N is not None and (
+            adapters_N.shape != lengths_N.shape or adapters_N.min() < -1 or adapters_N.max() >= len(self._adapters)
+        ):
+            raise ValueError(f"adapters_N must be {len(lengths_N)} numbers from -1 to {len(self._adapters) - 1}")
         hidden_TD: Floats = aligned(num_tokens * self.hidden_size, np.float32).reshape(num_tokens, -1)
         weights_TH = np.empty((num_tokens, self._num_heads), np.float32) if need_attention else None
         arrays = (
@@ -195,6 +215,7 @@ class CpuEncoder:
             np.ascontiguousarray(positions_T, np.int64),
             np.ascontiguousarray(starts, np.int32),
             None if visible_N is None else np.ascontiguousarray(visible_N, np.int32),
+            None if adapters_N is None else np.ascontiguousarray(adapters_N, np.int32),
         )
         pages, page_arrays = (None, ()) if past is None else past.struct()
         batch = _abi.Batch(
@@ -206,6 +227,7 @@ class CpuEncoder:
             pages=None if pages is None else ctypes.pointer(pages),
             hidden=address_of(hidden_TD),
             first_weights=address_of(weights_TH),
+            adapters=address_of(arrays[4]),
         )
         handle = self._library.begin(self._struct, batch)
         return CpuForward(self._library, handle, hidden_TD, weights_TH, (self, arrays, pages, page_arrays, past))
@@ -258,6 +280,30 @@ class CpuEncoder:
         )
         self._memory.arrays.append(packed)
         return packed.struct
+
+    def _adapter(self, adapter: AdapterWeights) -> _abi.Adapter:
+        terms = (_abi.LowRank * (len(self._layers) * len(ADAPTED_MAPS)))()
+        for index, (layer, weights) in enumerate(zip(self._layers, adapter.layers, strict=True)):
+            for number, name in enumerate(ADAPTED_MAPS):
+                if name in weights:
+                    terms[index * len(ADAPTED_MAPS) + number] = self._low_rank(weights[name], getattr(layer, name))
+        self._memory.arrays.append(terms)
+        embedding, keep = adapter.embedding, self._memory.keep
+        if embedding is None:
+            return _abi.Adapter(terms=ctypes.addressof(terms))
+        return _abi.Adapter(
+            terms=ctypes.addressof(terms),
+            embedding_down=keep(embedding.down.T),
+            embedding_up=keep(embedding.up.T),
+            embedding_rank=len(embedding.down),
+        )
+
+    def _low_rank(self, term: LowRankWeights, product: _abi.Product) -> _abi.LowRank:
+        form = Format.DOT if product.format == Format.DOT else Format.F32
+        down = self._library.pack(term.down, None, form)
+        up = self._library.pack(term.up, None, Format.F32, gated=bool(product.gated))
+        self._memory.arrays += [down, up]
+        return _abi.LowRank(down=down.struct, up=up.struct)
 
     def _norm(self, spec: NormWeights | None) -> _abi.Norm:
         if spec is None:

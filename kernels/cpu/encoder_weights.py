@@ -1,14 +1,14 @@
 """Structure and weights (numpy arrays) of an encoder or decoder. CpuEncoder reads and packs them once.
 
 Shape letters: N output width of a linear map, D model width, E embedding width, V vocabulary, P positions, H heads,
-G key and value heads, I intermediate width, K head size, L longest sequence.
+G key and value heads, I intermediate width, K head size, L longest sequence, R rank of an adapter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from .library import ActivationCode
 
 Floats = NDArray[np.float32]
+ADAPTED_MAPS: Final = ("qkv", "attention_out", "mlp_in", "mlp_out")
+"""Maps of LayerWeights that an adapter may change, in the order of `enum Map` in csrc/types.h."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -112,6 +114,33 @@ class LayerWeights:
     softcap: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRankWeights:
+    """The low-rank term of a linear map: x down^T up^T is added to x W^T.
+
+    Attributes:
+        down: [R, D] float32. For the word embeddings: [R, V].
+        up: [N, R] float32, with the scale of the adapter. In a gated map the rows are ordered as in LinearWeights.
+    """
+
+    down: Floats
+    up: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterWeights:
+    """A LoRA adapter (Hu et al., arXiv 2106.09685).
+
+    Attributes:
+        layers: The terms of each layer, by the names of ADAPTED_MAPS. The terms of q include the scale of the scores
+            if the rows of q in LayerWeights.qkv do.
+        embedding: The term of the word embeddings; None: no term.
+    """
+
+    layers: Sequence[Mapping[str, LowRankWeights]]
+    embedding: LowRankWeights | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncoderWeights:
     """An encoder or a decoder with its weights.
@@ -128,6 +157,7 @@ class EncoderWeights:
         projection: Embedding projection, E to D; None: no projection.
         layers: The layers. Iterated once. Without layers, the hidden states are the embeddings.
         final_norm: Norm after the last layer; None: no norm.
+        adapters: Adapters that sequences may select.
     """
 
     num_heads: int
@@ -140,3 +170,4 @@ class EncoderWeights:
     projection: LinearWeights | None = None
     layers: Iterable[LayerWeights]
     final_norm: NormWeights | None = None
+    adapters: Sequence[AdapterWeights] = ()

@@ -68,11 +68,12 @@ class Call:
         engine: Engine of the model.
         info: Description of the model: limits, tasks, prompts.
         name: Name of the model in the response.
+        adapter: LoRA adapter that the request names; None: none.
         began_s: time.perf_counter() when the handler began.
         num_tokens: Number of tokens of all inputs; 0 until `count` is called.
     """
 
-    __slots__ = ("began_s", "context", "engine", "info", "name", "num_tokens", "request", "target")
+    __slots__ = ("adapter", "began_s", "context", "engine", "info", "name", "num_tokens", "request", "target")
 
     def __init__(self, request: Request, context: ServerContext, target: Target, began_s: float) -> None:
         self.request = request
@@ -81,6 +82,7 @@ class Call:
         self.engine = target.engine
         self.info = target.engine.info
         self.name = target.name
+        self.adapter = target.adapter
         self.began_s = began_s
         self.num_tokens = 0
 
@@ -148,6 +150,7 @@ class Call:
             priority=limits.priority if priority is None else priority,
             client=limits.client,
             namespace=limits.namespace,
+            adapter=self.adapter,
             prompt_name=prompt_name,
             instruction=instruction,
         )
@@ -165,7 +168,14 @@ class Call:
             return self.options(priority=priority)
         prompt = prompt_for(self.info, default_name=default_name, **fields)
         options = self.options(prompt.name, priority=priority)
-        return replace(options, prompt=prompt.text, is_query=prompt.is_query)
+        if None not in (prompt.adapter, options.adapter) and prompt.adapter != options.adapter:
+            raise InvalidRequestError(
+                f"The purpose of the texts selects the LoRA adapter {prompt.adapter!r}, and the model name selects "
+                f"{options.adapter!r}. Send only one of them.",
+                param="model",
+            )
+        adapter = prompt.adapter or options.adapter
+        return replace(options, prompt=prompt.text, is_query=prompt.is_query, adapter=adapter)
 
     def count(self, task: str, result: Result) -> None:
         """Counts the tokens of an engine result under the name of the task in the metrics."""

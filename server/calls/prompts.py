@@ -36,6 +36,7 @@ _MAX_NAME_CHARS: Final = 200
 """Longer names are rejected at once: splitting megabytes of text into words would block the event loop for seconds."""
 _FILLERS: Final = frozenset({"search", "retrieval", "text", "semantic"})
 _SIDES: Final = frozenset({"query", "document"})
+_RETRIEVAL: Final = ("retrieval",)
 _SYMMETRIC: Final = frozenset({"classification", "clustering", "similarity"})
 
 
@@ -46,11 +47,13 @@ class Prompt(NamedTuple):
         name: Name of the model's prompt. None: the model's default, if it has one.
         text: The prompt itself. It has precedence over `name`.
         is_query: See RequestOptions.
+        adapter: LoRA adapter for the purpose; None for a model without an adapter for each task.
     """
 
     name: str | None
     text: str | None
     is_query: bool | None
+    adapter: str | None = None
 
 
 def prompt_for(
@@ -73,14 +76,14 @@ def prompt_for(
         default_name: Prompt of requests without any of these fields.
 
     Raises:
-        InvalidRequestError: The purpose is unknown or needs a LoRA adapter, or an instruction is given for documents or
+        InvalidRequestError: The purpose is unknown or has no LoRA adapter, or an instruction is given for documents or
             for a model that takes none.
     """
-    name = prompt_name or None
+    name, adapter = prompt_name or None, None
     role: Role = ()
     for param, value in (("input_type", input_type), ("task", task)):
-        if value and info.has_task_adapters:
-            raise _no_adapter_error(info, value, param)
+        if value and info.task_adapters:
+            adapter = adapter or _find_adapter(info, value, param)
         if value and name is None and not role:
             name, role = find_prompt(info, value, param=param)
     if instruction:
@@ -90,11 +93,11 @@ def prompt_for(
                 param="instruction",
             )
         names = (name,) if name else (*_named(info, ("query",)), info.default_prompt_name or "")
-        return Prompt(None, instructed_prompt(info, names, instruction), is_query=True)
+        return Prompt(None, instructed_prompt(info, names, instruction), is_query=True, adapter=adapter)
     if name is None and not role:
         name = default_name
     role = role or (_role(name) if name else ())
-    return Prompt(name, None, is_query=role[-1] == "query" if role else None)
+    return Prompt(name, None, is_query=role[-1] == "query" if role else None, adapter=adapter)
 
 
 def find_prompt(info: ModelInfo, purpose: str, *, param: str) -> tuple[str | None, Role]:
@@ -120,11 +123,18 @@ def find_prompt(info: ModelInfo, purpose: str, *, param: str) -> tuple[str | Non
     )
 
 
-def _no_adapter_error(info: ModelInfo, purpose: str, param: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{param} is {quote(purpose)}; {info.name} has one LoRA adapter per task ({', '.join(info.adapters)}), and "
-        f"this server applies no adapters. Leave {param} out to get vectors of the base weights, or serve a model with "
-        "merged adapter weights.",
+def _find_adapter(info: ModelInfo, purpose: str, param: str) -> str:
+    """Returns the adapter for a purpose. Queries and documents may share one, named `retrieval`."""
+    role, names = _role(purpose), [adapter.name for adapter in info.task_adapters if adapter.is_served]
+    if purpose in names:
+        return purpose
+    for wanted in (role, _RETRIEVAL if role[-1] in _SIDES else role):
+        found = next((name for name in names if _role(name) == wanted), None)
+        if found is not None:
+            return found
+    raise InvalidRequestError(
+        f"{param} is {quote(purpose)}; {info.name} has a LoRA adapter for each task, and those in its files are: "
+        f"{', '.join(names) or 'none'}. Send one of them, or leave {param} out to get vectors without an adapter.",
         param=param,
     )
 

@@ -122,12 +122,18 @@ _IGNORED_FLAGS: Final = {
     "--load-format": _IgnoredFlag("weights are loaded as they are stored.", {"auto", "safetensors"}.__contains__),
     "--tokenizer-mode": _IgnoredFlag("every tokenizer is a fast tokenizer.", {"auto", "hf"}.__contains__),
     "--enable-tokenizer-info-endpoint": _IgnoredFlag("--operator-routes enables /tokenizer_info."),
+    "--enable-lora": _IgnoredFlag("--adapter names the adapters."),
+    **dict.fromkeys(
+        ("--max-loras", "--max-cpu-loras", "--max-lora-rank", "--lora-dtype"),
+        _IgnoredFlag("all adapters stay in memory, with any rank and in the type of the model.", _any),
+    ),
     "--seed": _IgnoredFlag("nothing here is random.", _any),
     "--enable-flash-late-interaction": _IgnoredFlag(_ONE_MAXSIM),
     "--no-enable-flash-late-interaction": _IgnoredFlag(_ONE_MAXSIM),
 }
 _RENAMED_FLAGS: Final = {
     "--data-parallel-size": "--data-parallel",
+    "--lora-modules": "--adapter",
     "--enforce-eager": "--no-cuda-graphs",
     "--no-enforce-eager": "--cuda-graphs",
 }

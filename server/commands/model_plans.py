@@ -128,6 +128,8 @@ def plan_models(settings: ServerSettings, words: Sequence[str | None], file: Con
         raise UsageError(
             "--served-model-name: there are several models; set `name` in the table of each in --config FILE"
         )
+    if max(len(words), len(tables)) > 1 and settings.engine.adapter:
+        raise UsageError("--adapter: there are several models; set `adapter` in the table of each in --config FILE")
     if file is None or not tables:
         plans = [_of_word(settings, word) for word in words or (settings.model,)]
         plans = [replace(plan, is_preloaded=i < max_loaded) for i, plan in enumerate(plans)]

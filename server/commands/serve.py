@@ -311,9 +311,15 @@ def resolved(config: EngineConfig, default_prompt_name: str | None) -> ModelInfo
 
 
 def _num_bytes(info: ModelInfo) -> int:
-    """Returns the bytes of the loaded weights, from the files. An upper bound if the dtype is chosen by measurement."""
-    files = WeightFiles.of(info.path)
-    return files.memory().get("float32" if info.dtype == "auto" else info.dtype, files.num_bytes)
+    """Returns the bytes of the loaded weights and adapters, from the files.
+
+    An upper bound if the dtype is chosen by measurement.
+    """
+    folders = [info.path, *(adapter.folder for adapter in info.adapters if adapter.folder is not None)]
+    # A folder inside that of the model is counted with it.
+    outside = [folder for folder in folders[1:] if not Path(folder).is_relative_to(info.path)]
+    dtype = "float32" if info.dtype == "auto" else info.dtype
+    return sum(files.memory().get(dtype, files.num_bytes) for files in map(WeightFiles.of, [info.path, *outside]))
 
 
 def open_cache(settings: ServerSettings) -> VectorCache | None:

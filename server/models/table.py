@@ -34,11 +34,13 @@ class Target(NamedTuple):
         engine: The engine of the model.
         name: Name of the model in the response.
         default_prompt_name: Prompt for texts to embed if a request names none.
+        adapter: LoRA adapter that the request names as `model:adapter`; None: none.
     """
 
     engine: AsyncEngine
     name: str
     default_prompt_name: str | None
+    adapter: str | None = None
 
 
 class ModelDescription(NamedTuple):
@@ -47,11 +49,19 @@ class ModelDescription(NamedTuple):
     Attributes:
         name: One of its names.
         info: None for a model that is not on this machine yet.
+        parent: The name of the model, if `name` is that of one of its LoRA adapters; otherwise None.
     """
 
     entry: ModelEntry
     name: str
     info: ModelInfo | None
+    parent: str | None = None
+
+    @property
+    def shown_names(self) -> list[str]:
+        """The names of the model, or those of its adapter: each name of the model with the adapter's."""
+        suffix = "" if self.parent is None else self.name.removeprefix(self.parent)
+        return [name + suffix for name in self.entry.model.shown_names]
 
     def known(self) -> ModelInfo:
         """Returns `info`. Raises EngineUnavailableError if the model must be loaded first."""
@@ -134,12 +144,20 @@ class ModelTable:
         self._manager.set_ttl(self.entry(name), ttl_s)
 
     def entry(self, name: str | None, kinds: Collection[ModelKind] = ()) -> ModelEntry:
-        """Returns the model with a name. Without a name, returns the first model of `kinds`, or else the first model.
+        """Returns the model with a name, or of a LoRA adapter `model:adapter`.
 
-        Raises ModelNotFoundError.
+        Without a name, or for `:adapter`, returns the first model of `kinds`, or else the first model. Raises
+        ModelNotFoundError.
         """
         entry = self._named.get(name or "")
         if entry is not None:
+            return entry
+        model, adapter = _split(name or "")
+        entry = self._named.get(model) if model else None
+        if adapter is not None and (entry is not None or not model):
+            entry = entry or self.entry(None, kinds)
+            if entry.info is not None:
+                entry.info.adapter_of(adapter)
             return entry
         if not name or name == UNNAMED:
             of_kinds = (entry for entry in self.entries if entry.info is not None and entry.info.kind in kinds)
@@ -152,13 +170,22 @@ class ModelTable:
         entry = self.entry(name)
         if entry.info is None or entry.status is not ModelStatus.LOADED:
             self._check_started(entry)
-        return ModelDescription(entry, name if name and name in self._named else entry.name, entry.info)
+        if not name or name in self._named:
+            return ModelDescription(entry, name or entry.name, entry.info)
+        parent, adapter = _split(name)
+        return ModelDescription(entry, name, entry.info, None if adapter is None else parent)
 
     def describe_all(self) -> list[ModelDescription]:
-        """Describes every model. Raises EngineUnavailableError while all are loading."""
+        """Describes every model and then its adapters. Raises EngineUnavailableError while all are loading."""
         if self.is_starting and not self.engines():
             raise _starting()
-        return [ModelDescription(entry, entry.name, entry.info) for entry in self.entries]
+        descriptions = []
+        for entry in self.entries:
+            descriptions.append(ModelDescription(entry, entry.name, entry.info))
+            for adapter in () if entry.info is None else entry.info.served_adapters:
+                name = f"{entry.name}:{adapter.name}"
+                descriptions.append(ModelDescription(entry, name, entry.info, entry.name))
+        return descriptions
 
     def engines(self) -> list[Target]:
         """Returns the targets of all loaded models."""
@@ -199,12 +226,22 @@ class ModelTable:
     def _target(self, entry: ModelEntry, name: str | None, scope: Scope) -> Target:
         assert entry.engine is not None
         scope.setdefault(_USED, []).append(entry)
-        shown_name = name if name and name in self._named else entry.name
-        return Target(entry.engine, shown_name, entry.model.default_prompt_name)
+        prompt_name = entry.model.default_prompt_name
+        if name and name in self._named:
+            return Target(entry.engine, name, prompt_name)
+        model, adapter = _split(name or "")
+        shown_name = entry.name if adapter is None else f"{model or entry.name}:{adapter}"
+        return Target(entry.engine, shown_name, prompt_name, adapter)
 
     def _check_started(self, entry: ModelEntry) -> None:
         if self.is_starting and entry.model.is_preloaded:
             raise _starting()
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    """Splits `model:adapter`. The adapter is None for a name without a colon."""
+    model, colon, adapter = name.rpartition(":")
+    return (model, adapter) if colon else (name, None)
 
 
 def _starting() -> EngineUnavailableError:

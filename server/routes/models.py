@@ -62,6 +62,7 @@ class ModelCard(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    parent: str | None = Field(description="The model of a LoRA adapter; null for a model.")
     max_model_len: int | None = Field(description="Longest input in tokens.")
     name: str
     aliases: list[str] = Field(description="Its other names.")
@@ -93,7 +94,10 @@ admin_router = Router(PENSTOCK, tag="operations")
 
 @router.get("/v1/models", aliases=["/models"], access=Access.OPEN, response_model=ModelList)
 async def list_models(request: Request, endpoint: str | None = None) -> Response:
-    """Lists each model once, with its other names. `endpoint` (Cohere) selects models that serve an endpoint."""
+    """Lists each model and each of its LoRA adapters once, with their other names.
+
+    `endpoint` (Cohere) selects models that serve an endpoint.
+    """
     context = context_of(request)
     cards = [_card(context, model) for model in context.models.describe_all()]
     if endpoint is not None:
@@ -133,9 +137,10 @@ def _card(context: ServerContext, model: ModelDescription) -> dict[str, Any]:
         "object": "model",
         "created": context.started_s,
         "owned_by": "penstock",
+        "parent": model.parent,
         "max_model_len": max_model_len,
         "name": model.name,
-        "aliases": [name for name in entry.model.shown_names if name != model.name],
+        "aliases": [name for name in model.shown_names if name != model.name],
         "endpoints": [] if info is None else cohere_endpoints(info),
         "context_length": max_model_len,
         "status": {"value": entry.status, "state": entry.state},

@@ -302,7 +302,7 @@ async def tags(request: Request) -> Response:
     for model in context.models.describe_all():
         if model.info is not None:
             files = await _weights(context, model.info.path)
-            cards += [_card(name, model.info, files) for name in model.entry.model.shown_names]
+            cards += [_card(name, model.info, files) for name in model.shown_names]
     return json_response({"models": cards})
 
 
@@ -370,7 +370,7 @@ async def generate(body: TextRequest, request: Request) -> Response:
         return await respond_as(load_or_unload, OllamaLifeRequest, life, request)
     served = "; ".join(
         name if info is None else f"{name} ({', '.join(info.tasks)})"
-        for _, name, info in context_of(request).models.describe_all()
+        for _, name, info, _ in context_of(request).models.describe_all()
     )
     raise UnsupportedTaskError(
         f"This server embeds, scores and classifies texts and writes none. It has {served}: send texts to "

@@ -80,9 +80,12 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
     task: str | None = Field(
         None,
         description=(
-            "Jina's name for `input_type`, such as `retrieval.query`. Rejected for models with a LoRA adapter for each "
-            "task, because adapters are not applied."
+            "Jina's name for `input_type`, such as `retrieval.query`. Selects the LoRA adapter of models that have one "
+            "for each task."
         ),
+    )
+    lora_path: str | None = Field(
+        None, description="Field of SGLang: name of a LoRA adapter, the same as `model:adapter` in `model`."
     )
     instruction: str | None = Field(
         None,
@@ -115,6 +118,10 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
                 "late_chunking returns one vector per input, return_multivector one per token. Set only one.",
                 param="return_multivector",
             )
+
+    def served_name(self) -> str | None:
+        """Returns the name of the model, or of its adapter as `model:adapter`."""
+        return f"{self.model or ''}:{self.lora_path}" if self.lora_path else self.model
 
     def pooling_params(self) -> PoolingParams:
         """Returns the pooling parameters. Raises InvalidRequestError if `dimensions` is 0."""
@@ -194,7 +201,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
         return await create_multi_vectors(body, request)
     check_inputs(request, body)
     params = body.pooling_params()
-    call = await Call.start(request, body.model, EMBEDDERS)
+    call = await Call.start(request, body.served_name(), EMBEDDERS)
     encodings, options = _encodings_and_options(call, body, params)
     width = vector_width(call.info, params)
     call.reserve(size_of_numbers(body.num_inputs() * width, num_encodings=len(encodings)))
@@ -220,7 +227,7 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
     """
     check_inputs(request, body)
     params = body.pooling_params()
-    call = await Call.start(request, body.model, EMBEDDERS)
+    call = await Call.start(request, body.served_name(), EMBEDDERS)
     encodings, options = _encodings_and_options(call, body, params)
     texts, options = await engine_inputs(call, body, call.reserve_rows(options))
     result = await call.engine.token_embed(texts, params, options)

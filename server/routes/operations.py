@@ -170,7 +170,7 @@ async def server_info(request: Request) -> Response:
     context = context_of(request)
     models = {
         name: {field: {"value": value, "source": source} for field, value, source in resolved_table(engine.info)}
-        for engine, name, _ in context.models.engines()
+        for engine, name in context.models.named_engines()
     }
     places = {name: engine.placements for engine, name in context.models.named_engines()}
     system = {"python": platform.python_version(), "platform": platform.platform(), "cpu_cores": os.cpu_count()}

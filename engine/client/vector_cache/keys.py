@@ -35,7 +35,7 @@ NUMERICS: Final = 7
 CHANGES_NO_VECTOR: Final = frozenset(
     {
         *("name", "path", "root", "sources", "labels", "problem_type"),
-        "adapters",  # they are not applied
+        "default_adapter",  # it is resolved into the parameters of every request
         "num_lanes",  # rows are bitwise equal for any number of lanes
         # The following affect the tokens, which are part of every key.
         *("max_model_len", "auto_truncate", "do_lower_case", "prompts", "default_prompt_name", "score_template"),
@@ -124,13 +124,14 @@ def _libraries(info: ModelInfo) -> Iterator[str]:
 
 
 def _files(info: ModelInfo) -> list[Path]:
-    """Returns the files of a model, its Dense modules and its model of queries, in a fixed order."""
+    """Returns the files of a model, its Dense modules, its model of queries and its adapters, in a fixed order."""
     if Path(info.path).is_file():
         return [Path(info.path)]
     models = [info] if info.query is None else [info, info.query]
     folders = [
         Path(os.path.normpath(Path(m.path, name))) for m in models for name in ("", *(d.folder for d in m.dense))
     ]
+    folders += [Path(adapter.folder) for adapter in info.adapters if adapter.folder is not None]
     files = [file for folder in folders for pattern in _FILES for file in sorted(folder.glob(pattern))]
     return [file for file in dict.fromkeys(files) if file.is_file()]
 

@@ -17,6 +17,7 @@ from ...checkpoint.files import Checkpoint, OpenFile, open_checkpoint
 from ...checkpoint.views import Array, ArrayWeights, Floats, holds_arrays, open_arrays
 from ...executors.cpu.array_encoder import ArrayEncoder, read_spec
 from ...executors.cpu.heads import ArrayHead, read_dense
+from ...executors.lora import read_adapters
 from ...families.registry import has_own_code
 from ...pooling import TokenMaps
 from ...protocol.config import EngineConfig
@@ -184,7 +185,8 @@ def load_array_encoder(info: ModelInfo, library: CpuLibrary) -> ArrayEncoder:
     folder = Path(info.path)
     with open_checkpoint(folder, _opener(info, holds_arrays(folder))) as checkpoint:
         weights = ArrayWeights(checkpoint)
-        encoder = ArrayEncoder(info, spec.with_stored_names(weights.has), weights, library)
+        adapters = read_adapters(info, spec, weights)
+        encoder = ArrayEncoder(info, spec.with_stored_names(weights.has), weights, library, adapters)
         checkpoint.log_unused(info.name)
     return encoder
 

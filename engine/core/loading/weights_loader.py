@@ -16,6 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.kernels.cpu import AdapterWeights
+
 from ...checkpoint.files import (
     WEIGHT_FILES,
     Checkpoint,
@@ -24,7 +26,8 @@ from ...checkpoint.files import (
     indexed_files,
     open_checkpoint,
 )
-from ...checkpoint.views import Array, GgufFile
+from ...checkpoint.views import Array, ArrayWeights, GgufFile
+from ...executors.lora import read_adapters
 from ...executors.torch.base import PackedModel
 from ...executors.torch.heads import Dense, VocabularyHead
 from ...executors.torch.layers.linear import Linear, limit_cached_kernels
@@ -34,7 +37,7 @@ from ...families.registry import find_family, has_own_code
 from ...families.spec import linear
 from ...model_files.model_folder import is_gguf, one_line
 from ...pooling import TokenMaps
-from ...protocol.errors import WeightError
+from ...protocol.errors import UnsupportedModelError, WeightError
 from ...protocol.model_info import ModelInfo, TokenizerSpec
 from ...protocol.multi_vector import SparseKind
 
@@ -83,6 +86,11 @@ def load_model(
     if not info.packed or (trust_remote_code and has_own_code(info.architecture, info.config)):
         from ...executors.torch.transformers.model import TransformersModel
 
+        if info.served_adapters:
+            raise UnsupportedModelError(
+                f"transformers runs {info.architecture}; LoRA adapters need a model that penstock runs itself."
+            )
+
         for name in WEIGHT_FILES:  # transformers does not check that the files of an index are inside the folder
             if (index := Path(info.path) / f"{name}.index.json").is_file():
                 indexed_files(index)
@@ -93,13 +101,22 @@ def load_model(
     with open_checkpoint(Path(info.path), open_tensors) as checkpoint, torch.no_grad():
         weights = Weights(checkpoint, torch_dtype(info.dtype), device, fusion=fusion or Fusion.of_device(device))
         spec = family.read(info).with_stored_names(weights.has)
-        model = SpecModel(info, spec, weights)
+        model = SpecModel(info, spec, weights, _load_adapters(info))
         if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
             # On a GPU in the model's dtype: float32 products take ten times as long and change the vectors little.
             view = replace(weights, dtype=torch.float32) if device.type == "cpu" else weights
             model.vocabulary_head = VocabularyHead(view, spec, info)
         checkpoint.log_unused(info.name)
     return model
+
+
+def _load_adapters(info: ModelInfo) -> tuple[AdapterWeights, ...]:
+    """Reads the adapters as arrays; see read_adapters."""
+    if not info.served_adapters:
+        return ()
+    spec = find_family(info.architecture, info.model_type, info.config).read(info)
+    with open_checkpoint(Path(info.path), open_torch_arrays) as checkpoint:
+        return read_adapters(info, spec, ArrayWeights(checkpoint))
 
 
 def torch_dtype(name: str) -> torch.dtype:

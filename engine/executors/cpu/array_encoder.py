@@ -5,12 +5,13 @@ Shape letters: T packed tokens, N sequences, D model width, H heads, C classes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import CpuEncoder, CpuForward, CpuLibrary, Format
+from penstock.kernels.cpu import AdapterWeights, CpuEncoder, CpuForward, CpuLibrary, Format
 
 from ...checkpoint.views import ArrayWeights, Floats
 from ...families.registry import find_family
@@ -82,6 +83,7 @@ class ArrayEncoder:
         spec: Spec of the model. `has_kernels` must be True for it.
         weights: View of the whole checkpoint. Its files may be closed afterwards.
         library: The C library.
+        adapters: Adapters that sequences may select.
 
     Attributes:
         vocabulary_head: Maps hidden states [R, D] to vocabulary logits [R, V]; None unless ModelInfo.sparse needs it.
@@ -93,14 +95,21 @@ class ArrayEncoder:
         UnsupportedModelError: An option of the model is not known.
     """
 
-    def __init__(self, info: ModelInfo, spec: ModelSpec, weights: ArrayWeights, library: CpuLibrary) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        spec: ModelSpec,
+        weights: ArrayWeights,
+        library: CpuLibrary,
+        adapters: Sequence[AdapterWeights] = (),
+    ) -> None:
         self.library = library
         self.hidden_size = spec.hidden_size
         self.cache_spec = spec.cache_spec
         self._embedding = spec.embedding
         arithmetic = Arithmetic.of(info)
         self._encoder = CpuEncoder(
-            library, read_encoder(spec, info, weights), arithmetic.products, attention=arithmetic.attention
+            library, read_encoder(spec, info, weights, adapters), arithmetic.products, attention=arithmetic.attention
         )
         steps = read_head(spec, weights)
         head = None if steps is None else ArrayHead(library, steps)
@@ -128,6 +137,7 @@ class ArrayEncoder:
             _position_rows(batch, self._embedding),
             batch.cu_seqlens,
             visible_N=None if batch.num_hidden is None else batch.lengths - batch.num_hidden,
+            adapters_N=batch.adapters,
             need_attention=need_attention,
             past=batch.past,
         )

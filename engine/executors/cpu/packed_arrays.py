@@ -25,6 +25,7 @@ class PackedArrays:
         lengths: [N] int32, rows of each sequence.
         skip_tokens: [N] int32, tokens at the start of each sequence that pooling leaves out; None: no tokens.
         num_hidden: [N] int32, tokens at the end of each sequence that no token attends to; None: no tokens.
+        adapters: [N] int32, number of each sequence's adapter, -1: no adapter; None: no sequence has one.
         past: Pages of keys and values; None if all sequences are whole and nothing is stored.
     """
 
@@ -35,11 +36,16 @@ class PackedArrays:
     lengths: NDArray[np.int32]
     skip_tokens: NDArray[np.int32] | None = None
     num_hidden: NDArray[np.int32] | None = None
+    adapters: NDArray[np.int32] | None = None
     past: BatchPages | None = None
 
     @classmethod
     def build(
-        cls, inputs: Sequence[TokenizedInput], starts: Sequence[int] | None = None, past: BatchPages | None = None
+        cls,
+        inputs: Sequence[TokenizedInput],
+        starts: Sequence[int] | None = None,
+        past: BatchPages | None = None,
+        adapters: NDArray[np.int32] | None = None,
     ) -> PackedArrays:
         """Packs `inputs` in their order.
 
@@ -47,6 +53,7 @@ class PackedArrays:
             inputs: At least one. Whole sequences or chunks, not empty.
             starts: Position of each chunk in its sequence; None: all begin at 0.
             past: See the attribute.
+            adapters: See the attribute.
         """
         lengths = np.array([len(i) for i in inputs], np.int32)
         cu_seqlens = np.zeros(len(inputs) + 1, np.int32)
@@ -73,6 +80,7 @@ class PackedArrays:
             lengths=lengths,
             skip_tokens=skips,
             num_hidden=num_hidden,
+            adapters=adapters,
             past=past,
         )
 

@@ -5,6 +5,7 @@ Shape letters: V vocabulary, D model width, E embedding width, H heads, P positi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -76,13 +77,16 @@ def has_kernels(spec: ModelSpec, info: ModelInfo) -> bool:
     return not (spec.is_decoder and needs_encoder)
 
 
-def read_encoder(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> library.EncoderWeights:
+def read_encoder(
+    spec: ModelSpec, info: ModelInfo, weights: ArrayWeights, adapters: Sequence[library.AdapterWeights] = ()
+) -> library.EncoderWeights:
     """Reads the weights of the base model. Layers are read lazily, one by one.
 
     Args:
         spec: Spec of the model. `has_kernels` must be True for it.
         info: Maximum length and dtype.
         weights: View of the whole checkpoint.
+        adapters: Adapters of the model.
 
     Raises:
         WeightError: A tensor is missing, has another shape, or contains NaN or inf.
@@ -104,6 +108,7 @@ def read_encoder(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> lib
         projection=None if embedding.projection is None else _linear(base, embedding.projection),
         layers=(_layer(spec, layer, base, tables.get(layer.kind), bias, distances) for layer in spec.layers),
         final_norm=_norm(base, spec.final_norm),
+        adapters=[_with_scaled_queries(spec, adapter) for adapter in adapters],
     )
 
 
@@ -314,6 +319,20 @@ def _with_scale(qkv: library.LinearWeights, width: int, scale: np.float32) -> li
     if bias is not None:
         bias[:width] *= scale
     return replace(qkv, weight=weight, bias=bias)
+
+
+def _with_scaled_queries(spec: ModelSpec, adapter: library.AdapterWeights) -> library.AdapterWeights:
+    """Returns an adapter whose terms of q are multiplied with the scale of the scores where `_layer` does so with q."""
+    attention = spec.attention
+    assert attention is not None
+    layers = []
+    for layer, terms in zip(spec.layers, adapter.layers, strict=True):
+        if "qkv" in terms and layer.query_norm is None:
+            term, up_NR = terms["qkv"], terms["qkv"].up.copy()
+            up_NR[: attention.num_heads * attention.head_size] *= np.float32(attention.scale)
+            terms = {**terms, "qkv": replace(term, up=up_NR)}
+        layers.append(terms)
+    return replace(adapter, layers=layers)
 
 
 def _norm(scope: ArrayWeights, spec: NormSpec | None) -> library.NormWeights | None:

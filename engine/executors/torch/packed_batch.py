@@ -21,6 +21,7 @@ from .staging import copy_to_device
 
 _ARRAYS: Final = ("input_ids", "positions", "token_type_ids", "cu_seqlens")
 _GROUP: Final = ("rows", "is_visible")
+_ADAPTER: Final = "adapter"
 _CACHE_ARRAYS: Final = (
     "block_tables",
     "continued_context_lens_on_device",
@@ -160,6 +161,29 @@ class HiddenTokens:
         return groups
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterRows:
+    """The rows of a batch with the same adapter.
+
+    Attributes:
+        number: Number of the adapter.
+        rows: [R] int64; None: all rows of the batch.
+    """
+
+    number: int
+    rows: Tensor | None
+
+    @classmethod
+    def of(cls, lengths: NDArray[np.int32], adapters: NDArray[np.int32] | None) -> list[AdapterRows]:
+        """Groups the rows of sequences by adapter, on the host. Arguments: [N]; -1: no adapter."""
+        if adapters is None:
+            return []
+        numbers_T, numbers = adapters.repeat(lengths), [int(number) for number in np.unique(adapters) if number >= 0]
+        if len(numbers) == 1 and adapters.min() >= 0:
+            return [cls(numbers[0], None)]
+        return [cls(number, torch.from_numpy(np.flatnonzero(numbers_T == number))) for number in numbers]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedBatch:
     """Inputs of one forward: T packed tokens of N sequences.
@@ -175,6 +199,7 @@ class PackedBatch:
             there are none.
         cache: States between chunks; None if all sequences are whole and nothing is stored.
         hidden: Whole sequences with hidden tokens, by length.
+        adapters: Rows by adapter.
         token_ids: `input_ids` on the host; None if only the device has them.
     """
 
@@ -187,6 +212,7 @@ class PackedBatch:
     skip_tokens: NDArray[np.int32] | None
     cache: BatchCache | None = None
     hidden: Sequence[HiddenTokens] = ()
+    adapters: Sequence[AdapterRows] = ()
     token_ids: NDArray[np.int64] | None = None
 
     @property
@@ -202,6 +228,7 @@ class PackedBatch:
         *,
         starts: Sequence[int] | None = None,
         cache: BatchCache | None = None,
+        adapters: NDArray[np.int32] | None = None,
     ) -> PackedBatch:
         """Packs `inputs` in their order; attention is fastest if their lengths ascend.
 
@@ -210,6 +237,7 @@ class PackedBatch:
             device: Device of the tensors, which are copied together.
             starts: Position of each chunk in its sequence; None if all begin at 0.
             cache: Cache of the chunks. Its tensors may be on the host.
+            adapters: [N] number of each sequence's adapter, -1: no adapter; None: no sequence has one.
         """
         arrays = PackedArrays.build(inputs, starts)
         hidden = [] if arrays.num_hidden is None else HiddenTokens.of(arrays.lengths, arrays.num_hidden)
@@ -218,7 +246,9 @@ class PackedBatch:
         }
         cached: dict[str, Tensor | None] = {name: getattr(cache, name) for name in _CACHE_ARRAYS} if cache else {}
         groups = {(number, name): getattr(group, name) for number, group in enumerate(hidden) for name in _GROUP}
-        put: dict[Any, Any] = copy_to_device({**own, **cached, **groups}, device)
+        adapted = AdapterRows.of(arrays.lengths, adapters)
+        rows = {(number, _ADAPTER): group.rows for number, group in enumerate(adapted)}
+        put: dict[Any, Any] = copy_to_device({**own, **cached, **groups, **rows}, device)
         seq_lens = tuple(arrays.lengths.tolist())
         return cls(
             **{name: put[name] for name in own},
@@ -226,6 +256,7 @@ class PackedBatch:
             max_seqlen=max(seq_lens),
             cache=None if cache is None else replace(cache, **{name: put[name] for name in cached}),
             hidden=[HiddenTokens(**{name: put[number, name] for name in _GROUP}) for number in range(len(hidden))],
+            adapters=[AdapterRows(group.number, put[number, _ADAPTER]) for number, group in enumerate(adapted)],
             skip_tokens=arrays.skip_tokens,
             token_ids=arrays.input_ids,
         )

@@ -6,6 +6,7 @@ H heads, A width of all heads, L longest sequence.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.cpu import ADAPTED_MAPS, AdapterWeights, LowRankWeights
 from penstock.kernels.norm import Embeddings, embed_norm
 
 from ...families.spec import AlibiSpec, EmbeddingSpec, LayerSpec, ModelSpec, NormSpec, RelativeBiasSpec
@@ -26,6 +28,7 @@ from .layers.attention import Attention, BatchPlan
 from .layers.distances import Distances
 from .layers.experts import SparseExperts
 from .layers.linear import Linear, Mlp
+from .layers.lora import AdaptedRows, LowRankTerms
 from .layers.mixers import load_mixer
 from .layers.norm import AddingMap, LayerNorm, Residual, RmsNorm, load_norm
 from .layers.rotary import RotaryEmbedding, Rotation
@@ -71,6 +74,11 @@ class Embedding:
             if self._positions_QE is None
             else Embeddings(self.word_embeddings_VE, self._positions_QE, spec.num_positions)
         )
+        self._adapters: LowRankTerms | None = None
+
+    def adapt(self, terms: LowRankTerms) -> None:
+        """Sets the terms that adapters add to the word embeddings."""
+        self._adapters = terms
 
     def __call__(self, batch: PackedBatch) -> Tensor:
         """Returns the first hidden states [T, D] in the type of the model."""
@@ -79,8 +87,12 @@ class Embedding:
 
     def _embed(self, batch: PackedBatch) -> Tensor:
         spec, norm = self._spec, self._norm
+        ids_T, tables = batch.input_ids, self._tables
+        if self._adapters is not None and self._adapters.are_used:
+            words_TE = self._adapters.add_embeddings(F.embedding(ids_T, self.word_embeddings_VE), ids_T)
+            ids_T, tables = torch.arange(len(ids_T), device=ids_T.device), tables._replace(word=words_TE)
         if norm is None:
-            return F.embedding(batch.input_ids, self.word_embeddings_VE)
+            return F.embedding(ids_T, tables.word)
         positions_T = None
         types_T = batch.token_type_ids if spec.num_token_types > 1 else None
         if self._positions_QE is not None and spec.positions is None:
@@ -90,8 +102,8 @@ class Embedding:
             if spec.padding_id is not None:
                 positions_T = padding_aware_positions(batch.input_ids, positions_T, spec.padding_id)
         return embed_norm(
-            batch.input_ids,
-            self._tables,
+            ids_T,
+            tables,
             norm.norm,
             positions=positions_T,
             token_type_ids=types_T,
@@ -145,6 +157,14 @@ class Layer:
         if spec.experts is not None:
             self.mlp = SparseExperts.load(weights, spec.experts, self.mlp)
         self.norm_after_mlp = norm_of(spec.after_mlp)
+
+    def adapt(self, terms: Mapping[str, LowRankTerms]) -> None:
+        """Sets the terms that adapters add to the maps of the layer, by the names of ADAPTED_MAPS."""
+        if self.attention is not None:
+            self.attention.qkv.adapt(terms["qkv"])
+            self.attention_out.adapt(terms["attention_out"])
+        if isinstance(self.mlp, Mlp):
+            self.mlp.adapt(terms["mlp_in"], terms["mlp_out"])
 
     def __call__(
         self,
@@ -206,13 +226,16 @@ class SpecModel(PackedModel):
         info: The resolved model.
         spec: Spec of the model.
         weights: Weights of the whole checkpoint.
+        adapters: Adapters that sequences may select.
 
     Raises:
         WeightError: A tensor is missing or has the wrong shape.
         UnsupportedModelError: penstock does not support an activation.
     """
 
-    def __init__(self, info: ModelInfo, spec: ModelSpec, weights: Weights) -> None:
+    def __init__(
+        self, info: ModelInfo, spec: ModelSpec, weights: Weights, adapters: Sequence[AdapterWeights] = ()
+    ) -> None:
         self.hidden_size = spec.hidden_size
         self.cache_spec = spec.cache_spec
         self.is_recordable = not spec.is_decoder and spec.disentangled is None
@@ -242,6 +265,9 @@ class SpecModel(PackedModel):
         sums = replace(base, dtype=self.sum_dtype)
         self.final_norm = None if spec.final_norm is None else load_norm(sums, spec.final_norm)
         self.is_fused = weights.fusion is Fusion.FUSED
+        self._adapted_rows = AdaptedRows()
+        if adapters:
+            self._load_adapters(adapters, weights)
         head = load_head(weights, base, spec.head, spec.embedding.word_embeddings)
         self.set_head(info.kind, head, scores_rows=spec.scores_rows)
 
@@ -251,6 +277,7 @@ class SpecModel(PackedModel):
             raise UnsupportedTaskError(
                 "ATTENTION pooling needs attention weights, but the model has no attention.", param="pooling_type"
             )
+        self._adapted_rows.groups = batch.adapters
         plans = {kind: attention.plan(batch) for kind, attention in self.attentions.items()}
         rotations = {kind: rotary(batch) for kind, rotary in self.rotary.items()}
         stream = Residual(self.embedding(batch).to(self.sum_dtype), is_fused=self.is_fused)
@@ -263,6 +290,16 @@ class SpecModel(PackedModel):
                 weights_TH = layer.attention.pooling_weights(x_TD, batch, rotation, self.relative_bias)
         hidden_TD = stream.hidden if self.final_norm is None else stream.normed(self.final_norm)
         return ModelOutput(hidden_states=hidden_TD.to(self.dtype), attention_weights=weights_TH)
+
+    def _load_adapters(self, adapters: Sequence[AdapterWeights], weights: Weights) -> None:
+        def terms_of(terms: Sequence[LowRankWeights | None]) -> LowRankTerms:
+            return LowRankTerms(terms, self._adapted_rows, weights.dtype, weights.device)
+
+        for index, layer in enumerate(self.layers):
+            terms = [adapter.layers[index] for adapter in adapters]
+            layer.adapt({name: terms_of([own.get(name) for own in terms]) for name in ADAPTED_MAPS})
+        if any(adapter.embedding is not None for adapter in adapters):
+            self.embedding.adapt(terms_of([adapter.embedding for adapter in adapters]))
 
 
 def _load_bias(weights: Weights, spec: RelativeBiasSpec | AlibiSpec, num_heads: int, max_len: int) -> Tensor:

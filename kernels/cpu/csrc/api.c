@@ -111,7 +111,7 @@ EXPORT void penstock_product(const Library *library, const Product *product, con
         in = input;
     }
     Target to = {.add = add, .out = y, .width = product->gated ? product->out / 2 : product->out};
-    library->isa->run_product(product, in, scales, rows, 0, library->isa->panels(product), &to, scratch);
+    library->isa->run_product(product, in, scales, NULL, rows, 0, library->isa->panels(product), &to, scratch);
     leave_isa(library->isa);
 }
 

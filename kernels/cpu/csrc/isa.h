@@ -14,8 +14,8 @@ typedef struct {
     long (*packed_bytes)(const Product *product);
     void (*pack)(const Packing *packing, long first_panel, long last_panel);
     void (*convert_rows)(int format, const float *x, long rows, long width, void *out, RowScale *scales);
-    void (*run_product)(const Product *product, const void *x, const RowScale *row_scales, long rows, long first_panel,
-                        long last_panel, const Target *to, float *scratch);
+    void (*run_product)(const Product *product, const void *x, const RowScale *row_scales, const LowRankRows *terms,
+                        long rows, long first_panel, long last_panel, const Target *to, float *scratch);
     void (*run_norm)(const Norm *norm, const float *x, long rows, long width, float *y);
     long (*attention_bytes)(long length, long head_size, long distances);
     void (*run_attention)(const AttentionCall *call, long start, long length, long visible, long kv_head,

@@ -26,10 +26,11 @@ long assign_buffers(const Encoder *encoder, long rows, char *memory, Rows *out) 
     widest = E > widest ? E : widest;
     inner = E > inner ? E : inner;
     long sizes[] = {rows * D * 4, rows * D * 4, rows * widest * 4, rows * (long)sizeof(RowScale), rows * qkv * 4, rows * heads * 4,
-                    rows * inner * 4};
+                    rows * inner * 4, rows * encoder->max_rank * 4, encoder->max_rank ? rows * (long)sizeof(void *) : 0};
     void **buffers[] = {(void **)&out->hidden, (void **)&out->sums, &out->input, (void **)&out->scales, &out->qkv,
-                       &out->attended, &out->inner};
+                       &out->attended, &out->inner, (void **)&out->terms.rows, (void **)&out->terms.ups};
     long total = 0;
+    out->terms.stride = encoder->max_rank;
     for (unsigned i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         if (memory) *buffers[i] = memory + total;
         total += round_up(sizes[i]);
@@ -47,9 +48,40 @@ static void share(const LaneContext *context, long count, long *first, long *las
     *last = count * (context->index + 1) / context->members;
 }
 
-/* A product over the rows of the part. `x` is float32, or in the product's format if `is_ready`. */
-static void step_product(LaneContext *context, const Product *product, const void *x, int is_ready, const Target *to) {
+/* Sets this lane's rows of Rows.terms for a product: runs the down products of the adapters. `x`: float32 rows. `ready`:
+ * the rows in the format of the product. */
+static void step_low_rank(LaneContext *context, const Layer *layer, enum Map map, const float *x, const void *ready) {
+    const Encoder *encoder = context->encoder;
+    const Batch *batch = context->batch;
+    const LowRankRows *terms = &context->rows.terms;
+    long index = (layer - encoder->layers) * MAPS + map, first, last, end;
+    share(context, context->part->rows, &first, &last);
+    for (long s = context->part->first; s < context->part->last; s = end) {
+        int adapter = batch->adapters[s];
+        for (end = s + 1; end < context->part->last && batch->adapters[end] == adapter;) end++;
+        long begin = batch->starts[s] - context->part->start, stop = batch->starts[end] - context->part->start;
+        begin = begin < first ? first : begin;
+        stop = stop > last ? last : stop;
+        if (begin >= stop) continue;
+        const LowRank *term = adapter < 0 ? NULL : encoder->adapters[adapter].terms + index;
+        if (term && !term->down.in) term = NULL;
+        for (long row = begin; row < stop; row++) terms->ups[row] = term ? &term->up : NULL;
+        if (!term) continue;
+        const Product *down = &term->down;
+        const void *rows = down->format == FORMAT_DOT ? (const void *)((const uint16_t *)ready + begin * down->in)
+                                                      : (const void *)(x + begin * down->in);
+        Target to = {.out = terms->rows + begin * terms->stride, .width = terms->stride};
+        context->isa->run_product(down, rows, NULL, NULL, stop - begin, 0, context->isa->panels(down), &to, NULL);
+    }
+    barrier(context);
+}
+
+/* A product over the rows of the part. `x` is float32, or in the product's format if `is_ready`. `layer`: the layer with
+ * the low-rank terms of the product, NULL: it has none. */
+static void step_product(LaneContext *context, const Product *product, const Layer *layer, enum Map map, const void *x,
+                         int is_ready, const Target *to) {
     const Isa *isa = context->isa;
+    const void *given = x;
     long rows = context->part->rows, first, last;
     if (needs_copy(product->format) && !is_ready) {
         long bytes = product->format == FORMAT_DOT ? 2 : 1;
@@ -59,8 +91,11 @@ static void step_product(LaneContext *context, const Product *product, const voi
         barrier(context);
         x = context->rows.input;
     }
+    int has_terms = layer && context->batch->adapters;
+    if (has_terms) step_low_rank(context, layer, map, given, x);
     share(context, isa->panels(product), &first, &last);
-    isa->run_product(product, x, context->rows.scales, rows, first, last, to, (float *)context->scratch);
+    isa->run_product(product, x, context->rows.scales, has_terms ? &context->rows.terms : NULL, rows, first, last, to,
+                     (float *)context->scratch);
     barrier(context);
 }
 
@@ -154,6 +189,23 @@ static void step_attention(LaneContext *context, const Layer *layer, int dot, in
     barrier(context);
 }
 
+/* Adds the low-rank terms of the word embeddings to the rows from `first` to `last`. */
+static void embed_low_rank(LaneContext *context, float *to, long first, long last) {
+    const Encoder *encoder = context->encoder;
+    const Batch *batch = context->batch;
+    long E = encoder->embedding_width, start = context->part->start;
+    for (long s = context->part->first; s < context->part->last; s++) {
+        const Adapter *adapter = batch->adapters[s] < 0 ? NULL : encoder->adapters + batch->adapters[s];
+        if (!adapter || !adapter->embedding_down) continue;
+        for (long row = batch->starts[s] - start; row < batch->starts[s + 1] - start; row++) {
+            if (row < first || row >= last) continue;
+            const float *down = adapter->embedding_down + batch->ids[start + row] * adapter->embedding_rank;
+            for (long r = 0; r < adapter->embedding_rank; r++)
+                for (long d = 0; d < E; d++) to[row * E + d] += down[r] * adapter->embedding_up[r * E + d];
+        }
+    }
+}
+
 static void embed(LaneContext *context) {
     const Encoder *encoder = context->encoder;
     const Batch *batch = context->batch;
@@ -177,11 +229,12 @@ static void embed(LaneContext *context) {
             for (long d = 0; d < E; d++) row[d] += position[d];
         }
     }
+    if (batch->adapters) embed_low_rank(context, to, first, last);
     context->isa->run_norm(&encoder->embedding_norm, to + first * E, last - first, E, to + first * E);
     barrier(context);
     if (encoder->projection.in) {
         Target target = {.out = context->rows.hidden, .width = encoder->width};
-        step_product(context, &encoder->projection, to, 0, &target);
+        step_product(context, &encoder->projection, NULL, 0, to, 0, &target);
     }
 }
 
@@ -203,10 +256,11 @@ static void run_layer(LaneContext *context, const Layer *layer, int is_last) {
         step_norm(context, &layer->attention_norm, rows->hidden, D, rows->sums);
         x = rows->sums;
     }
-    step_product(context, &layer->qkv, x, 0, &qkv);
+    step_product(context, &layer->qkv, layer, MAP_QKV, x, 0, &qkv);
     if (has_row_norms) step_row_norms(context, layer);
     step_attention(context, layer, dot, bf16, is_last);
-    step_product(context, &layer->attention_out, rows->attended, keeps_bf16(&layer->attention_out), &attended);
+    step_product(context, &layer->attention_out, layer, MAP_ATTENTION_OUT, rows->attended,
+                 keeps_bf16(&layer->attention_out), &attended);
     if (layer->after_attention.weight) step_norm_add(context, &layer->after_attention, rows->sums, D, rows->hidden);
     if (encoder->pre_norm) {
         step_norm(context, &layer->mlp_norm, rows->hidden, D, rows->sums);
@@ -216,8 +270,8 @@ static void run_layer(LaneContext *context, const Layer *layer, int is_last) {
         step_norm(context, &layer->attention_norm, x, D, rows->hidden);
         x = rows->hidden;
     }
-    step_product(context, &layer->mlp_in, x, 0, &inner);
-    step_product(context, &layer->mlp_out, rows->inner, inner.out_is_bf16, &out);
+    step_product(context, &layer->mlp_in, layer, MAP_MLP_IN, x, 0, &inner);
+    step_product(context, &layer->mlp_out, layer, MAP_MLP_OUT, rows->inner, inner.out_is_bf16, &out);
     if (layer->after_mlp.weight) step_norm_add(context, &layer->after_mlp, rows->sums, D, rows->hidden);
     if (!encoder->pre_norm) step_norm(context, &layer->mlp_norm, rows->sums, D, rows->hidden);
 }

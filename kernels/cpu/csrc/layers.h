@@ -21,6 +21,7 @@ typedef struct {
     void *qkv;         /* [R, (H + 2 Hkv) K] */
     void *attended;    /* [R, H K] */
     void *inner;       /* [R, I] */
+    LowRankRows terms; /* of one product at a time */
 } Rows;
 
 /* One lane's context for run_part: a part for the lane alone, or the whole batch for joint lanes (see layers.c). */

@@ -57,6 +57,23 @@ typedef struct {
     int32_t *sums;
 } Packing;
 
+/* A low-rank term of a product (LoRA): x down^T up^T is added to x W^T. */
+typedef struct {
+    Product down; /* K to r; in = 0: no term. FORMAT_DOT if the product is, else FORMAT_F32 */
+    Product up;   /* r to N, FORMAT_F32, gated if the product is; includes the scale of the adapter */
+} LowRank;
+
+/* The low-rank terms of an adapter (Hu et al., arXiv 2106.09685). */
+typedef struct {
+    const LowRank *terms;         /* [layers, MAPS] */
+    const float *embedding_down;  /* [V, embedding_rank], added to the word embeddings; NULL: no term */
+    const float *embedding_up;    /* [embedding_rank, E] */
+    int64_t embedding_rank;
+} Adapter;
+
+/* The products of a layer that may have low-rank terms. */
+enum Map { MAP_QKV = 0, MAP_ATTENTION_OUT = 1, MAP_MLP_IN = 2, MAP_MLP_OUT = 3, MAPS = 4 };
+
 /* (x - mean) / sqrt(var + eps) * weight + bias, or x / sqrt(mean(x^2) + eps) * weight if `rms`. */
 typedef struct {
     const float *weight; /* [D]; NULL: no norm, rows are copied */
@@ -111,6 +128,8 @@ typedef struct {
     Product projection;    /* E to D; in = 0: none */
     const Layer *layers;
     Norm final_norm;
+    const Adapter *adapters;
+    int64_t max_rank;      /* largest r of all adapters; 0 without adapters */
 } Encoder;
 
 /* Paged KV cache, [pages, page size, kv heads, head size] per layer, in the type that attention computes in. Keys are
@@ -135,7 +154,15 @@ typedef struct {
     const Pages *pages;       /* decoders; NULL: sequences are whole, and nothing is stored */
     float *hidden;            /* [T, D] the result */
     float *first_weights;     /* [T, H] attention weights of each sequence's first token, last layer; or NULL */
+    const int32_t *adapters;  /* [S] index in Encoder.adapters, -1: no adapter; NULL: no sequence has one */
 } Batch;
+
+/* The low-rank terms of the rows of one product. */
+typedef struct {
+    const Product **ups; /* [R] LowRank.up of each row, NULL: no term */
+    float *rows;         /* [R, stride] x down^T */
+    int64_t stride;
+} LowRankRows;
 
 /* Destination of the result of a product. */
 typedef struct {

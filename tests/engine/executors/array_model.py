@@ -56,8 +56,19 @@ class ArrayModel(PackedModel):
             cu_seqlens=batch.cu_seqlens.numpy(),
             lengths=np.array(batch.seq_lens, np.int32),
             num_hidden=_num_hidden(batch),
+            adapters=_adapters(batch),
             past=None,
         )
+
+
+def _adapters(batch: PackedBatch) -> NDArray[np.int32] | None:
+    """Returns the number of the adapter of each sequence, [N], or None."""
+    if not batch.adapters:
+        return None
+    numbers_T = np.full(batch.num_tokens, -1, np.int32)
+    for group in batch.adapters:
+        numbers_T[slice(None) if group.rows is None else group.rows.numpy()] = group.number
+    return numbers_T[batch.cu_seqlens.numpy()[:-1]]
 
 
 def _between_tensors(head: ArrayHead | None) -> Head | None:

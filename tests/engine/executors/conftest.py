@@ -142,11 +142,15 @@ def pack() -> Callable[..., PackedBatch]:
     """Packs token ids; `boundaries` has the first token of type 1 of each sequence, 0 for none."""
 
     def pack_tokens(
-        sequences: Sequence[Sequence[int]], boundaries: Sequence[int] | None = None, device: str = "cpu"
+        sequences: Sequence[Sequence[int]],
+        boundaries: Sequence[int] | None = None,
+        device: str = "cpu",
+        adapters: Sequence[int] | None = None,
     ) -> PackedBatch:
         boundaries = boundaries or [0] * len(sequences)
         inputs = [TokenizedInput(np.asarray(s, np.int32), b) for s, b in zip(sequences, boundaries, strict=True)]
-        return PackedBatch.build(inputs, torch.device(device))
+        numbers = None if adapters is None else np.array(adapters, np.int32)
+        return PackedBatch.build(inputs, torch.device(device), adapters=numbers)
 
     return pack_tokens
 

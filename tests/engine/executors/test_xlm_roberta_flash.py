@@ -54,8 +54,11 @@ def with_adapters(tensors):
             renamed[name] = tensor
             continue
         base = f"roberta.{module}.parametrizations.weight"
-        renamed |= {f"{base}.original": tensor, f"{base}.0.lora_A": torch.randn(5, 4, tensor.shape[1])}
-        renamed[f"{base}.0.lora_B"] = torch.randn(5, tensor.shape[0], 4)
+        rows, columns = tensor.shape
+        renamed |= {f"{base}.original": tensor, f"{base}.0.lora_A": torch.randn(5, 4, columns) / columns**0.5}
+        renamed[f"{base}.0.lora_B"] = torch.randn(5, rows, 4)
+        if module.endswith("embeddings"):
+            renamed |= {f"{base}.0.lora_A": torch.randn(5, rows, 4), f"{base}.0.lora_B": torch.randn(5, 4, columns) / 9}
     return {name if name.startswith("roberta.") else f"roberta.{name}": tensor for name, tensor in renamed.items()}
 
 
@@ -106,13 +109,45 @@ def save_hub(save_model):
 def test_hub_layout_equals_transformers_without_adapters(executor, trusts, load, save_hub, resolve, pack, sequences):
     folder, reference = save_hub()
     info = resolve(folder, trust_remote_code=trusts)
-    assert (info.packed, info.max_model_len, info.adapters) == (True, 158, tuple(TASKS))
-    assert info.has_task_adapters, "a request with a task is rejected"
+    assert (info.packed, info.max_model_len) == (True, 158)
+    assert [adapter.name for adapter in info.task_adapters] == TASKS
     model = load(info, trust_remote_code=trusts)
     hidden = model.forward(pack(sequences)).hidden_states
     assert_close(hidden, rows_of(reference, sequences))
     alone = torch.cat([model.forward(pack([sequence])).hidden_states for sequence in sequences])
     assert relative_error(hidden, alone) <= (0 if executor == "cpu" else 1e-6)
+
+
+@EXECUTORS
+def test_task_adapters_of_the_hub_equal_merged_weights(executor, load, save_hub, resolve, pack, sequences):
+    folder, reference = save_hub()
+    tensors = load_file(folder / "model.safetensors")
+    model = load(resolve(folder))
+    hidden = model.forward(pack(sequences, adapters=range(5))).hidden_states
+    plain = {key: value.clone() for key, value in reference.state_dict().items()}
+    expected = []
+    for number, sequence in enumerate(sequences):
+        reference.load_state_dict(plain)
+        for name in [name for name in tensors if name.endswith("lora_A")]:
+            module = name.removeprefix("roberta.").removesuffix(".parametrizations.weight.0.lora_A")
+            down, up = tensors[name][number], tensors[name[:-1] + "B"][number]
+            added = (down @ up if module.endswith("embeddings") else up @ down) / 4  # lora_alpha / lora_rank
+            merge(reference, module, added)
+        expected.append(rows_of(reference, [sequence]))
+    assert_close(hidden, torch.cat(expected))
+
+
+def merge(model, module, added):
+    """Adds to the weight of a module that has the name of the hub."""
+    names = {"mixer.out_proj": "self_attn.o_proj", "encoder.layers": "layers"}
+    for old, new in names.items():
+        module = module.replace(old, new)
+    if not module.endswith("mixer.Wqkv"):
+        model.get_submodule(module).weight.data += added
+        return
+    attention = model.get_submodule(module.replace("mixer.Wqkv", "self_attn"))
+    for part, rows in zip((attention.q_proj, attention.k_proj, attention.v_proj), added.chunk(3), strict=True):
+        part.weight.data += rows
 
 
 @EXECUTORS

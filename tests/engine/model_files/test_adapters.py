@@ -9,11 +9,17 @@ import pytest
 from safetensors.numpy import save_file
 
 from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.model_info import ModelInfo
+from penstock.engine.protocol.tasks import PoolingType
 
 from .folders import BERT, resolve, write
 
 JINA_TASKS = ("retrieval.query", "retrieval.passage", "separation", "classification", "text-matching")
 ADAPTER = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}
+
+
+def names_of(info: ModelInfo) -> tuple[str, ...]:
+    return tuple(adapter.name for adapter in info.adapters)
 
 
 def save(folder: Path, *names: str) -> None:
@@ -26,7 +32,7 @@ def test_plain_model_has_no_adapters(tmp_path: Path) -> None:
     save(tmp_path, "bert.layer.0.flora_A.weight", "bert.layer.0.weight")
     info = resolve(tmp_path)
     assert info.adapters == ()
-    assert not info.has_task_adapters
+    assert info.task_adapters == ()
 
 
 @pytest.mark.parametrize(
@@ -38,8 +44,9 @@ def test_plain_model_has_no_adapters(tmp_path: Path) -> None:
 )
 def test_config_or_family_names_the_adapters(change: dict[str, object], tmp_path: Path) -> None:
     info = resolve(write(tmp_path, {"config.json": BERT | change}))
-    assert info.adapters == JINA_TASKS
-    assert info.has_task_adapters
+    assert names_of(info) == JINA_TASKS
+    assert info.served_adapters == (), "the folder has no weights of adapters"
+    assert len(info.task_adapters) == len(JINA_TASKS)
     if "lora_adaptations" in change:
         assert info.sources["adapters"] == "config.json: lora_adaptations"
 
@@ -47,9 +54,9 @@ def test_config_or_family_names_the_adapters(change: dict[str, object], tmp_path
 def test_empty_list_overrides_adapters_that_were_found(tmp_path: Path) -> None:
     write(tmp_path, {"config.json": BERT, "one/adapter_config.json": ADAPTER, "two/adapter_config.json": ADAPTER})
     save(tmp_path, "layer.lora_A.weight")
-    assert resolve(tmp_path).adapters == ("one", "two")
+    assert names_of(resolve(tmp_path)) == ("one", "two")
     assert resolve(tmp_path, hf_overrides={"lora_adaptations": []}).adapters == ()
-    assert resolve(tmp_path, hf_overrides={"lora_adaptations": None}).adapters == ("one", "two")
+    assert names_of(resolve(tmp_path, hf_overrides={"lora_adaptations": None})) == ("one", "two")
 
 
 def test_names_of_adapters_must_be_a_list(tmp_path: Path) -> None:
@@ -60,15 +67,16 @@ def test_names_of_adapters_must_be_a_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("places", "expected"),
     [
-        (("",), ("adapter_config.json",)),
-        (("adapters/passage/", "adapters/query/"), ("adapters/passage", "adapters/query")),
+        (("",), ()),
+        (("adapters/passage/", "adapters/query/"), ("passage", "query")),
+        (("a/query/", "b/query/"), ("a-query", "b-query")),
     ],
 )
 def test_folders_of_adapters_are_found(tmp_path: Path, places: tuple[str, ...], expected: tuple[str, ...]) -> None:
     files = {f"{place}adapter_config.json": ADAPTER for place in places}
     info = resolve(write(tmp_path, {"config.json": BERT, **files}))
-    assert info.adapters == expected
-    assert info.has_task_adapters == (len(expected) > 1)
+    assert tuple(adapter.name for adapter in info.served_adapters) == expected
+    assert tuple(adapter.name for adapter in info.task_adapters) == expected
 
 
 @pytest.mark.parametrize(
@@ -85,13 +93,44 @@ def test_tensor_names_show_adapters(tmp_path: Path, name: str, read_shards: bool
     write(tmp_path, {"config.json": BERT} | ({"model.safetensors.index.json": index} if read_shards else {}))
     if not read_shards:
         save(tmp_path, "a", name)
-    assert resolve(tmp_path).adapters == expected
+    info = resolve(tmp_path)
+    assert names_of(info) == expected
+    assert info.served_adapters == ()
 
 
 def test_adapter_without_a_model_is_rejected(tmp_path: Path) -> None:
     write(tmp_path, {"adapter_config.json": ADAPTER})
-    with pytest.raises(ModelLoadError, match=r"has a PEFT adapter .* merge it into owner/base"):
+    with pytest.raises(ModelLoadError, match=r"has a PEFT adapter .* serve owner/base with --adapter NAME="):
         resolve(tmp_path)
     write(tmp_path, {"modules.json": [{"type": "sentence_transformers.models.Transformer", "path": ""}]})
-    with pytest.raises(ModelLoadError, match=r"has a PEFT adapter .* merge it into owner/base"):
+    with pytest.raises(ModelLoadError, match=r"has a PEFT adapter .* serve owner/base with --adapter NAME="):
         resolve(tmp_path)
+
+
+def test_jina_v5_is_its_base_model_with_task_adapters(tmp_path: Path) -> None:
+    modules = [{"idx": 0, "name": "transformer", "path": "", "type": "custom_st.Transformer"}]
+    config = BERT | {
+        "model_type": "jina_embeddings_v5",
+        "architectures": ["JinaEmbeddingsV5Model"],
+        "auto_map": {"AutoModel": "modeling_jina_embeddings_v5.JinaEmbeddingsV5Model"},
+    }
+    tasks = ("classification", "clustering", "retrieval", "text-matching")
+    files = {f"adapters/{task}/adapter_config.json": ADAPTER for task in tasks}
+    nano = resolve(write(tmp_path / "nano", {"config.json": config, "modules.json": modules, **files}))
+    assert (nano.model_type, nano.architecture, nano.packed) == ("eurobert", "EuroBertModel", True)
+    assert (nano.sequence_pooling, nano.normalize, nano.is_causal) == ((PoolingType.LAST,), True, False)
+    assert (names_of(nano), nano.default_adapter) == (tasks, "retrieval")
+    small = resolve(write(tmp_path / "small", {"config.json": config | {"max_window_layers": 28}, **files}))
+    assert (small.model_type, small.sequence_pooling, small.is_causal) == ("qwen3", (PoolingType.LAST,), True)
+
+
+def test_adapters_of_the_operator_follow_those_of_the_model(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", {"config.json": BERT, "one/adapter_config.json": ADAPTER})
+    write(tmp_path / "legal", {"adapter_config.json": ADAPTER})
+    info = resolve(folder, adapter=(f"legal={tmp_path / 'legal'}",))
+    assert names_of(info) == ("one", "legal")
+    assert info.sources["adapters"] == "adapter_config.json, --adapter"
+    with pytest.raises(ModelLoadError, match=r"--adapter: .* has its own adapter 'one'"):
+        resolve(folder, adapter=(f"one={tmp_path / 'legal'}",))
+    with pytest.raises(ModelLoadError, match=r"--adapter: legal=.*: the folder has no adapter_config.json"):
+        resolve(folder, adapter=(f"legal={tmp_path}",))

@@ -1,6 +1,7 @@
 """input_type and task choose a prompt of the model."""
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 from unittest.mock import Mock
 
@@ -8,6 +9,7 @@ import pytest
 from fastapi import Request
 
 from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.engine.protocol.model_info import AdapterSpec
 from penstock.server.admission import AdmissionController
 from penstock.server.calls import prompts as prompt_names
 from penstock.server.calls.call import Call
@@ -25,6 +27,7 @@ PLAIN: dict[str, str] = {}
 E5 = {"query": "query: ", "passage": "passage: "}
 QUERY_ONLY = {"query": "Represent this sentence for searching relevant passages: "}
 JINA_V3 = dict.fromkeys(("retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"), "p")
+JINA_V5 = ("retrieval", "text-matching", "clustering", "classification")
 QWEN = {"query": "Instruct: Find the answer\nQuery:", "document": ""}
 
 
@@ -32,10 +35,10 @@ def body(**fields: str) -> EmbeddingRequest:
     return EmbeddingRequest(input=["a"], **fields)
 
 
-def call(engine: Any, default_prompt_name: str | None = None) -> Call:
+def call(engine: Any, default_prompt_name: str | None = None, adapter: str | None = None) -> Call:
     settings, table = ServerSettings(), ModelTable(ModelManager([], ModelLimits()))
     context = ServerContext(settings, None, table, 0, AdmissionController(settings))
-    return Call(REQUEST, context, Target(engine, "m", default_prompt_name), 0.0)
+    return Call(REQUEST, context, Target(engine, "m", default_prompt_name, adapter), 0.0)
 
 
 @pytest.mark.parametrize("field", ["input_type", "task"])
@@ -68,21 +71,50 @@ def test_instruction_replaces_that_of_the_query_prompt(make_engine) -> None:
         assert (options.prompt, options.instruction) == ("Instruct: Find the law\nQuery:", None)
 
 
+def adapters(names: Iterable[str], folder: str | None = "lora") -> tuple[AdapterSpec, ...]:
+    return tuple(AdapterSpec(name=name, folder=folder, is_task=True) for name in names)
+
+
 @pytest.mark.parametrize("field", ["input_type", "task"])
-def test_task_with_an_adapter_is_rejected(make_engine, field: str) -> None:
-    made = call(make_engine(name="jina", prompts=JINA_V3, adapters=tuple(JINA_V3)))
-    with pytest.raises(InvalidRequestError) as caught:
-        made.embed_options(body(**{field: "retrieval.query"}))
-    assert caught.value.param == field
-    assert f"{field} is 'retrieval.query'" in caught.value.message
-    assert "this server applies no adapters" in caught.value.message
-    assert made.embed_options(body()).prompt_name is None
-    assert made.embed_options(body(prompt_name="separation")).prompt_name == "separation"
+@pytest.mark.parametrize(
+    ("names", "purpose", "expected"),
+    [
+        (JINA_V3, "retrieval.query", "retrieval.query"),
+        (JINA_V3, "search_document", "retrieval.passage"),
+        (JINA_V3, "clustering", "separation"),
+        ([name.replace(".", "_") for name in JINA_V3], "retrieval.passage", "retrieval_passage"),
+        (JINA_V5, "retrieval.query", "retrieval"),
+        (JINA_V5, "text-matching", "text-matching"),
+        (JINA_V5, "separation", "clustering"),
+    ],
+)
+def test_purpose_selects_the_task_adapter(make_engine, names, purpose: str, expected: str, field: str) -> None:
+    made = call(make_engine(prompts=dict.fromkeys(names, "p"), adapters=adapters(names)))
+    options = made.embed_options(body(**{field: purpose}))
+    assert options.adapter == expected
+    assert made.embed_options(body()).adapter is None
+    assert made.embed_options(body(prompt_name=expected)).adapter is None
 
 
-def test_single_adapter_allows_tasks(make_engine) -> None:
-    made = call(make_engine(prompts=E5, adapters=("lora",)))
-    assert made.embed_options(body(task="retrieval.query")).prompt_name == "query"
+@pytest.mark.parametrize(("folder", "purpose"), [(None, "retrieval.query"), ("lora", "nl2code")])
+def test_task_without_an_adapter_is_rejected(make_engine, folder: str | None, purpose: str) -> None:
+    made = call(make_engine(name="jina", prompts=JINA_V3, adapters=adapters(JINA_V3, folder)))
+    with pytest.raises(InvalidRequestError, match=f"task is '{purpose}'; jina has a LoRA adapter for each task"):
+        made.embed_options(body(task=purpose))
+
+
+def test_single_adapter_is_not_selected_by_tasks(make_engine) -> None:
+    made = call(make_engine(prompts=E5, adapters=adapters(["query"])))
+    options = made.embed_options(body(task="retrieval.query"))
+    assert (options.prompt_name, options.adapter) == ("query", None)
+
+
+def test_task_and_model_name_must_agree(make_engine) -> None:
+    made = call(make_engine(prompts=JINA_V3, adapters=adapters(JINA_V3)), adapter="separation")
+    assert made.embed_options(body()).adapter == "separation"
+    assert made.embed_options(body(task="separation")).adapter == "separation"
+    with pytest.raises(InvalidRequestError, match=r"'retrieval\.query', and the model name selects 'separation'"):
+        made.embed_options(body(task="retrieval.query"))
 
 
 @pytest.mark.parametrize(

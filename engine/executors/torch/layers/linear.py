@@ -22,6 +22,7 @@ from penstock.kernels.gated import GateActivation, gated
 
 from ....families.spec import LinearSpec
 from ....protocol.errors import UnsupportedModelError
+from .lora import LowRankTerms
 from .weights import Fusion, Weights
 
 
@@ -119,7 +120,7 @@ _REORDERED_DTYPES: Final = (torch.float32, torch.bfloat16)
 
 
 class Linear:
-    """y = activation(x W^T + b), or x W^T + b plus a residual. Immutable.
+    """y = activation(x W^T + b), or x W^T + b plus a residual. `adapt` adds terms of adapters to x W^T + b.
 
     In float32 the result of a row differs between batches only by the rounding of the sum over I, because the block
     sizes of the product depend on T; measured: at most 1e-6 of the row's largest value.
@@ -134,6 +135,7 @@ class Linear:
 
     __slots__ = (
         "_activation",
+        "_adapters",
         "_bias_O",
         "_gelu_weight_IO",
         "_is_reordered",
@@ -158,6 +160,7 @@ class Linear:
         self._weight_OI = torch.ops.mkldnn._reorder_linear_weight(weight_OI) if self._is_reordered else weight_OI
         self._bias_O = bias_O
         self._activation: ActivationFunction | None = found
+        self._adapters: LowRankTerms | None = None
         # cuBLAS has only the tanh form, and on CUDA torch always uses it for this operation (addmm in
         # aten/src/ATen/native/cuda/Blas.cpp); on a CPU the operation is exact. The two forms differ by at most 4.8e-4,
         # at |x| = 2.7: half a unit in the last place of a bfloat16 of 1/8. float32 models use the exact form.
@@ -188,7 +191,7 @@ class Linear:
         """
         if add is not None:
             return self._product(x_TI).add_(add)
-        if self._gelu_weight_IO is not None:
+        if self._gelu_weight_IO is not None and not (self._adapters is not None and self._adapters.are_used):
             active_TO: Tensor = torch.ops.aten._addmm_activation.default(
                 self._bias_O, x_TI, self._gelu_weight_IO, use_gelu=True
             )
@@ -196,13 +199,18 @@ class Linear:
         y_TO = self._product(x_TI)
         return y_TO if self._activation is None else self._activation.apply(y_TO)
 
+    def adapt(self, terms: LowRankTerms) -> None:
+        """Sets the terms that adapters add to the product."""
+        self._adapters = terms
+
     def _product(self, x_TI: Tensor) -> Tensor:
-        if not self._is_reordered:
-            return F.linear(x_TI, self._weight_OI, self._bias_O)
-        y_TO: Tensor = torch.ops.mkldnn._linear_pointwise.default(
-            x_TI.contiguous(), self._weight_OI, self._bias_O, "none", [], ""
-        )
-        return y_TO
+        if self._is_reordered:
+            y_TO: Tensor = torch.ops.mkldnn._linear_pointwise.default(
+                x_TI.contiguous(), self._weight_OI, self._bias_O, "none", [], ""
+            )
+        else:
+            y_TO = F.linear(x_TI, self._weight_OI, self._bias_O)
+        return y_TO if self._adapters is None else self._adapters.add_to(y_TO, x_TI)
 
 
 def _takes_reordered(weight: Tensor) -> bool:
@@ -215,7 +223,7 @@ def _takes_reordered(weight: Tensor) -> bool:
 class GatedLinear:
     """y = activation(x U^T + c) * (x V^T + d): the GLU of Shazeer (arXiv 2002.05202).
 
-    One product of double width and a Gate.
+    One product of double width, `both`, and a Gate.
 
     Args:
         weight_2OI: [2 * O, I]: U and V.
@@ -224,17 +232,17 @@ class GatedLinear:
         fusion: See Fusion.
     """
 
-    __slots__ = ("_both", "_gate")
+    __slots__ = ("_gate", "both")
 
     def __init__(
         self, weight_2OI: Tensor, bias_2O: Tensor | None, activation: str, *, fusion: Fusion = Fusion.NONE
     ) -> None:
-        self._both = Linear(weight_2OI, bias_2O)
+        self.both = Linear(weight_2OI, bias_2O)
         self._gate = Gate(activation, fusion)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Returns [T, O]."""
-        return self._gate(self._both(x_TI))
+        return self._gate(self.both(x_TI))
 
 
 class Mlp:
@@ -259,6 +267,11 @@ class Mlp:
         assert up.activation is not None
         gate = GatedLinear(*weights.linear(up), up.activation, fusion=weights.fusion)
         return cls(gate, Linear.load(weights, down))
+
+    def adapt(self, up: LowRankTerms, down: LowRankTerms) -> None:
+        """Sets the terms that adapters add to the products of the two layers."""
+        (self._up.both if isinstance(self._up, GatedLinear) else self._up).adapt(up)
+        self._down.adapt(down)
 
     def __call__(self, x_TD: Tensor, *, add: Tensor | None = None) -> Tensor:
         """Returns [T, D]. `add`: a residual of the same shape and dtype, added to the result."""

@@ -167,10 +167,12 @@ INLINE vf column_sum(const Product *product, vf scales, long index) {
 #endif
 }
 
-/* Epilogue of a tile's sums [rows, PANEL] for one activation: bias, activation, gate, residual, rounding. Full panels are
+/* Epilogue of a tile's sums [rows, PANEL] for one activation: low-rank terms [rows, PANEL] or NULL, bias, activation,
+ * gate, residual, rounding. Full panels are
  * stored from registers; a narrower last panel is stored vector by vector. */
-INLINE void finish_as(const Product *product, int activation, int is_gated, int is_rough, const float *sums, int rows,
-                      long panel, long first_row, const RowScale *row_scales, const Target *to) {
+INLINE void finish_as(const Product *product, int activation, int is_gated, int is_rough, const float *sums,
+                      const float *terms, int rows, long panel, long first_row, const RowScale *row_scales,
+                      const Target *to) {
     const int vecs = is_gated ? VECS / 2 : VECS, is_bf16 = to->out_is_bf16;
     const long column = panel * vecs * WIDTH, width = to->width, left = width - column;
     const float *add = to->add ? to->add + first_row * width + column : NULL;
@@ -190,6 +192,7 @@ INLINE void finish_as(const Product *product, int activation, int is_gated, int 
                              v_fma(v_set(row_scales[r].middle), column_sums[v], bias[v]));
             else
                 y[v] = v_add(x, bias[v]);
+            if (terms) y[v] = v_add(y[v], v_load(terms + r * PANEL + v * WIDTH));
         }
         UNROLL for (int v = 0; v < vecs; v++) {
             y[v] = activate(y[v], activation, is_rough);
@@ -209,12 +212,12 @@ INLINE void finish_as(const Product *product, int activation, int is_gated, int 
     }
 }
 
-static void finish(const Product *product, const float *sums, int rows, long panel, long first_row,
+static void finish(const Product *product, const float *sums, const float *terms, int rows, long panel, long first_row,
                    const RowScale *row_scales, const Target *to) {
     /* The error of bfloat16 and int8 inputs is larger than that of a rough function. */
     const int is_rough = product->format == FORMAT_DOT || product->format == FORMAT_INT8;
 #define FINISH(activation, is_gated, is_rough) \
-    finish_as(product, activation, is_gated, is_rough, sums, rows, panel, first_row, row_scales, to)
+    finish_as(product, activation, is_gated, is_rough, sums, terms, rows, panel, first_row, row_scales, to)
 #define CASE(activation) \
     case activation: \
         if (product->gated && is_rough) \
@@ -239,15 +242,32 @@ static void finish(const Product *product, const float *sums, int rows, long pan
 #undef FINISH
 }
 
+/* Computes the low-rank terms [count, PANEL] of some rows and one panel. Returns `out`, or NULL if no row has a term. */
+static const float *low_rank_tile(const LowRankRows *terms, long row, int count, long panel, float *out) {
+    int has_term = 0;
+    for (int i = 0, end; i < count; i = end) {
+        const Product *up = terms->ups[row + i];
+        for (end = i + 1; end < count && end - i < ROWS && terms->ups[row + end] == up;) end++;
+        if (up)
+            tile_f32(end - i, terms->rows + (row + i) * terms->stride, terms->stride,
+                     (const float *)up->weights + panel * PANEL * up->in, up->in, out + i * PANEL, PANEL);
+        else
+            memset(out + i * PANEL, 0, (size_t)(end - i) * PANEL * sizeof(float));
+        has_term |= up != NULL;
+    }
+    return has_term ? out : NULL;
+}
+
 /* Multiplies rows [R, K], in the format of the product, by panels `first` to `last`.
  *
- * `scratch`: PANEL * K floats for FORMAT_BF16, 64-byte aligned. `row_scales` [R] for FORMAT_INT8.
+ * `scratch`: PANEL * K floats for FORMAT_BF16, 64-byte aligned. `row_scales` [R] for FORMAT_INT8. `terms`: NULL if no
+ * row has a low-rank term.
  */
-static void run_product(const Product *product, const void *x, const RowScale *row_scales, long rows, long first,
-                        long last, const Target *to, float *scratch) {
+static void run_product(const Product *product, const void *x, const RowScale *row_scales, const LowRankRows *terms,
+                        long rows, long first, long last, const Target *to, float *scratch) {
     long num_in = product->in;
     int is_scaled = product->format == FORMAT_INT8;
-    float sums[MAX_ROWS * PANEL] __attribute__((aligned(64)));
+    float sums[MAX_ROWS * PANEL] __attribute__((aligned(64))), added[MAX_ROWS * PANEL] __attribute__((aligned(64)));
     for (long begin = 0; begin < rows; begin += ROW_BLOCK) {
         long end = begin + ROW_BLOCK < rows ? begin + ROW_BLOCK : rows;
         for (long panel = first; panel < last; panel++) {
@@ -284,7 +304,8 @@ static void run_product(const Product *product, const void *x, const RowScale *r
                         break;
 #endif
                 }
-                finish(product, sums, n, panel, row, is_scaled ? row_scales + row : NULL, to);
+                const float *tile_terms = terms ? low_rank_tile(terms, row, n, panel, added) : NULL;
+                finish(product, sums, tile_terms, n, panel, row, is_scaled ? row_scales + row : NULL, to);
                 row += n;
             }
         }

@@ -22,7 +22,7 @@ from penstock.engine.client.vector_cache.keys import (
     identity_of,
     stamp_of,
 )
-from penstock.engine.protocol.model_info import DenseSpec, ModelInfo
+from penstock.engine.protocol.model_info import AdapterSpec, DenseSpec, ModelInfo
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask
@@ -102,7 +102,8 @@ def info(folder: Path) -> ModelInfo:
 
 @pytest.mark.parametrize("name", sorted({field.name for field in dataclasses.fields(ModelInfo)} - {"path"}))
 def test_each_field_that_decides_vectors_changes_the_identity(info: ModelInfo, name: str) -> None:
-    value: Any = {"dense": (DENSE,), "query": info}.get(name, "another value")
+    adapters = (AdapterSpec(name="legal", index=0),)
+    value: Any = {"dense": (DENSE,), "query": info, "adapters": adapters}.get(name, "another value")
     changed = dataclasses.replace(info, **{name: value})
     assert (identity_of(changed) == identity_of(info)) is (name in CHANGES_NO_VECTOR)
 
