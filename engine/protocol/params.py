@@ -177,8 +177,8 @@ class PoolingParams:
         elif not model.is_matryoshka:
             raise InvalidRequestError(
                 "{dimensions} is {given}, but {model.name} does not declare Matryoshka support; leave {dimensions} out "
-                "or set it to the native {model.embedding_size}. If the model supports smaller vectors, start the "
-                "server with --matryoshka any, or with --hf-overrides '{{\"matryoshka_dimensions\": [...]}}'.",
+                "or set it to the native {model.embedding_size}. If the model supports smaller vectors, start "
+                "with --matryoshka any, or with --hf-overrides '{{\"matryoshka_dimensions\": [...]}}'.",
                 param="dimensions",
                 given=dims,
                 model=model,
