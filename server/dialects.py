@@ -80,9 +80,9 @@ class Dialect:
 
     Attributes:
         name: Name for messages and tests.
-        ignored_keys: Keys that clients send but that do not affect responses, with the reason. Other unknown keys are
-            rejected, because a server that ignores an option gives a response that the client did not request. vLLM,
-            TEI and Infinity ignore unknown keys; OpenAI, Cohere, Jina and Voyage reject them.
+        ignored_keys: Keys that clients send but that do not affect responses, with the reason. --unknown-fields states
+            what happens to other unknown keys. vLLM, TEI and Infinity ignore them; OpenAI, Cohere, Jina and Voyage
+            reject them.
         error_model: Schema of the error body. OpenAI's clients read the object `error`, Cohere's `message` and Jina's
             `detail`; TEI's and Ollama's read `error` as a text.
         statuses: Statuses of engine errors that differ from ERROR_KINDS.
@@ -193,6 +193,13 @@ XINFERENCE: Final = Dialect(
         "return_len": "requests the number of tokens, which `usage` always has; RAGFlow sends it.",
     },
 )
+SGLANG: Final = Dialect(
+    name="sglang", ignored_keys={"rid": "a request id of SGLang; x-request-id and `request_id` set the id here."}
+)
+SILICONFLOW: Final = Dialect(
+    name="siliconflow",
+    ignored_keys={"overlap_tokens": "overlap of the chunks of max_chunks_per_doc; chunks do not overlap here."},
+)
 TEI: Final = Dialect(
     name="tei",
     ignored_keys={
@@ -214,7 +221,7 @@ OLLAMA: Final = Dialect(
 )
 PENSTOCK: Final = Dialect(name="penstock", ignored_keys=_USER)
 
-DIALECTS: Final = (OPENAI, JINA, VOYAGE, VLLM, INFINITY, COHERE, XINFERENCE, TEI, OLLAMA, PENSTOCK)
+DIALECTS: Final = (OPENAI, JINA, VOYAGE, VLLM, INFINITY, COHERE, XINFERENCE, SGLANG, SILICONFLOW, TEI, OLLAMA, PENSTOCK)
 SHARED_RESPONSES: Final = {**TEI.responses, **_responses(ErrorBody | TeiErrorBody, _DESCRIPTIONS)}
 """Error responses of a path that TEI shares with other dialects, for the OpenAPI document."""
 

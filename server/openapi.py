@@ -82,6 +82,14 @@ _HEADERS: Final[Json] = {
         "required": True,
         "schema": {"type": "string"},
     },
+    "IgnoredFields": {
+        "description": "Unknown fields of the body that the server ignored, separated by commas.",
+        "schema": {"type": "string"},
+    },
+    "TruncatedInputs": {
+        "description": "Number of inputs that were truncated; absent if it is 0.",
+        "schema": {"type": "integer", "minimum": 1},
+    },
     "ServerTiming": {
         "description": "Milliseconds of the stages: tokenization, queue, inference, encode (W3C).",
         "schema": {"type": "string"},
@@ -163,12 +171,15 @@ def _complete_operation(route: Route, operation: Json, *, needs_key: bool) -> No
             responses.pop(status, None)
     else:
         parameters += [_reference("parameters", "TraceParent")]
+        documented = responses["200"].setdefault("headers", {})
+        documented["Server-Timing"] = _reference("headers", "ServerTiming")
+        documented["x-ignored-fields"] = _reference("headers", "IgnoredFields")
         if route.runs_model:
             parameters += [_reference("parameters", "RequestTimeout"), _reference("parameters", "Priority")]
+            documented["x-truncated-inputs"] = _reference("headers", "TruncatedInputs")
         else:
             for status in ("408", "504"):
                 responses.pop(status, None)
-        responses["200"].setdefault("headers", {})["Server-Timing"] = _reference("headers", "ServerTiming")
     if needs_key and route.access is not Access.OPEN:
         operation["security"] = [{scheme: []} for scheme in _SECURITY_SCHEMES]
         schema = _reference("schemas", route.dialect.error_model.__name__)

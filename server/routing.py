@@ -17,7 +17,7 @@ from starlette.types import Scope
 from penstock.engine import EngineError
 
 from .dialects import DIALECT, DIALECTS, OPENAI, SHARED_RESPONSES, Dialect, Responses
-from .http.json_bodies import BodyParser, JsonBody, parsed
+from .http.json_bodies import UNSUPPORTED_FIELDS, BodyParser, JsonBody, parsed
 
 ACCESS: Final = "penstock.access"
 """Scope key of the Access of a request's route."""
@@ -117,7 +117,7 @@ class Route(APIRoute):
 
 async def respond_as(endpoint: Endpoint, schema: type[JsonBody], content: dict[str, Any], request: Request) -> Response:
     """Validates a body with the schema of another route and returns that route's response; see `parsed`."""
-    body = parsed(schema, content)
+    body = parsed(schema, content, request.scope)
     if (request_id := body.body_request_id()) is not None:
         request.scope["penstock.request_id"] = request_id
     try:
@@ -205,6 +205,7 @@ class RouteTable:
 
     Attributes:
         routes: Routes with fixed paths first, so that they have precedence over paths with parameters.
+        field_keys: Keys of the fields of all bodies, and UNSUPPORTED_FIELDS.
     """
 
     def __init__(self, routes: Iterable[Route]) -> None:
@@ -214,6 +215,8 @@ class RouteTable:
         for route in self.routes:
             if not route.param_convertors:
                 self._fixed.setdefault(route.path, []).append(route)
+        parsers = [route.body_parser for route in self.routes if route.body_parser is not None]
+        self.field_keys = UNSUPPORTED_FIELDS.union(*(parser.field_keys for parser in parsers))
 
     def find(self, method: str, path: str) -> Route | None:
         """Returns the route of a request, or None."""

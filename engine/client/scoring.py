@@ -181,7 +181,7 @@ class PairScorer:
 
     def _query_options(self, options: RequestOptions) -> RequestOptions:
         """Returns options with the model's query adapter and prompt, with the request's instruction if it has one."""
-        options = self._with_adapter(_QUERY_ADAPTERS, options)
+        options = replace(self._with_adapter(_QUERY_ADAPTERS, options), max_passages=1)  # queries are not split
         if not options.instruction:
             return self._named_prompt(QUERY_PROMPTS, options)
         names = (*QUERY_PROMPTS, self._info.default_prompt_name or "")

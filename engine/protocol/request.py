@@ -25,6 +25,7 @@ class TokenizedInput:
         num_prompt_tokens: Leading tokens that pooling leaves out (0 unless the model excludes its prompt).
         num_hidden: Trailing tokens of a ColBERT query. They attend to the other tokens; no token attends to them.
         query: [Q, D] float32. Query vectors, if this input is a ColBERT document to score.
+        is_truncated: Whether a part of the input was removed to fit a limit. Unknown in the engine's process.
     """
 
     token_ids: NDArray[np.int32]
@@ -32,6 +33,7 @@ class TokenizedInput:
     num_prompt_tokens: int = 0
     num_hidden: int = 0
     query: NDArray[np.float32] | None = None
+    is_truncated: bool = False
 
     def __len__(self) -> int:
         """Returns the number of tokens."""
@@ -66,6 +68,8 @@ class RequestOptions:
             without a prompt they are documents, or queries if ModelInfo.default_is_query is set.
         on_rows: Called before the model runs with the number and the width of the token rows in the result. An error
             that it raises rejects the request.
+        on_truncated: Called before the model runs with the number of inputs that were truncated, if it is above 0. It
+            may be called several times, for example for queries and for documents.
     """
 
     timeout_s: float | None = None
@@ -80,11 +84,17 @@ class RequestOptions:
     max_passages: int = 1
     is_query: bool | None = None
     on_rows: Callable[[int, int], None] | None = None
+    on_truncated: Callable[[int], None] | None = None
 
     def report_rows(self, num_rows: int, width: int) -> None:
         """Calls `on_rows`, if it is set."""
         if self.on_rows is not None:
             self.on_rows(num_rows, width)
+
+    def report_truncated(self, num_inputs: int) -> None:
+        """Calls `on_truncated`, if it is set and the number is above 0."""
+        if self.on_truncated is not None and num_inputs:
+            self.on_truncated(num_inputs)
 
 
 DEFAULT_OPTIONS: Final = RequestOptions()

@@ -17,7 +17,7 @@ from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, Text, TokenizedInput
 from ..protocol.tasks import PoolingTask
 from .late_chunking import JoinedText, LateChunking, verify_late_chunking
-from .long_text import LongText, Passages, Windows
+from .long_text import MIN_PASSAGE_TOKENS, LongText, Passages, Windows
 from .model_tokenizer import Truncation, truncate_chars
 from .tokenizer import TokenizerPool
 
@@ -78,6 +78,7 @@ class InputEncoder:
             skip_prompt=not self._info.include_prompt,
             add_special_tokens=options.add_special_tokens,
         )
+        self._report_truncated(tokenized, options)
         multi_vector, token_id = self._info.multi_vector, self._tokenizer.multi_vector_tokens.expansion_id
         if multi_vector is not None and multi_vector.expansion is not None and token_id is not None and params.is_query:
             tokenized = [
@@ -108,6 +109,7 @@ class InputEncoder:
         self._check_inputs(pairs)
         truncation = self._truncation(params, param=param)
         tokenized = await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
+        self._report_truncated(tokenized, options)
         return self._replace_empty(tokenized)
 
     async def passages(
@@ -115,11 +117,16 @@ class InputEncoder:
     ) -> Passages:
         """Splits documents into passages that fit beside their query or, for embedding tasks, alone.
 
+        Reports the truncated documents and, for pairs, the truncated queries. `encode` and `pairs` report none of
+        the passages.
+
         Raises:
             RequestTooLongError: A document does not fit into its passages and must not be truncated.
         """
         truncation = replace(self._truncation(params, param=None), may_truncate=True)
-        sizes = await self._passage_sizes(queries, params, options, truncation)
+        without_document = await self._without_document(queries, params, options, truncation)
+        sizes = [truncation.max_num_tokens - len(tokens) for tokens in without_document]
+        num_queries = sum(tokens.is_truncated for tokens in without_document)
         sizes = sizes if len(sizes) > 1 else sizes * len(documents)
         num_chars = replace(truncation, max_num_tokens=options.max_passages * truncation.max_num_tokens).max_chars
         read = [truncate_chars(document, num_chars, keeps_end=False) for document in documents]
@@ -127,24 +134,24 @@ class InputEncoder:
         offsets = [detail.offsets for detail in details]
         spare = _SPARE_TOKENS if params.reject_too_long else 0
         passages = Passages.of(read, offsets, sizes, options.max_passages, spare=spare)
-        unread = next((i for i, document in enumerate(documents) if read[i] is not document), None)
-        too_long = passages.truncated_document if passages.truncated_document is not None else unread
+        unread = [i for i, document in enumerate(documents) if read[i] is not document]
+        too_long = next(iter((*passages.truncated_documents, *unread)), None)
         if params.reject_too_long and too_long is not None:
             is_read = read[too_long] is documents[too_long]
             num_tokens, size = len(offsets[too_long]), sizes[too_long] - spare
             raise _document_too_long(too_long, num_tokens, size, options.max_passages, is_read=is_read)
+        unsplit = [i for i, size in enumerate(sizes) if size < MIN_PASSAGE_TOKENS and len(offsets[i]) > size]
+        options.report_truncated(len({*passages.truncated_documents, *unread, *unsplit}) + num_queries)
         return passages
 
-    async def _passage_sizes(
+    async def _without_document(
         self, queries: Sequence[str], params: PoolingParams, options: RequestOptions, truncation: Truncation
-    ) -> list[int]:
-        """Returns the tokens left for a passage beside each query or, for embedding tasks, beside the prompt."""
+    ) -> list[TokenizedInput]:
+        """Returns the tokens beside a passage: of each query or, for embedding tasks, of the prompt."""
         if params.task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED):
-            without_document = await self._tokenizer.encode(["a"], truncation, prompt=self._prompt(options))
-        else:
-            pairs = [(query, "a") for query in queries]
-            without_document = await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
-        return [truncation.max_num_tokens - len(tokens) for tokens in without_document]
+            return await self._tokenizer.encode(["a"], truncation, prompt=self._prompt(options))
+        pairs = [(query, "a") for query in queries]
+        return await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
 
     def late_chunking(self, params: PoolingParams) -> LateChunking:
         """Returns the settings to join inputs. Raises InvalidRequestError if the model does not support it."""
@@ -169,7 +176,13 @@ class InputEncoder:
         prompt = self._prompt(options) if isinstance(inputs[0], str) else ""
         parts, is_whole = await self._tokenizer.encode_parts(inputs, late.truncation, prompt=prompt)
         prompt_ids = await self._prompt_ids(prompt)
-        return late.join(parts, [isinstance(i, str) for i in inputs], prompt_ids, is_whole=is_whole)
+        joined = late.join(parts, [isinstance(i, str) for i in inputs], prompt_ids, is_whole=is_whole)
+        self._report_truncated([joined.tokens], options)  # the first or last input
+        return joined
+
+    def _report_truncated(self, tokenized: Sequence[TokenizedInput], options: RequestOptions) -> None:
+        if options.max_passages == 1:
+            options.report_truncated(sum(tokens.is_truncated for tokens in tokenized))
 
     def _check_inputs(self, inputs: Sequence[Text | tuple[str, str]]) -> None:
         """Raises InvalidRequestError if there is no input, or an input is empty or a media file."""

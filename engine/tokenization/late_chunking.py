@@ -96,6 +96,7 @@ class LateChunking:
         bounds = np.cumsum([0, *map(len, parts)])
         num_tokens = int(bounds[-1]) + len(leading) + len(trailing)
         first, end = 0, int(bounds[-1])
+        is_truncated = not is_whole or num_tokens > self.truncation.max_num_tokens
         if num_tokens > self.truncation.max_num_tokens:
             at_least = "" if is_whole else "at least "
             self.truncation.reject_unless_truncated(
@@ -125,7 +126,7 @@ class LateChunking:
         if not self.include_prompt and len(prompt_ids) > first:
             last = spans[0][1]
             spans[0] = (min(len(leading) + len(prompt_ids) - first, last - 1), last)
-        return JoinedText(TokenizedInput(ids), spans, np.diff(rows).tolist())
+        return JoinedText(TokenizedInput(ids, is_truncated=is_truncated), spans, np.diff(rows).tolist())
 
 
 def verify_late_chunking(info: ModelInfo) -> None:

@@ -211,12 +211,12 @@ class Passages:
     Attributes:
         texts: All passages, in the order of the documents.
         owners: The document of each passage.
-        truncated_document: The first document that lost text; None if no document did.
+        truncated_documents: The documents that have more passages than the limit.
     """
 
     texts: list[str]
     owners: list[int]
-    truncated_document: int | None = None
+    truncated_documents: list[int]
 
     @classmethod
     def of(
@@ -233,15 +233,15 @@ class Passages:
         """
         texts: list[str] = []
         owners: list[int] = []
-        truncated_document: int | None = None
+        truncated_documents: list[int] = []
         for i, (document, token_offsets, size) in enumerate(zip(documents, offsets, sizes, strict=True)):
             is_whole = size < MIN_PASSAGE_TOKENS or len(token_offsets) <= size
             passages = [document] if is_whole else split_text(document, token_offsets, size - spare, limit + 1)
-            if len(passages) > limit and truncated_document is None:
-                truncated_document = i
+            if len(passages) > limit:
+                truncated_documents.append(i)
             texts += passages[:limit]
             owners += [i] * len(passages[:limit])
-        return cls(texts, owners, truncated_document)
+        return cls(texts, owners, truncated_documents)
 
     def join(self, result: ScoreResult) -> ScoreResult:
         """Returns the best score and the summed token count of each document."""

@@ -282,7 +282,7 @@ class ModelTokenizer:
                     tokenized.append(self._truncate_text(*next(encodings), truncation, skip, specials, index))
                 else:
                     ids = self._truncate_ids(self.checked_ids(item), truncation, index)
-                    tokenized.append(TokenizedInput(ids))
+                    tokenized.append(TokenizedInput(ids, is_truncated=len(ids) < len(item)))
         return tokenized
 
     def _first_chars(self, texts: Sequence[str], truncation: Truncation, chars_per_token: int) -> list[str]:
@@ -330,7 +330,8 @@ class ModelTokenizer:
             if bounded is not text:
                 truncation.reject_unread_unless_truncated(len(text), len(encoding), index)
             ids = self.text_ids(encoding.ids)
-            return TokenizedInput(ids, num_prompt_tokens=max(min(skip, len(encoding) - 1), 0))
+            num_prompt = max(min(skip, len(encoding) - 1), 0)
+            return TokenizedInput(ids, num_prompt_tokens=num_prompt, is_truncated=bounded is not text)
         truncation.reject_length_unless_truncated(len(encoding), index, is_whole=bounded is text)
         max_text = self.max_text_tokens(truncation) if specials else limit
         (bare,) = self.backend.encode_batch([bounded], add_special_tokens=False)
@@ -339,7 +340,8 @@ class ModelTokenizer:
         truncated_ids = self.backend.post_process(bare).ids if specials else bare.ids
         if skip and self.truncates_left(truncation):
             skip = max(skip - num_removed, 0) if bounded is text else 0
-        return TokenizedInput(self.text_ids(truncated_ids), num_prompt_tokens=min(skip, len(truncated_ids) - 1))
+        num_prompt = min(skip, len(truncated_ids) - 1)
+        return TokenizedInput(self.text_ids(truncated_ids), num_prompt_tokens=num_prompt, is_truncated=True)
 
     def _encode_more(
         self, text: str, bounded: str, encoding: Encoding, truncation: Truncation, *, specials: bool

@@ -55,6 +55,8 @@ class PairEncoder:
                 encodings = self._tokenizer.backend.encode_batch_fast(part)
                 joined = enumerate(zip(part, encodings, strict=True), first)
                 tokenized += [self._truncate_pair(pair, encoding, truncation, i) for i, (pair, encoding) in joined]
+        for tokens, pair, read in zip(tokenized, pairs, cased, strict=True):
+            tokens.is_truncated |= len(read[0]) < len(pair[0]) or len(read[1]) < len(pair[1])
         return tokenized
 
     def _bounded(self, pairs: Sequence[Pair], truncation: Truncation) -> list[Pair]:
@@ -79,18 +81,20 @@ class PairEncoder:
         limit, left = truncation.max_num_tokens, self._tokenizer.truncates_left(truncation)
         tokenized = []
         for i, ids in enumerate(encoder.encode(pairs, instruction)):
-            if len(ids) > limit:
+            is_truncated = len(ids) > limit
+            if is_truncated:
                 truncation.reject_length_unless_truncated(len(ids), first + i)
                 truncated = encoder.truncate(pairs[i], instruction, limit, left=left)
                 if truncated is None:
                     raise _no_space_error(encoder, instruction, truncation)
                 ids = truncated
-            tokenized.append(TokenizedInput(self._tokenizer.text_ids(ids)))
+            tokenized.append(TokenizedInput(self._tokenizer.text_ids(ids), is_truncated=is_truncated))
         return tokenized
 
     def _truncate_pair(self, pair: Pair, encoding: Encoding, truncation: Truncation, index: int) -> TokenizedInput:
         """Truncates a joined pair to the limit and finds the beginning of its second text."""
-        if len(encoding) > truncation.max_num_tokens:
+        is_truncated = len(encoding) > truncation.max_num_tokens
+        if is_truncated:
             truncation.reject_length_unless_truncated(len(encoding), index)
             backend, side = self._tokenizer.backend, self._tokenizer.side(truncation)
             first, second = backend.encode_batch(list(pair), add_special_tokens=False)
@@ -100,7 +104,7 @@ class PairEncoder:
             second.truncate(keep_second, direction=side)
             encoding = backend.post_process(first, second)
         boundary = encoding.type_ids.index(1) if self._uses_token_types and 1 in encoding.type_ids else 0
-        return TokenizedInput(self._tokenizer.text_ids(encoding.ids), boundary)
+        return TokenizedInput(self._tokenizer.text_ids(encoding.ids), boundary, is_truncated=is_truncated)
 
 
 def _no_space_error(

@@ -71,9 +71,22 @@ class Call:
         adapter: LoRA adapter that the request names; None: none.
         began_s: time.perf_counter() when the handler began.
         num_tokens: Number of tokens of all inputs; 0 until `count` is called.
+        num_truncated: Number of inputs that were truncated. A document that `max_tokens_per_doc` and the limit of the
+            model truncate counts twice.
     """
 
-    __slots__ = ("adapter", "began_s", "context", "engine", "info", "name", "num_tokens", "request", "target")
+    __slots__ = (
+        "adapter",
+        "began_s",
+        "context",
+        "engine",
+        "info",
+        "name",
+        "num_tokens",
+        "num_truncated",
+        "request",
+        "target",
+    )
 
     def __init__(self, request: Request, context: ServerContext, target: Target, began_s: float) -> None:
         self.request = request
@@ -85,6 +98,7 @@ class Call:
         self.adapter = target.adapter
         self.began_s = began_s
         self.num_tokens = 0
+        self.num_truncated = 0
 
     @classmethod
     async def start(cls, request: Request, model: str | None, kinds: Collection[ModelKind] = ()) -> Call:
@@ -153,7 +167,18 @@ class Call:
             adapter=self.adapter,
             prompt_name=prompt_name,
             instruction=instruction,
+            on_truncated=self.add_truncated,
         )
+
+    def add_truncated(self, num_inputs: int) -> None:
+        """Adds inputs that were truncated."""
+        self.num_truncated += num_inputs
+
+    def warnings(self) -> dict[str, Any]:
+        """Returns the fields of Cohere's `meta` for truncated inputs, if there are any."""
+        if not self.num_truncated:
+            return {}
+        return {"warnings": [f"Inputs that were truncated because they are too long: {self.num_truncated}."]}
 
     def embed_options(self, body: RequestBody, *, priority: int | None = None) -> RequestOptions:
         """Returns the engine options of an embedding request, with the prompt selected by its `prompt_fields`.
@@ -178,8 +203,8 @@ class Call:
         return replace(options, prompt=prompt.text, is_query=prompt.is_query, adapter=adapter)
 
     def count(self, task: str, result: Result) -> None:
-        """Counts the tokens of an engine result under the name of the task in the metrics."""
-        self.num_tokens = self.context.metrics.count(task, result.num_tokens)
+        """Counts the tokens and truncated inputs of an engine result under the name of the task in the metrics."""
+        self.num_tokens = self.context.metrics.count(task, result.num_tokens, self.num_truncated)
 
     def response_fields(self, id_prefix: str) -> dict[str, Any]:
         """Returns the fields of an OpenAI response except `data`. The id starts with `id_prefix`."""

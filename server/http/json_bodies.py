@@ -8,24 +8,35 @@ Body = Annotated[
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Final, TypeVar, get_args
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Discriminator, GetJsonSchemaHandler, TypeAdapter, ValidationError
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
+from starlette.types import Scope
 
 from ..errors import COHERE_TAG, DEFAULT_TAG, MAX_SHOWN_ERRORS, TEI_TAG, quote_names
 
+IGNORED_FIELDS: Final = "penstock.ignored_fields"
+"""Scope key of the unknown keys of a body that the server ignored, as names for a header and the log."""
+UNSUPPORTED_FIELDS: Final = frozenset({"mm_processor_kwargs", "preset", "relevant_spans"})
+"""Fields of vLLM, Cohere and Voyage that change the response but are fields of no body. They are rejected."""
+MAX_IGNORED_FIELDS: Final = 32
+"""A body with more unknown keys is rejected: comparing each with all known keys takes 10 us per pair."""
+_MAX_NAME_CHARS: Final = 40
+_NOT_IN_HEADERS: Final = re.compile(r"[^\w.\[\]-]", re.ASCII)
+
 
 class JsonBody(BaseModel):
-    """A request body. Unknown keys are rejected unless their value is null or `ignored_keys` has them.
+    """A request body. `check_keys` handles unknown keys unless their value is null or `ignored_keys` has them.
 
     Attributes:
         tag: Names its dialect if bodies of several dialects share a path.
         ignored_keys: Keys that are accepted and ignored, with the reason.
+        nested_keys: Fields that hold an object or a list with objects, and the keys of these objects.
         param_names: See `field_names`.
     """
 
@@ -33,6 +44,7 @@ class JsonBody(BaseModel):
 
     tag: ClassVar[str] = DEFAULT_TAG
     ignored_keys: ClassVar[Mapping[str, str]] = {}
+    nested_keys: ClassVar[Mapping[str, Collection[str]]] = {}
     param_names: ClassVar[Mapping[str, str]] = {}
 
     def field_names(self) -> Mapping[str, str]:
@@ -43,36 +55,58 @@ class JsonBody(BaseModel):
         """Returns the request id in the body; None: use the header x-request-id."""
         return None
 
-    def check_keys(self) -> None:
-        """Raises RequestValidationError for unknown keys that are neither null nor ignored. Removes ignored keys."""
+    def check_keys(self, sent: Mapping[str, Any], other_fields: Collection[str] | None) -> list[str]:
+        """Returns the unknown keys that may be ignored, such as `foo` or `inputs[].foo`. Removes all unknown keys.
+
+        Args:
+            sent: The body as the client sent it.
+            other_fields: Fields of other routes, which have no use here. None: no unknown key may be ignored.
+
+        Raises:
+            RequestValidationError: A key is a field of another route, differs from a field of this body by at most
+                two edits, or may not be ignored.
+        """
         extra = self.model_extra or {}
-        names = [name for name, value in extra.items() if value is not None and name not in self.ignored_keys]
-        if names:
+        fields = self.field_keys() if extra else []
+        unknown: list[tuple[str, str, Sequence[str]]] = [
+            (name, name, fields) for name, value in extra.items() if value is not None and name not in self.ignored_keys
+        ]
+        extra.clear()
+        unknown += self._unknown_nested_keys(sent)
+        if other_fields is None or len(unknown) > MAX_IGNORED_FIELDS:
+            wrong = unknown
+        else:
+            wrong = [key for key in unknown if key[0] in other_fields or _closest(key[1], key[2])]
+        if wrong:
             errors = [
-                {
-                    "type": "unknown_key",
-                    "loc": ("body", self.tag, quote_names((name,))),
-                    "msg": self._hint(name),
-                }
-                for name in names[:MAX_SHOWN_ERRORS]
+                {"type": "unknown_key", "loc": ("body", self.tag, quote_names((path,))), "msg": _hint(name, known)}
+                for path, name, known in wrong[:MAX_SHOWN_ERRORS]
             ]
             # Other keys are only counted: making messages for a million keys would take minutes.
-            raise RequestValidationError(errors + errors[-1:] * (len(names) - len(errors)))
-        extra.clear()
+            raise RequestValidationError(errors + errors[-1:] * (len(wrong) - len(errors)))
+        return [path for path, _, _ in unknown]
 
     @classmethod
-    def _hint(cls, name: str) -> str:
-        fields = [field.alias or name for name, field in cls.model_fields.items()]
-        meant = difflib.get_close_matches(name[:100], fields, n=1)
-        return (
-            f"is not known here; did you mean {meant[0]}? Otherwise leave it out"
-            if meant
-            else f"has no use here; leave it out. This request takes {quote_names(fields)}"
-        )
+    def field_keys(cls) -> list[str]:
+        """Returns the keys of all fields."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
+    def _unknown_nested_keys(self, sent: Mapping[str, Any]) -> Iterator[tuple[str, str, Sequence[str]]]:
+        """Yields path, name and the known keys of each unknown key in `nested_keys`."""
+        for field, known in self.nested_keys.items():
+            value = sent.get(field)
+            if value is None or getattr(self, field) is None:  # chats in `input` are moved to `messages`
+                continue
+            entries = value if isinstance(value, list) else [value]
+            if not entries or isinstance(entries[0], str | int):  # a list of texts or of token ids
+                continue
+            names = {name for entry in entries if isinstance(entry, dict) for name in entry if entry[name] is not None}
+            for name in sorted(names.difference(known)):
+                yield f"{field}[].{name}" if isinstance(value, list) else f"{field}.{name}", name, [*known]
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Returns the JSON Schema with the rule for unknown keys."""
+        """Returns the JSON Schema. It allows no unknown keys: generated clients should not send keys without effect."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         schema["additionalProperties"] = {"type": "null"}
         for name, reason in cls.ignored_keys.items():
@@ -83,13 +117,58 @@ class JsonBody(BaseModel):
 Body = TypeVar("Body", bound=JsonBody)
 
 
-def parsed(schema: type[Body], body: object) -> Body:
+def _hint(name: str, known: Sequence[str]) -> str:
+    meant = _closest(name, known)
+    return (
+        f"is not known here; did you mean {meant}? Otherwise leave it out"
+        if meant
+        else f"has no use here; leave it out. This request takes {quote_names(known)}"
+    )
+
+
+def _closest(name: str, known: Sequence[str]) -> str | None:
+    """Returns the first known key that a typing error may have changed to `name`.
+
+    A typing error is up to two edits. Below five characters it is one edit, because most short words are that similar.
+    """
+    for edits in (1, 2):
+        for key in known:
+            shorter = min(len(name), len(key))
+            if shorter > 2 * edits and abs(len(name) - len(key)) <= edits and _is_within(name, key, edits):
+                return key
+    return None
+
+
+def _is_within(a: str, b: str, edits: int) -> bool:
+    """Returns whether the Damerau-Levenshtein distance of two texts is at most `edits`."""
+    if a and b and a[0] == b[0]:
+        return _is_within(a[1:], b[1:], edits)
+    if not (a and b and edits):
+        return max(len(a), len(b)) <= edits
+    return (
+        _is_within(a[1:], b[1:], edits - 1)
+        or _is_within(a[1:], b, edits - 1)
+        or _is_within(a, b[1:], edits - 1)
+        or (a[:2] == b[1::-1] and _is_within(a[2:], b[2:], edits - 1))
+    )
+
+
+def _note_unknown_keys(body: JsonBody, sent: Any, scope: Scope) -> None:
+    """Handles the unknown keys of a body as --unknown-fields states. See JsonBody.check_keys for errors."""
+    state = scope["app"].state
+    policy = state.context.settings.unknown_fields
+    names = body.check_keys(sent, None if policy == "reject" else state.routes.field_keys)
+    if names and policy == "warn":
+        scope[IGNORED_FIELDS] = [_NOT_IN_HEADERS.sub("?", name[:_MAX_NAME_CHARS]) for name in names]
+
+
+def parsed(schema: type[Body], body: object, scope: Scope) -> Body:
     """Returns a body as `schema`. Raises RequestValidationError; see `invalid_body` and `JsonBody.check_keys`."""
     try:
         checked = schema.model_validate(body)
     except ValidationError as error:
         raise invalid_body(error, body) from error
-    checked.check_keys()
+    _note_unknown_keys(checked, body, scope)
     return checked
 
 
@@ -98,6 +177,10 @@ class BodyParser:
 
     Args:
         annotation: Annotation of the route's parameter `body`: a schema, a union with a discriminator, or dict.
+
+    Attributes:
+        tag_of: See `tag_rule`.
+        field_keys: Keys of all fields of its schemas.
     """
 
     def __init__(self, annotation: Any) -> None:
@@ -105,16 +188,25 @@ class BodyParser:
         self._validate = adapter.validator.validate_python
         self._has_schema = adapter.core_schema["type"] != "dict"
         self.tag_of = tag_rule(annotation)
+        self.field_keys = frozenset(key for schema in _schemas(annotation) for key in schema.field_keys())
 
-    def parse(self, value: Any) -> Any:
+    def parse(self, value: Any, scope: Scope) -> Any:
         """Returns a body, or a dict if there is no schema. Raises RequestValidationError; see `parsed`."""
         try:
             body = self._validate(value)
         except ValidationError as error:
             raise invalid_body(error, value) from error
-        if self._has_schema and body.__pydantic_extra__:
-            body.check_keys()
+        if self._has_schema and (body.__pydantic_extra__ or body.nested_keys):
+            _note_unknown_keys(body, value, scope)
         return body
+
+
+def _schemas(annotation: Any) -> Iterator[type[JsonBody]]:
+    """Yields the schemas of an annotation; see BodyParser."""
+    if isinstance(annotation, type) and issubclass(annotation, JsonBody):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _schemas(part)
 
 
 def invalid_body(error: ValidationError, body: object) -> RequestValidationError:

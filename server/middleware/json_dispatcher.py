@@ -146,7 +146,7 @@ async def _read_body(request: Request, route: Route, parser: BodyParser) -> Any:
             if content.get(key) is not None:
                 scope[DIALECT] = dialect
     reader.check_entries(content, parser.tag_of(content))
-    body = parser.parse(content)
+    body = parser.parse(content, scope)
     if isinstance(body, JsonBody) and (request_id := body.body_request_id()) is not None:
         scope["penstock.request_id"] = request_id
     return body

@@ -119,6 +119,10 @@ def _start_response(head: Message, record: RequestRecord) -> Message:
     headers = [(b"x-request-id", record.scope["penstock.request_id"].encode("ascii"))]
     if record.stage_seconds:
         headers.append((b"server-timing", server_timing(record.stage_seconds)))
+    if record.ignored_fields:
+        headers.append((b"x-ignored-fields", ",".join(record.ignored_fields).encode("ascii")))
+    if record.num_truncated:
+        headers.append((b"x-truncated-inputs", b"%d" % record.num_truncated))
     return {**head, "headers": [*head.get("headers", ()), *headers]}
 
 

@@ -42,6 +42,7 @@ _REJECTED: Final = (
     "penstock_rejected_requests",
     "Requests that a limit rejected or ended, by limit. Health checks are not counted.",
 )
+_IGNORED: Final = ("penstock_ignored_fields", "Unknown fields of request bodies that were ignored.")
 _ENGINE_HISTOGRAMS: Final = {
     "step_tokens": ("penstock_engine_batch_tokens", "Tokens of a forward."),
     "step_seqs": ("penstock_engine_batch_inputs", "Inputs, or chunks of inputs, of a forward."),
@@ -138,19 +139,23 @@ class Metrics(Collector):
         self._stages: dict[tuple[str, str, str], dict[Stage, StepHistogram]] = {}
         self._inputs: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._tokens: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._truncated: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._ignored_fields: Counter[tuple[str]] = Counter()
         self._rejected: Counter[tuple[str]] = Counter({(reason,): 0 for reason in REJECTION_REASONS})
 
     def register(self, collector: Collector) -> None:
         """Adds a collector of more metrics."""
         self._registry.register(collector)
 
-    def count(self, task: str, num_tokens: Sequence[int]) -> int:
+    def count(self, task: str, num_tokens: Sequence[int], num_truncated: int = 0) -> int:
         """Counts the inputs of a finished request and returns the sum of its tokens."""
         total, model = sum(num_tokens), ""
         if (record := REQUEST.get()) is not None:
             record.task, record.num_inputs, record.num_tokens, model = task, len(num_tokens), total, record.model
+            record.num_truncated = num_truncated
         self._inputs[model, task] += len(num_tokens)
         self._tokens[model, task] += total
+        self._truncated[model, task] += num_truncated
         return total
 
     def count_rejection(self, reason: str) -> None:
@@ -162,6 +167,8 @@ class Metrics(Collector):
         if record.rejected_by is not None:
             self.count_rejection(record.rejected_by)
         model, route = record.model, record.route
+        if record.ignored_fields:
+            self._ignored_fields[(model,)] += len(record.ignored_fields)
         self._requests[model, route, str(record.status)] += 1
         latency = self._latency.get((model, route))
         if latency is None:
@@ -205,7 +212,14 @@ class Metrics(Collector):
             ("penstock_http_requests", "Responses by route and status.", ("model", "route", "status"), self._requests),
             ("penstock_inputs", "Texts, documents or pairs.", ("model", "task"), self._inputs),
             ("penstock_tokens", "Tokens of inputs.", ("model", "task"), self._tokens),
+            (
+                "penstock_truncated_inputs",
+                "Inputs that were truncated.",
+                ("model", "task"),
+                self._truncated,
+            ),
             (*_REJECTED, ("reason",), self._rejected),
+            (*_IGNORED, ("model",), self._ignored_fields),
         ):
             yield _counted(name, text, names, counts)
         yield latency

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ..settings import ServerSettings, UsageError
 from .metrics import Metrics
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from .tracing import Tracing
 
 logger = logging.getLogger("penstock.access")
-error_logger = logging.getLogger(__name__)
+module_logger = logging.getLogger(__name__)
 
 
 class Observers:
@@ -34,7 +36,7 @@ class Observers:
         self._tracing = _tracing_to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
         # In order of call. Tracing precedes the access log, which contains the trace id.
         self._observers: list[Observer] = [] if self._tracing is None else [self._tracing.observe]
-        self._observers.append(metrics.observe)
+        self._observers += [metrics.observe, IgnoredFieldsLog().observe]
         if settings.access_log:
             self._observers.append(log_access)
 
@@ -44,7 +46,7 @@ class Observers:
             try:
                 observe(record)
             except Exception:
-                error_logger.exception("%s failed for request %s", observe, record.scope["penstock.request_id"])
+                module_logger.exception("%s failed for request %s", observe, record.scope["penstock.request_id"])
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -64,6 +66,34 @@ def _tracing_to(endpoint: str) -> Tracing:
             f"--otlp-traces-endpoint needs the extra `otel`; {error.name} is missing; run: pip install 'penstock[otel]'"
         ) from error
     return Tracing.to(endpoint)
+
+
+class IgnoredFieldsLog:
+    """Logs the ignored fields of a request, once in INTERVAL_S: a client usually sends the same fields every time."""
+
+    INTERVAL_S: Final = 60.0
+
+    def __init__(self) -> None:
+        self._next_s = -math.inf
+        self._num_skipped = 0
+
+    def observe(self, record: RequestRecord) -> None:
+        """Logs the fields of a request, or counts the request for the next line."""
+        if not record.ignored_fields:
+            return
+        now = time.perf_counter()
+        if now < self._next_s:
+            self._num_skipped += 1
+            return
+        module_logger.warning(
+            "request %s to %s has unknown fields, which were ignored: %s (%d such requests were not logged); "
+            "--unknown-fields reject rejects them, ignore ends this warning",
+            record.scope["penstock.request_id"],
+            record.route,
+            ", ".join(record.ignored_fields),
+            self._num_skipped,
+        )
+        self._next_s, self._num_skipped = now + self.INTERVAL_S, 0
 
 
 def log_access(record: RequestRecord) -> None:

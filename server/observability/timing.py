@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -13,6 +13,7 @@ from starlette.types import Scope
 from penstock.engine.protocol.request import Stage, StageTimes
 
 from ..admission import REJECTED_BY
+from ..http.json_bodies import IGNORED_FIELDS
 from ..routing import route_of
 
 UNKNOWN_ROUTE: Final = "other"
@@ -38,6 +39,7 @@ class RequestRecord:
         task: Task of the engine; None if it was not called or failed.
         num_inputs: Texts, documents or pairs.
         num_tokens: Tokens of the inputs.
+        num_truncated: Inputs that were truncated.
         trace_id: Id of its trace; None without traces.
         rejected_by: The limit that rejected the request; None if it was accepted.
     """
@@ -56,6 +58,7 @@ class RequestRecord:
     task: str | None = None
     num_inputs: int = 0
     num_tokens: int = 0
+    num_truncated: int = 0
     trace_id: str | None = None
     rejected_by: str | None = None
 
@@ -63,6 +66,12 @@ class RequestRecord:
     def is_success(self) -> bool:
         """Whether the status is not an error."""
         return self.status < 400
+
+    @property
+    def ignored_fields(self) -> Sequence[str]:
+        """Unknown fields of the body that the server ignored."""
+        names: Sequence[str] = self.scope.get(IGNORED_FIELDS, ())
+        return names
 
     def begin_response(self, status: int) -> None:
         """Records the start of the response."""

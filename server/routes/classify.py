@@ -17,7 +17,7 @@ from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from ..calls.call import CLASSIFIERS, EMBEDDERS, Call, check_count
 from ..calls.request_inputs import check_inputs, engine_inputs
 from ..calls.sizes import size_of_classes, size_of_texts
-from ..dialects import COHERE, INFINITY, VLLM, keys_ignored_by
+from ..dialects import COHERE, INFINITY, SGLANG, VLLM, keys_ignored_by
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
 from ..schemas.inputs import Text, TextOrTexts
@@ -61,7 +61,8 @@ class ClassifyRequest(InputFields, PoolingBody):
         one_of=("input", "messages", "inputs"),
     )
 
-    ignored_keys: ClassVar = keys_ignored_by(VLLM, INFINITY, COHERE)
+    ignored_keys: ClassVar = keys_ignored_by(VLLM, INFINITY, COHERE, SGLANG)
+    nested_keys: ClassVar = {**InputFields.nested_keys, "inputs": ("text",), "examples": ("text", "label")}
     prompt_fields: ClassVar = ("instruction",)
 
     inputs: TextOrTexts | None = Field(None, description="Texts. The response has Cohere's format.")
@@ -260,7 +261,11 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     if body.inputs is not None:
         is_multi_label = info.activation is Activation.SIGMOID and len(result.labels) > 1
         rows = _cohere_rows(fields["id"], body.inputs, result, is_multi_label=is_multi_label)
-        meta = {"api_version": {"version": "1"}, "billed_units": {"classifications": len(body.inputs)}}
+        meta = {
+            "api_version": {"version": "1"},
+            "billed_units": {"classifications": len(body.inputs)},
+            **call.warnings(),
+        }
         return call.respond({"id": fields["id"], "classifications": rows, "meta": meta})
     if body.is_infinity():
         infinity_rows = prediction_rows(result.scores, result.labels)

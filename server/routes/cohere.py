@@ -65,6 +65,7 @@ class CohereEmbedRequest(CohereBody):
         one_of=("texts", "inputs"),
     )
 
+    nested_keys: ClassVar = {"texts": ("text",), "inputs": ("content",)}
     prompt_fields: ClassVar = ("input_type",)
 
     texts: Texts | None = Field(None, description="Texts.")
@@ -245,6 +246,7 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
             "meta": {
                 "api_version": {"version": version},
                 "billed_units": {"input_tokens": call.num_tokens, "image_tokens": 0},
+                **call.warnings(),
             },
         },
     )

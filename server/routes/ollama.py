@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import re
 import time
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime, timedelta
 from math import inf
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -102,6 +103,7 @@ class OllamaEmbedRequest(OllamaEmbedBody):
     )
 
     param_names: ClassVar = {"truncate_prompt_tokens": "options.num_ctx", "cut_to_fit": "truncate to true"}
+    nested_keys: ClassVar = {"input": ("text",)}
 
     input: TextOrTexts = Field(description="A text or a list of texts.")
     truncate: Flag | None = Field(
@@ -153,8 +155,9 @@ class OllamaShowRequest(OllamaBody):
 class TextRequest(JsonBody):
     """A request for generated text. It is always rejected."""
 
-    def check_keys(self) -> None:
+    def check_keys(self, sent: Mapping[str, Any], other_fields: Collection[str] | None) -> list[str]:
         """Accepts all keys."""
+        return []
 
     def life(self) -> dict[str, Any] | None:
         """Returns the body of an OllamaLifeRequest if the request has no prompt and no messages."""

@@ -16,7 +16,7 @@ from ..calls.call import EMBEDDERS, Call
 from ..calls.request_inputs import check_inputs, engine_inputs
 from ..calls.sizes import size_of_numbers
 from ..calls.vectors import BYTES_RESPONSE, check_encodings, vector_width, vectors_response
-from ..dialects import INFINITY, JINA, OPENAI, VLLM, VOYAGE, keys_ignored_by
+from ..dialects import INFINITY, JINA, OPENAI, SGLANG, VLLM, VOYAGE, keys_ignored_by
 from ..http.encoding import Encoding
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
@@ -54,7 +54,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
         one_of=("input", "messages"),
     )
 
-    ignored_keys: ClassVar = keys_ignored_by(OPENAI, JINA, VOYAGE, VLLM, INFINITY)
+    ignored_keys: ClassVar = keys_ignored_by(OPENAI, JINA, VOYAGE, VLLM, INFINITY, SGLANG)
     prompt_fields: ClassVar = (*EmbeddingBody.prompt_fields, "task", "instruction")
 
     dimensions: WidthOrZero | None = Field(

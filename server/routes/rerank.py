@@ -17,7 +17,18 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from ..calls.call import RERANKERS, Call, check_count
 from ..calls.request_inputs import truncate_texts
 from ..calls.sizes import size_of_scores, size_of_texts
-from ..dialects import COHERE, INFINITY, JINA, TEI, VLLM, VOYAGE, XINFERENCE, keys_ignored_by
+from ..dialects import (
+    COHERE,
+    INFINITY,
+    JINA,
+    SGLANG,
+    SILICONFLOW,
+    TEI,
+    VLLM,
+    VOYAGE,
+    XINFERENCE,
+    keys_ignored_by,
+)
 from ..errors import DEFAULT_TAG, TEI_TAG
 from ..http.json_bodies import by_keys
 from ..routing import BatchUse, RouteOptions, Router
@@ -54,7 +65,10 @@ class RerankRequest(PairBody):
     )
 
     param_names: ClassVar = {"text_1": "query", "text_2": "documents", "input": "documents"}
-    ignored_keys: ClassVar = keys_ignored_by(COHERE, JINA, VOYAGE, VLLM, INFINITY, XINFERENCE)
+    ignored_keys: ClassVar = keys_ignored_by(COHERE, JINA, VOYAGE, VLLM, INFINITY, XINFERENCE, SGLANG, SILICONFLOW)
+
+    # The objects in `documents` may have any keys: `rank_fields` names some, and the response returns all.
+    nested_keys: ClassVar = {"query": ("text",)}
 
     query: TextOrObject = Field(description='The query: a text or {"text": ...}.')
     documents: Documents = Field(description='Texts or objects {"text": ...}. Long documents are truncated.')
@@ -212,7 +226,8 @@ class ScoreRequest(PairBody):
         one_of=(*_PAIRS,),
     )
 
-    ignored_keys: ClassVar = keys_ignored_by(VLLM)
+    ignored_keys: ClassVar = keys_ignored_by(VLLM, SGLANG)
+    nested_keys: ClassVar = {side: ("text", "content") for pair in _PAIRS for side in pair}
 
     text_1: ScoreSide | None = Field(None, description="Queries. Used with `text_2`.")
     text_2: ScoreSide | None = Field(None, description="Documents.")
@@ -306,7 +321,7 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     answer: dict[str, Any] = {
         **{key: fields[key] for key in ("id", "model", "usage")},
         "results": (_row(body, texts, i, scores[i], with_document=with_documents) for i in best),
-        "meta": {"api_version": {"version": version}, "billed_units": {"search_units": units}},
+        "meta": {"api_version": {"version": version}, "billed_units": {"search_units": units}, **call.warnings()},
     }
     if body.is_voyage():
         answer["data"] = (_voyage_row(texts, i, scores[i], with_document=with_documents) for i in best)

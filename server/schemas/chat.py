@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
@@ -106,6 +106,8 @@ class ChatFields(RequestBody):
 
 class InputFields(ChatFields):
     """The fields `input` and `messages`. A body has one of the two."""
+
+    nested_keys: ClassVar[Mapping[str, Collection[str]]] = {"input": ("text",)}
 
     input: Inputs | None = Field(
         None,

@@ -227,6 +227,7 @@ class VersionMeta(BaseModel):
     """Cohere's meta object without billed units."""
 
     api_version: ApiVersion
+    warnings: list[str] | None = Field(None, description="States how many inputs were truncated; absent if none were.")
 
 
 class CohereTruncate(StrEnum):

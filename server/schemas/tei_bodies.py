@@ -6,6 +6,7 @@ Most responses are bare lists. Options are fields of the body or, as in the Infe
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, GetJsonSchemaHandler, model_validator
@@ -95,6 +96,7 @@ class TeiTokenEmbedRequest(TeiModelBody):
     """Body of POST /embed_all and /embed_sparse."""
 
     model_config = documented({"inputs": ["A gate holds the water."]})
+    nested_keys: ClassVar[Mapping[str, Collection[str]]] = {"inputs": ("text",)}
 
     inputs: FullInputs = Field(
         description="A text, a list of texts, the token ids of one text, or a list of such lists. No text may be empty."
@@ -139,6 +141,8 @@ class TeiSimilarityRequest(TeiModelBody):
     """Body of POST /similarity."""
 
     model_config = documented({"inputs": {"source_sentence": "A gate.", "sentences": ["A dam.", "A song."]}})
+
+    nested_keys: ClassVar = {"inputs": ("source_sentence", "sentences")}
 
     inputs: TeiSentences
     prompt_name: str | None = Field(None, description="Name of a prompt of the model. It is put before every sentence.")
@@ -187,6 +191,8 @@ class TeiRerankRequest(TeiModelBody):
         {"query": "What holds back the water?", "texts": ["A gate.", "A song."], "return_text": True}
     )
 
+    nested_keys: ClassVar = {"query": ("text",), "texts": ("text",)}
+
     query: TextOrObject = Field(description="The query.")
     texts: Texts = Field(description="Texts.")
     raw_scores: Flag | None = Field(None, description="Return logits.")
@@ -205,6 +211,7 @@ class TeiTokenizeRequest(TeiBody):
     """TEI's body of POST /tokenize."""
 
     model_config = documented({"inputs": "A gate holds the water."})
+    nested_keys: ClassVar = {"inputs": ("text",)}
 
     inputs: TextOrTexts = Field(description="A text or a list of texts.")
     add_special_tokens: Flag | None = Field(None, description="Add the model's special tokens (default).")

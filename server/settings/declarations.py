@@ -158,6 +158,14 @@ class ServerSettings(CommandSettings):
         "N",
         min_value=1,
     )
+    unknown_fields: str = setting(
+        "warn",
+        "If a request body has a field that no client API of the path knows: ignore it and report it in the header "
+        "x-ignored-fields, in the log and in a metric; reject the request with 400; or ignore the field silently. "
+        "Misspelt fields and fields that other paths have are always rejected.",
+        "HTTP",
+        choices=("warn", "reject", "ignore"),
+    )
     min_transfer_rate: int = setting(
         16 * 1024,
         "Minimum rate, in bytes per second such as 16KiB, at which clients must send a body or read a "

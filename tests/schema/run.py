@@ -93,7 +93,8 @@ def run(suite: Suite, options: list[str]) -> dict[str, object]:
     """Starts a server, validates its document, runs schemathesis and returns its report."""
     url, log = f"http://127.0.0.1:{free_port()}", REPORTS / f"{suite.name}.server.log"
     command = [str(SERVER_BIN / "penstock"), "serve", *([str(MODELS / suite.model)] if suite.model else [])]
-    command += [*suite.flags, *(("--api-key", KEY) if suite.has_key else ())]
+    # The document allows no unknown fields.
+    command += ["--unknown-fields", "reject", *suite.flags, *(("--api-key", KEY) if suite.has_key else ())]
     with log.open("wb") as stderr:
         address = ("--host", "127.0.0.1", "--port", url.rsplit(":", 1)[1], "--device", "cpu")
         server = subprocess.Popen([*command, *address], stderr=stderr, env=environment())

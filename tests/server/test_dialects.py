@@ -1,5 +1,6 @@
-"""Unknown keys of bodies: each dialect ignores some, and rejects all others by name."""
+"""Unknown keys of bodies: each dialect ignores some; --unknown-fields states what happens to others."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -22,6 +23,8 @@ IGNORED: dict[str, set[str]] = {
     "infinity": {"user"},
     "cohere": {"user", "drop_params"},
     "xinference": {"user", "return_len"},
+    "sglang": {"rid"},
+    "siliconflow": {"overlap_tokens"},
     "tei": {"user", "options"},
     "ollama": {"user"},
     "penstock": {"user"},
@@ -44,7 +47,14 @@ def test_every_ignored_key_has_a_reason() -> None:
     assert all(reason.endswith(".") for dialect in DIALECTS for reason in dialect.ignored_keys.values())
 
 
-async def test_unknown_key_is_rejected_unless_the_dialect_ignores_it(client: httpx.AsyncClient, engine) -> None:
+@pytest.fixture
+async def strict(serving, engine) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(engine, unknown_fields="reject") as client:
+        yield client
+
+
+async def test_unknown_key_is_rejected_unless_the_dialect_ignores_it(strict: httpx.AsyncClient, engine) -> None:
+    client = strict
     for path, body, dialects in BODIES:
         ignored = set().union(*(IGNORED[dialect] for dialect in dialects))
         for key in set().union(*IGNORED.values()):
@@ -91,6 +101,93 @@ async def test_misspelt_parameter_gets_a_hint(client: httpx.AsyncClient) -> None
     assert message.startswith("dimensions has no use here; leave it out. This request takes model, ")
     _, message = await rejected(client, "/v1/embeddings", {"input": "a", "labels": ["x", "y"]})
     assert message.endswith(", ...")
+
+
+async def test_unknown_key_is_ignored_with_a_warning(client: httpx.AsyncClient, engine, caplog) -> None:
+    for path, body, _ in BODIES:
+        plain, warned = await client.post(path, json=body), await client.post(path, json={**body, "unknown_key": 1})
+        assert "x-ignored-fields" not in plain.headers
+        assert (warned.status_code, warned.headers["x-ignored-fields"]) == (200, "unknown_key"), path
+    assert len(caplog.messages) == 1  # one line a minute
+    assert "unknown_key" in caplog.text
+    metrics = (await client.get("/metrics")).text
+    assert f'penstock_ignored_fields_total{{model="fake-model"}} {float(len(BODIES))}' in metrics
+    assert "unknown_key" not in metrics
+
+
+async def test_ignored_fields_are_silent_if_the_setting_says_so(serving, engine, caplog) -> None:
+    async with serving(engine, unknown_fields="ignore") as client:
+        response = await client.post("/v1/embeddings", json={"input": "a", "foo": 1})
+        assert response.status_code == 200
+        assert "x-ignored-fields" not in response.headers
+        assert not caplog.messages
+        assert (await rejected(client, "/v1/embeddings", {"input": "a", "dimension": 1}))[0] == "dimension"
+        assert "penstock_ignored_fields_total{" not in (await client.get("/metrics")).text
+
+
+async def test_header_with_ignored_fields_is_ascii_and_short(client: httpx.AsyncClient, caplog) -> None:
+    keys = ["a\r\nset-cookie: x", "k" * 10_000, "é\U0001f600", "x,y"]
+    response = await client.post("/v1/embeddings", json={"input": "a", **dict.fromkeys(keys, 1)})
+    shown = ["a??set-cookie??x", "k" * 40, "??", "x?y"]
+    assert response.headers["x-ignored-fields"].split(",") == shown
+    assert "set-cookie" not in response.headers
+    assert "\n" not in caplog.messages[0]
+    many = {"input": "a", **{f"foo_{i}": 1 for i in range(33)}}
+    assert (await rejected(client, "/v1/embeddings", many))[0] == "foo_0"
+    del many["foo_32"]
+    response = await client.post("/v1/embeddings", json=many)
+    assert len(response.headers["x-ignored-fields"].split(",")) == 32
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("dimension", "dimensions"),
+        ("dimenions", "dimensions"),
+        ("diemnsions", "dimensions"),
+        ("dimensons_", "dimensions"),
+        ("inptu", "input"),
+        ("tsak", "task"),
+        ("dmnsns", None),  # four edits
+        ("tags", None),  # two edits from `task`: short words are that similar
+        ("at", None),
+    ],
+)
+async def test_only_misspelt_keys_are_rejected(client: httpx.AsyncClient, key: str, meant: str | None) -> None:
+    body = {"input": "a", key: 1}
+    if meant is None:
+        assert (await client.post("/v1/embeddings", json=body)).headers["x-ignored-fields"] == key
+    else:
+        param, message = await rejected(client, "/v1/embeddings", body)
+        assert (param, f"did you mean {meant}?" in message) == (key, True)
+
+
+# [path, body with an object that has an unknown key, name of the key in the header]
+NESTED = [
+    ("/v1/embeddings", {"input": [{"text": "a"}, {"text": "b", "foo": 1}]}, "input[].foo"),
+    ("/v2/embed", {"inputs": [{"content": "a", "foo": 1}]}, "inputs[].foo"),
+    ("/v1/rerank", {"query": {"text": "a", "foo": 1}, "documents": [{"text": "b", "any": 1}]}, "query.foo"),
+    ("/score", {"text_1": "a", "text_2": [{"text": "b", "foo": 1}]}, "text_2[].foo"),
+    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"], "foo": 1}}, "inputs.foo"),
+    ("/classify", {"inputs": ["a"], "examples": [{"text": c, "label": c, "foo": 1} for c in "xy"]}, "examples[].foo"),
+    ("/api/embed", {"input": [{"text": "a", "foo": 1}]}, "input[].foo"),
+    ("/invocations", {"input": [{"text": "a", "foo": 1}]}, "input[].foo"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "name"), NESTED)
+async def test_unknown_key_of_a_nested_object_is_reported(client, strict, path: str, body: Any, name: str) -> None:
+    response = await client.post(path, json=body)
+    assert (response.status_code, response.headers.get("x-ignored-fields")) == (200, name), response.text
+    assert (await rejected(strict, path, body))[0] == name
+
+
+async def test_misspelt_key_of_a_nested_object_is_rejected(client: httpx.AsyncClient) -> None:
+    body = {"input": [{"text": "a", "txet": "b"}]}
+    param, message = await rejected(client, "/v1/embeddings", body)
+    assert (param, "did you mean text?" in message) == ("input[].txet", True)
+    chat = {"input": [{"role": "user", "content": "a", "name": "b"}]}
+    assert "x-ignored-fields" not in (await client.post("/v1/embeddings", json=chat)).headers
 
 
 async def test_many_long_keys_make_a_short_message(client: httpx.AsyncClient) -> None:

@@ -49,21 +49,21 @@ def test_best_passage_scores_for_its_document() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "limit", "spare", "num_pieces", "truncated_document"),
+    ("lengths", "limit", "spare", "num_pieces", "truncated"),
     [
-        ([20, 40], 2, 0, 3, None),
-        ([20, 40, 41, 90], 2, 0, 7, 2),
-        ([20, 40, 41], 3, 4, 7, None),  # a document that fits alone is not split because of `spare`
-        ([20, 49], 3, 4, 4, 1),
+        ([20, 40], 2, 0, 3, []),
+        ([20, 40, 41, 90], 2, 0, 7, [2, 3]),
+        ([20, 40, 41], 3, 4, 7, []),  # a document that fits alone is not split because of `spare`
+        ([20, 49], 3, 4, 4, [1]),
     ],
 )
-def test_document_above_the_passage_limit_is_named(
-    lengths: list[int], limit: int, spare: int, num_pieces: int, truncated_document: int | None
+def test_documents_above_the_passage_limit_are_named(
+    lengths: list[int], limit: int, spare: int, num_pieces: int, truncated: list[int]
 ) -> None:
     documents = ["w " * length for length in lengths]
     offsets = [offsets_of(document) for document in documents]
     pieces = Passages.of(documents, offsets, [20] * len(documents), limit, spare=spare)
-    assert (len(pieces.texts), pieces.truncated_document) == (num_pieces, truncated_document)
+    assert (len(pieces.texts), pieces.truncated_documents) == (num_pieces, truncated)
 
 
 MAX_MODEL_LEN = 40
@@ -96,9 +96,14 @@ async def check_pieces(engine: AsyncEngine, size: int) -> None:
     num_words = len(LONG.split())
     pieces = [words(first, first + size) for first in range(0, num_words, size)]
     alone = await engine.score([QUERY], [*pieces, *documents[1:]], CUT)
+    truncated: list[int] = []
+    await engine.score([QUERY], documents, CUT, RequestOptions(on_truncated=truncated.append))
+    assert truncated == [1]
     for limit in (2, 10_000):
-        options = RequestOptions(max_passages=limit)
+        truncated.clear()
+        options = RequestOptions(max_passages=limit, on_truncated=truncated.append)
         result = await engine.score([QUERY], documents, CUT, options)
+        assert truncated == ([1] if limit == 2 else [])
         best = max(alone.scores[: min(limit, len(pieces))])
         np.testing.assert_allclose(result.scores, [best, *alone.scores[len(pieces) :]], atol=1e-6)
         repeated = await engine.score([QUERY] * 4, documents, PoolingParams(), options)
@@ -126,7 +131,10 @@ async def check_rejections(engine: AsyncEngine, size: int) -> None:
 async def test_cross_encoder_scores_the_best_passage(save_bert: Callable[..., Path]) -> None:
     async with started(save_bert("BertForSequenceClassification", num_labels=1, initializer_range=0.3)) as engine:
         await check_pieces(engine, MAX_MODEL_LEN - 5 - 3 - 1)
-        hopeless = await engine.score(["water " * 60], [LONG], CUT, RequestOptions(max_passages=5))
+        truncated: list[int] = []
+        options = RequestOptions(max_passages=5, on_truncated=truncated.append)
+        hopeless = await engine.score(["water " * 60], [LONG], CUT, options)
+        assert truncated == [2]  # the query and the document
         cut = await engine.score(["water " * 60], [LONG], CUT)
         assert hopeless.scores == cut.scores  # the query leaves no room for pieces
         with pytest.raises(InvalidRequestError, match="normalize"):

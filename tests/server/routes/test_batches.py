@@ -93,8 +93,8 @@ async def test_batch_answers_every_line_of_its_file(client, engine) -> None:
 
 
 async def test_rejected_lines_are_in_the_error_file(client) -> None:
-    lines = [embedding(1), embedding(2, input="a", dimensions=5000), embedding(3, model="unknown"), embedding(4, bad=1)]
-    lines.append(embedding(5, encoding_format="bytes"))
+    lines = [embedding(1), embedding(2, input="a", dimensions=5000), embedding(3, model="unknown")]
+    lines += [embedding(4, dimension=1), embedding(5, encoding_format="bytes")]
     batch = await finished(client, await start(client, lines))
     assert batch["status"] == "completed"
     assert batch["request_counts"] == {"total": 5, "completed": 1, "failed": 4}
@@ -282,7 +282,7 @@ WRONG_BATCHES = [
     ({"metadata": {"a": 1}}, 400, "metadata"),
     ({"metadata": {str(i): "" for i in range(17)}}, 400, "metadata"),
     ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, 400, "output_expires_after"),
-    ({"other": 1}, 400, "other"),
+    ({"endpoints": 1}, 400, "endpoints"),
 ]
 
 

@@ -104,6 +104,14 @@ async def test_repeated_text_runs_once_and_hits_have_the_same_bits(make: Make) -
     assert core.num_inputs == 3
 
 
+async def test_truncated_input_is_reported_on_a_hit(make: Make) -> None:
+    engine, core, _ = await make()
+    params, truncated = PoolingParams(truncate_prompt_tokens=2), []
+    for _ in range(2):
+        await engine.embed(["a b c", "a b", [1, 2, 3]], params, RequestOptions(on_truncated=truncated.append))
+    assert (truncated, core.num_inputs) == ([2, 2], 1)
+
+
 @pytest.mark.parametrize(
     ("params", "options", "is_hit"),
     [
