@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from penstock.kernels.cpu import BatchPages, CpuForward, CpuLibrary, PagedKvCache
 
@@ -24,8 +25,19 @@ from .device.sequence_memory import KvSlots
 from .loading.cpu_kernels import load_array_dense, load_array_encoder, load_array_maps
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
-from .runner import DeviceMemoryError, EndedForward, ForwardTime, PoolingRunner, has_allocation, num_long_tokens
+from .runner import (
+    DeviceLimits,
+    DeviceMemoryError,
+    EndedForward,
+    ForwardTime,
+    PoolingRunner,
+    has_allocation,
+    num_long_tokens,
+)
 from .warm_up import warm_up
+
+_MIN_BATCH_PARTS: Final = 4
+"""Smallest parts in a batch. Two lanes that share it then compute for twice as long as they read weights."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +82,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         super().__init__(info, tokenizer, array_pooler(info, encoder, dense, maps), config, HostMemory())
         self.keeps_order = False
         self.num_lanes = encoder.library.num_lanes
+        self.limits = DeviceLimits(min_batch_tokens=_MIN_BATCH_PARTS * encoder.min_part_tokens)
         self._encoder = encoder
         self._kv_blocks: PagedKvCache | None = None
         self._times: list[ForwardTime] = []
@@ -94,6 +107,7 @@ class ArrayRunner(PoolingRunner[Floats]):
                 info, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template
             )
             encoder, dense = load_array_encoder(info, library), load_array_dense(info, library)
+            encoder.calibrate()
             return cls(info, tokenizer, encoder, config, dense, load_array_maps(info, tokenizer, library))
 
     @property

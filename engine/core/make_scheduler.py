@@ -78,6 +78,7 @@ def make_scheduler(
         prefill_config=prefill,
         sequence_pool=sequence_pool,
         num_lanes=num_lanes,
+        min_batch_tokens=device.min_batch_tokens,
     )
     return scheduler, info
 

@@ -53,10 +53,12 @@ class DeviceLimits(NamedTuple):
     Attributes:
         memory: Bytes of device memory; None if the device uses the memory of the host.
         max_tokens: Tokens of the largest forward that fits into memory; None if it was not measured.
+        min_batch_tokens: Tokens below which smaller batches hardly save time. Used with several lanes.
     """
 
     memory: int | None = None
     max_tokens: int | None = None
+    min_batch_tokens: int = 1
 
 
 class Forward(Protocol):

@@ -36,7 +36,6 @@ SLOWDOWN: Final = 8
 """A request of n tokens may be overtaken while its client gets SLOWDOWN x n tokens of service."""
 _BATCHES_PER_LANE: Final = 2
 """The queue is divided into this many batches for each lane."""
-_MIN_BATCH_TOKENS: Final = 48
 
 
 class _ClientQueue:
@@ -229,12 +228,12 @@ class FairQueue:
                 break
         return sequences
 
-    def tokens_per_batch(self, num_lanes: int) -> int:
+    def tokens_per_lane(self, num_lanes: int) -> int:
         """Returns the tokens of a batch for one of several lanes, so that each lane gets a part of the queue.
 
-        Small batches return results earlier. Very small batches cost more than they save.
+        Small batches return results earlier.
         """
-        return max(self.num_tokens // (_BATCHES_PER_LANE * num_lanes), _MIN_BATCH_TOKENS)
+        return self.num_tokens // (_BATCHES_PER_LANE * num_lanes)
 
     def _client(self, name: str) -> _Client:
         if (client := self._clients.get(name)) is None:

@@ -52,6 +52,7 @@ class Scheduler:
         prefill_config: Size of chunks.
         sequence_pool: Memory of sequences that run in chunks; None: sequences run whole.
         num_lanes: See Runner.
+        min_batch_tokens: See DeviceLimits.
 
     Attributes:
         requests: Every unfinished request by its id.
@@ -74,10 +75,11 @@ class Scheduler:
         prefill_config: ChunkedPrefillConfig | None = None,
         sequence_pool: SequencePool | None = None,
         num_lanes: int = 1,
+        min_batch_tokens: int = 1,
     ) -> None:
         self._pool = sequence_pool or SequencePool()
         self._max_num_seqs, self._max_wait_s = max_num_seqs, max_wait_s
-        self._max_seq_len, self._num_lanes = max_seq_len, num_lanes
+        self._max_seq_len, self._num_lanes, self._min_batch_tokens = max_seq_len, num_lanes, min_batch_tokens
         self._full_budget = max(token_budget, max_seq_len) if self._pool.is_empty else token_budget
         self._num_steps_without_oom = 0
         self._finished: list[InputSequence] = []  # long sequences that finished since the last batch
@@ -152,7 +154,8 @@ class Scheduler:
         if free_tokens is not None and config.is_dynamic:
             budget.num_tokens = min(budget.num_tokens, max(free_tokens, config.min_chunk_size))
         if self._num_lanes > 1 and not self.has_long:
-            budget.num_tokens = min(budget.num_tokens, self.waiting.tokens_per_batch(self._num_lanes))
+            lane_tokens = max(self.waiting.tokens_per_lane(self._num_lanes), self._min_batch_tokens)
+            budget.num_tokens = min(budget.num_tokens, lane_tokens)
         self._expire(self.prefill.requests.values(), now_s, batch)
         window = self._short_window(now_s, batch)
         if self.has_long:

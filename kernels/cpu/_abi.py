@@ -100,6 +100,7 @@ class Encoder(Structure):
         ("final_norm", Norm),
         ("adapters", c_void_p),
         ("max_rank", c_int64),
+        ("min_part_tokens", c_int64),
     ]
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,11 @@ from .encoder_weights import (
 )
 from .kv_cache import BatchPages
 from .library import CpuKernelError, CpuLibrary, Format, PackedProduct, address_of, aligned
+
+_CALIBRATION_RUNS: Final = 3
+_CALIBRATION_TOKENS: Final = 48
+"""Tokens of a lane that computes for longer than it reads the weights."""
+_MAX_MIN_PART_TOKENS: Final = 128
 
 
 @dataclass(slots=True)
@@ -155,7 +161,35 @@ class CpuEncoder:
             final_norm=self._norm(spec.final_norm),
             adapters=ctypes.addressof(self._adapters),
             max_rank=max((len(term.down) for term in terms), default=0),
+            min_part_tokens=1,
         )
+
+    @property
+    def min_part_tokens(self) -> int:
+        """Tokens that a lane runs at once at least, unless a batch has fewer; see `calibrate`."""
+        return int(self._struct.min_part_tokens)
+
+    def calibrate(self) -> None:
+        """Measures `min_part_tokens`: the tokens whose products take as long as reading all weights.
+
+        Fewer tokens take a lane about as long. All lanes run at once, because they share the memory bandwidth. Results
+        do not depend on it. Takes the time of a few hundred tokens.
+        """
+        self._struct.min_part_tokens = 1
+        lanes, length = self._library.num_lanes, int(min(_CALIBRATION_TOKENS, self._max_length))
+        one_s, all_s = (self._time(lanes, num_tokens) for num_tokens in (1, length))
+        self._struct.min_part_tokens = min(max(round(length * one_s / all_s), 1), _MAX_MIN_PART_TOKENS)
+
+    def _time(self, num_seqs: int, length: int) -> float:
+        """Returns the least seconds of a forward of sequences of one length."""
+        zeros_T = np.zeros(num_seqs * length, np.int64)
+        starts = np.arange(num_seqs + 1, dtype=np.int32) * np.int32(length)
+        times_s = []
+        for _ in range(_CALIBRATION_RUNS):
+            began_s = time.perf_counter()
+            self.begin(zeros_T, zeros_T, starts).result()
+            times_s.append(time.perf_counter() - began_s)
+        return min(times_s)
 
     def begin(
         self,

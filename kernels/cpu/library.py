@@ -17,6 +17,7 @@ from ._abi import digest
 
 LIBRARY: Final = Path(__file__).with_name("libpenstock_cpu.so")
 _ALIGNMENT: Final = 64
+_ARENA_BYTES: Final = 32 << 20
 _NO_MEMORY: Final = "not enough memory for a forward"
 
 Floats = NDArray[np.float32]
@@ -113,6 +114,7 @@ class CpuLibrary:
             raise CpuKernelError(f"cannot start {num_lanes} threads")
         bits = self._c.penstock_formats(self._handle)
         self.formats = frozenset(f for f in Format if bits >> f & 1)
+        self._arena = np.empty(0, np.uint8)  # free memory for packed weights
 
     def __enter__(self) -> Self:
         return self
@@ -168,7 +170,7 @@ class CpuLibrary:
             raise CpuKernelError(f"{self.isa} does not support products in {form.name}")
         struct = _abi.Product(inputs=num_in, outputs=num_out, format=form, activation=activation, gated=gated)
         num_columns = self._c.penstock_panel_columns(self._opened, struct)
-        weights = aligned(self._c.penstock_packed_bytes(self._opened, struct), np.uint8)
+        weights = self._allocate(self._c.penstock_packed_bytes(self._opened, struct))
         bias, scales, sums = (aligned(num_columns, dtype) for dtype in (np.float32, np.float32, np.int32))
         source = np.ascontiguousarray(weight_ND, np.float32)
         source_bias = None if bias_N is None else np.ascontiguousarray(bias_N, np.float32)
@@ -185,6 +187,18 @@ class CpuLibrary:
             struct.scales, struct.sums = address_of(scales), address_of(sums)
             arrays = (*arrays, scales, sums)
         return PackedProduct(struct, arrays)
+
+    def _allocate(self, num_bytes: int) -> Array:
+        """Returns uninitialised memory for packed weights, aligned to a cache line.
+
+        Weights share large arrays, because numpy asks for huge pages for these (from 4 MiB on). A forward reads all
+        weights, and huge pages avoid most TLB misses.
+        """
+        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if size > len(self._arena):
+            self._arena = aligned(max(size, _ARENA_BYTES), np.uint8)
+        weights, self._arena = self._arena[:num_bytes], self._arena[size:]
+        return weights
 
     def product(self, packed: PackedProduct, x_RD: Floats, add: Floats | None = None) -> Floats:
         """Returns the product [R, N] of rows [R, D], plus `add` [R, N], on the calling thread.

@@ -121,6 +121,15 @@ class ArrayEncoder:
         self.sequence_head = None if is_token_classifier else head
         self.token_head = head if is_token_classifier or spec.scores_rows else None
 
+    @property
+    def min_part_tokens(self) -> int:
+        """See CpuEncoder."""
+        return self._encoder.min_part_tokens
+
+    def calibrate(self) -> None:
+        """See CpuEncoder."""
+        self._encoder.calibrate()
+
     def begin(self, batch: PackedArrays, *, need_attention: bool = False) -> CpuForward:
         """Starts a forward. Several may run at once.
 

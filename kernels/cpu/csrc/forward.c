@@ -1,8 +1,9 @@
 /* Forward of a whole encoder or decoder: embeddings, layers, final norm.
  *
- * A batch is divided into parts of whole sequences. A lane takes a part and runs it through all layers. If one sequence
- * is much longer than the others, idle lanes run all layers jointly instead and synchronise after every step. Both ways
- * give the same bits, because no sum is split.
+ * A batch is divided into parts of whole sequences. A lane takes a part and runs it through all layers. If parts would
+ * keep the lanes busy for different times, or if they are so small that each lane would mostly wait for the weights,
+ * idle lanes run all layers jointly instead and synchronise after every step. Both ways give the same bits, because no
+ * sum is split.
  */
 #include "forward.h"
 
@@ -11,10 +12,9 @@
 
 #include "layers.h"
 
-/* Tokens per part: enough to amortise reading the weights, and few enough for the caches. */
-#define MIN_PART_TOKENS 24
+/* Tokens per part, few enough for the caches. */
 #define MAX_PART_TOKENS 320
-/* Lanes run jointly if the longest sequence has more than this many times the tokens of a lane's share. */
+/* Lanes run jointly if the largest part has more than this many times the tokens of a lane's share. */
 #define JOINT_RATIO 1.25
 
 struct Forward {
@@ -110,14 +110,18 @@ Forward *forward_begin(const Isa *isa, const Encoder *encoder, const Batch *batc
         longest = length > longest ? length : longest;
     }
     long target = total / count + total % count;
-    if (target > 2 * MIN_PART_TOKENS) target = (target + 1) / 2;
-    target = target > MAX_PART_TOKENS ? MAX_PART_TOKENS : target < MIN_PART_TOKENS ? MIN_PART_TOKENS : target;
+    long least = encoder->min_part_tokens;
+    if (target > 4 * least) target = (target + 1) / 2;
+    target = target > MAX_PART_TOKENS ? MAX_PART_TOKENS : target < least ? least : target;
     *forward = (Forward){.job = {.run = work}, .lanes = lanes, .isa = isa, .encoder = encoder, .batch = *batch,
                          .scratch = scratch, .longest = longest, .parts = parts,
                          .whole = {.last = batch->num_seqs, .rows = total}};
     forward->num_parts = split_into_parts(batch, target, parts);
-    int runs_jointly = (double)longest * (double)count > JOINT_RATIO * (double)total;
-    lanes_begin(lanes, &forward->job, forward->num_parts, runs_jointly ? max_joint_lanes(isa, encoder) : 1);
+    long largest = least; /* a smaller part takes as long */
+    for (int i = 0; i < forward->num_parts; i++) largest = parts[i].rows > largest ? parts[i].rows : largest;
+    int joint = max_joint_lanes(isa, encoder) < count ? max_joint_lanes(isa, encoder) : (int)count;
+    int runs_jointly = (double)largest * (double)joint > JOINT_RATIO * (double)total;
+    lanes_begin(lanes, &forward->job, forward->num_parts, runs_jointly ? joint : 1);
     return forward;
 }
 

@@ -130,6 +130,7 @@ typedef struct {
     Norm final_norm;
     const Adapter *adapters;
     int64_t max_rank;      /* largest r of all adapters; 0 without adapters */
+    int64_t min_part_tokens; /* fewer tokens take a lane as long, because it reads all weights */
 } Encoder;
 
 /* Paged KV cache, [pages, page size, kv heads, head size] per layer, in the type that attention computes in. Keys are

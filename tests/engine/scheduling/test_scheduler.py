@@ -60,10 +60,11 @@ def test_request_with_an_impossible_sequence_is_rejected(num_tokens: int) -> Non
     assert scheduler.waiting.num_seqs == 0
 
 
-def test_lanes_divide_a_queue_of_short_sequences() -> None:
-    scheduler = make(512, 128, num_lanes=2)
+@pytest.mark.parametrize(("min_batch_tokens", "num_tokens"), [(1, 100), (159, 140), (160, 160)])
+def test_lanes_divide_a_queue_of_short_sequences(min_batch_tokens: int, num_tokens: int) -> None:
+    scheduler = make(512, 128, num_lanes=2, min_batch_tokens=min_batch_tokens)
     scheduler.add(make_request(0, [20] * 20))
-    assert tokens_of(run(scheduler)) == 100  # a quarter of the queue
+    assert tokens_of(run(scheduler)) == num_tokens  # a quarter of the queue is 100
 
 
 @pytest.mark.parametrize(("lengths", "is_large"), [([31], False), ([32], True), ([5], False), ([5, 5], True)])
