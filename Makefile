@@ -307,8 +307,8 @@ bench: $(VENV)/.installed-test $(LIBRARY) ## Measure a bfloat16 server over HTTP
 bench-conditions: $(VENV)/.installed-test $(LIBRARY) ## Measure a server beside a busy core, under a quota, by length and idle.
 	@env -u PYTHONSAFEPATH $(BIN)/python benchmarks/conditions.py $(ARGS)
 
-# The peers' environments are built once, into the user's cache (ARGS='--cache FOLDER' for another place; about 8 GB with
-# torch for CPUs, which TORCH_INDEX names). ARGS='--rounds 1 --seconds 3 --peers penstock,infinity' makes a short run.
+# The peers' environments and models are made once, in the user's cache (ARGS='--cache FOLDER' for another place; about
+# 40 GB with torch for CPUs, which TORCH_INDEX names). ARGS='--models bge-base --peers penstock,vllm' makes a short run.
 bench-peers: $(VENV)/.installed-test $(LIBRARY) ## Measure penstock beside other servers and libraries, all on this machine.
 	@env -u PYTHONSAFEPATH $(BIN)/python benchmarks/compare_peers.py \
 		$(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(ARGS)

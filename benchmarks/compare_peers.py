@@ -1,9 +1,11 @@
 """Measures penstock beside other servers and libraries on one machine: `make bench-peers`.
 
-    make bench-peers ARGS='--rounds 1 --seconds 3 --peers penstock,infinity'
+    make bench-peers ARGS='--models bge-base --peers penstock,vllm --loads short-16,long-16 --rounds 2 --seconds 3'
+    make bench-peers ARGS='--models bge-base --server tei http://127.0.0.1:8080'
 
-Installs each peer in its own environment, finds its best setting in a short trial, starts all peers and runs the loads
-one after the other. If a peer cannot be installed, the report has the reason, and the other peers run.
+For each model: generates its folder, installs each peer in its own environment, selects the fastest setting with the
+first load, starts all peers and runs the loads one after the other. If a peer cannot be installed or started, the
+report has the reason, and the other peers run.
 """
 
 from __future__ import annotations
@@ -14,77 +16,86 @@ import os
 import platform
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
-from loads import LOADS
-from machine import cpu_name
-from peers.catalogue import BOTH, NOT_TO_BE_HAD, PEERS, Place
-from peers.comparison import Comparison, Times
-from peers.environments import Environment, InstallError, run
-from peers.model import Model, embedded_model
-from peers.report import show, table
-from peers.rounds import Plan
+from machine import cpu_name, machine
+
+from peers.catalogue import PEERS, Place, given_server
+from peers.comparison import LOADS, Comparison, Plan
+from peers.model import SHAPES, Model
+from peers.report import table
 
 ROOT = Path(__file__).resolve().parent.parent
-PLOTS = Path(__file__).with_name("peers") / "inside" / "plots.py"
 
 
 def main() -> None:
-    """Parses the arguments, measures, and writes JSON, table and plots."""
+    """Parses the arguments, measures, and writes JSON and a table after each model."""
     args = parse()
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGHUP, _leave)
     began_s = time.monotonic()
-    logs = Path(tempfile.mkdtemp(prefix="compare-peers-"))
-    print(f"logs of the peers: {logs}", flush=True)
-    place = Place(
-        Model.copy(args.model or embedded_model(), args.cache),
-        args.cache,
-        logs,
-        args.torch_index,
-        tuple(sorted(os.sched_getaffinity(0))),
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    report = Comparison(place, args.peers, args.loads, args.data, times_of(args)).run(args.threads, args.dtypes)
-    report["left_out"] = {**NOT_TO_BE_HAD, **report["left_out"]}
-    report["minutes"] = round((time.monotonic() - began_s) / 60, 1)
-    stem = args.output or ROOT / "benchmarks" / "results" / f"{datetime.now(UTC):%Y-%m-%d}-{machine_slug(cpu_name())}"
-    write(report, stem, Environment("plots", args.cache))
+    report = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "machine": machine() | {"load_average": round(os.getloadavg()[0], 2)},
+        "commit": commit.stdout.strip() or "unknown",
+        "settings": {"rounds": args.rounds, "seconds": args.seconds, "settle": args.settle},
+        "minutes": 0.0,
+        "models": {},
+    }
+    stem = args.output or ROOT / "benchmarks" / "results" / f"{report['date']}-{machine_slug(cpu_name())}"
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    peers = {name: PEERS[name] for name in args.peers} | {name: given_server(url) for name, url in args.server}
+    plan = Plan(args.rounds, args.seconds, args.settle, args.longest)
+    folders = {name: Path(folder) for name, folder in args.folder}
+    for name in args.models:
+        logs = Path(tempfile.mkdtemp(prefix="compare-peers-"))
+        print(f"{name}: logs of the peers: {logs}", flush=True)
+        model = Model.make(name, args.cache, folders.get(name))
+        place = Place(model, args.cache, logs, args.torch_index, tuple(sorted(os.sched_getaffinity(0))))
+        report["models"][name] = Comparison(place, peers, args.loads, plan).run()
+        report["minutes"] = round((time.monotonic() - began_s) / 60, 1)
+        stem.with_name(f"{stem.name}.json").write_text(json.dumps(report, indent=1) + "\n")
+        stem.with_name(f"{stem.name}.md").write_text(table(report))
+    print(f"{table(report)}\n{stem}.json, .md")
 
 
 def parse() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=_names(PEERS), default=list(PEERS), metavar="A,B", help=", ".join(PEERS))
-    known = [*LOADS, "sharegpt", "scifact", "concurrency", "length"]
-    parser.add_argument("--loads", type=_names(known), default=known, metavar="A,B", help=", ".join(known))
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of each load; of the sweeps at most two")
-    parser.add_argument("--seconds", type=float, default=4.0, help="length of a round; of the sweeps at most 1.5")
+    for option, known in (("--models", SHAPES), ("--peers", PEERS), ("--loads", LOADS)):
+        parser.add_argument(option, type=_names(known), default=list(known), metavar="A,B", help=", ".join(known))
+    parser.add_argument(
+        "--server", nargs=2, action="append", default=[], metavar=("NAME", "URL"), help="a server that runs"
+    )
+    parser.add_argument(
+        "--folder",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("MODEL", "FOLDER"),
+        help="a downloaded model",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each load")
+    parser.add_argument("--seconds", type=float, default=4.0, help="length of a round")
     parser.add_argument("--settle", type=float, default=0.7, help="seconds of a load before a round, not counted")
-    parser.add_argument("--trial-seconds", type=float, default=1.5, help="length of a round that looks for settings")
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, cores}), help="numbers that are tried")
-    parser.add_argument("--dtypes", nargs="+", default=list(BOTH), choices=BOTH, help="dtypes to try")
-    parser.add_argument("--model", type=Path, help="folder of a BERT-like encoder; default: the embedded model")
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="holds the two data sets")
+    parser.add_argument(
+        "--longest", type=float, default=30.0, help="skip loads with requests for more seconds than this; 0: none"
+    )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-peers"
-    parser.add_argument("--cache", type=Path, default=cache, help=f"folder of the environments (default: {cache})")
+    parser.add_argument("--cache", type=Path, default=cache, help=f"environments and models (default: {cache})")
     parser.add_argument("--torch-index", default="", metavar="URL", help="a further package index for torch")
     parser.add_argument("--output", type=Path, help="path of the results without ending; default: by date and machine")
     return parser.parse_args()
-
-
-def times_of(args: argparse.Namespace) -> Times:
-    """Returns how long each part takes."""
-    return Times(
-        Plan(args.rounds, args.seconds, args.settle),
-        Plan(min(args.rounds, 2), min(args.seconds, 1.5), min(args.settle, 0.4)),
-        Plan(1, args.trial_seconds, min(args.settle, 0.5)),
-    )
 
 
 def machine_slug(cpu: str) -> str:
@@ -92,27 +103,10 @@ def machine_slug(cpu: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", cpu.lower().replace(" x ", "x ", 1)).strip("-") or platform.machine()
 
 
-def write(report: dict[str, object], stem: Path, plots: Environment) -> None:
-    """Writes the JSON first, then the plots, then the table that shows them."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    data = stem.with_name(f"{stem.name}.json")
-    data.write_text(json.dumps(report, indent=1) + "\n")
-    names: list[str] = []
-    try:
-        plots.install()
-        names = run([str(plots.python), str(PLOTS), str(data), str(stem)]).split()
-    except InstallError as error:
-        print(f"no plots: {error}", file=sys.stderr)
-    stem.with_name(f"{stem.name}.md").write_text(table(report, names))
-    show(report)
-    print(f"\n{stem}.json, .md" + "".join(f", {name}" for name in names))
-
-
-def _names(known: object) -> object:
+def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
     def parse_names(text: str) -> list[str]:
         names = text.split(",")
-        unknown = [name for name in names if name not in known]  # type: ignore[operator]
-        if unknown:
+        if unknown := [name for name in names if name not in known]:
             raise argparse.ArgumentTypeError(f"there is no {', '.join(unknown)}")
         return names
 

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -19,7 +20,7 @@ class Server:
 
     Args:
         name: Name in tables.
-        command: A shell-like command line; leading NAME=VALUE words go to its environment.
+        command: A shell-like command line; leading NAME=VALUE words go to its environment. "": it runs already.
         url: Base URL, such as "http://127.0.0.1:8000".
         log: File that gets its output.
     """
@@ -35,6 +36,10 @@ class Server:
     def start(self, timeout_s: float = 300.0) -> None:
         """Starts the process and waits until it answers. `ready_s` holds how long that took."""
         words = shlex.split(self._command)
+        if not words:
+            if not self._is_ready():
+                raise RuntimeError(f"{self.url}/health does not respond with 200")
+            return
         env = dict(os.environ)
         while "=" in words[0]:
             name, value = words.pop(0).split("=", 1)
@@ -57,6 +62,11 @@ class Server:
             raise RuntimeError(f"{self.name} has not been started")
         return self._process.pid
 
+    @property
+    def is_started(self) -> bool:
+        """Whether `start` has started a process."""
+        return self._process is not None
+
     def memory_bytes(self) -> int:
         """Bytes. Resident memory of the process and all its descendants."""
         return processes.memory_bytes(self.pid)
@@ -66,9 +76,14 @@ class Server:
         return processes.peak_memory_bytes(self.pid)
 
     def served_name(self) -> str:
-        """Returns the name under which it serves its model."""
-        with urllib.request.urlopen(f"{self.url}/v1/models", timeout=10) as response:
-            return str(json.load(response)["data"][0]["id"])
+        """Returns the name under which it serves its model; "model" if it has no list of models."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/v1/models", timeout=10) as response:
+                return str(json.load(response)["data"][0]["id"])
+        except urllib.error.HTTPError as error:
+            if error.code != 404:
+                raise
+            return "model"
 
     def stop(self) -> None:
         """Ends the process and everything that it started."""

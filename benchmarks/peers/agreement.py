@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,9 @@ from numpy.typing import NDArray
 from .model import Model
 from .sides import Side, SideError, WorkerSide
 
-LEAST_COSINE = 0.999
-"""From which on answers count as equal: bfloat16 stays above it, int8 weights do not."""
-TEXTS_PER_LOAD = 16
+TEXTS_PER_LOAD = 8
+MOST_LIKENESS = 0.98
+"""Largest mean cosine between different texts. A wrong result must not look like the expected one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,15 @@ def make_reference(model: Model, loads: list[Load], logs: Path) -> Reference:
     """
     texts = []
     for load in loads:
-        drawn = [text for request in load.requests(count=TEXTS_PER_LOAD, seed=-2) for text in request]
-        texts.extend(drawn[:: load.texts_per_request])
-    options = {"backend": "SentenceTransformers", "model": str(model.folder), "dtype": "float32", "threads": 1}
+        texts.extend(request[0] for request in load.requests(count=TEXTS_PER_LOAD, seed=-2))
+    options = {"backend": "SentenceTransformers", "model": str(model.folder), "threads": len(os.sched_getaffinity(0))}
     side = WorkerSide("reference", Path(sys.executable), options, logs / "reference.log")
     try:
         side.start()
-        return Reference(texts, side.embed(texts))
+        vectors = side.embed(texts)
     finally:
         side.stop()
+    likeness = float((vectors @ vectors.T)[np.triu_indices(len(vectors), 1)].mean())
+    if likeness > MOST_LIKENESS:
+        raise SideError(f"texts have a mean cosine of {likeness:.4f}, which hides wrong results")
+    return Reference(texts, vectors)

@@ -1,4 +1,4 @@
-"""The peers: which settings each can have, and how it is started with one."""
+"""The peers: the settings that are tried, and how each is started."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from servers import Server
 
@@ -16,34 +16,21 @@ from .environments import Environment
 from .model import Model
 from .sides import HttpSide, Side, WorkerSide
 
-FLOAT32, BFLOAT16 = "float32", "bfloat16"
-
-NOT_TO_BE_HAD = {
-    "tei": "Text Embeddings Inference is a Rust program; PyPI has clients of it, but no build of the server"
-}
-"""Rivals that no package index holds, and why."""
-
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a side is run.
+    """How a side is run. All sides use all cores.
 
     Attributes:
-        dtype: Of weights and hidden states.
-        threads: CPU threads of the forward.
-        variant: Further option. The first variant of a peer is its default.
+        dtype: Of weights and products.
+        variant: Further option; "" if the peer has none.
     """
 
     dtype: str
-    threads: int
-    variant: str
+    variant: str = ""
 
     def __str__(self) -> str:
-        return f"{self.dtype}, {self.threads} thread{'s' if self.threads > 1 else ''}, {self.variant}"
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns its fields."""
-        return asdict(self)
+        return f"{self.dtype}, {self.variant}" if self.variant else self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,66 +61,60 @@ class Peer:
     """A server or a library that can run the model.
 
     Attributes:
-        name: Name in tables.
-        package: Package with the reported version; "" for penstock.
-        variants: Settings to try, each with its supported dtypes.
-        open: Makes a side that is not running yet.
-        over: "HTTP" or "in process".
+        settings: Settings to try.
+        open: Makes a side that is not running yet. Raises InstallError if its files cannot be made.
+        package: Package with the reported version; "" for penstock and for a server given by URL.
         environment: Name of its environment; "" for penstock's own.
-        graph_variants: Variants that need the model as an ONNX graph.
+        over: "HTTP" or "in process".
+        least_cosine: Settings whose vectors have a lower cosine to the float32 reference are not taken.
     """
 
-    name: str
-    package: str
-    variants: dict[str, tuple[str, ...]]
+    settings: tuple[Setting, ...]
     open: Callable[[Place, Setting], Side]
-    over: str = "HTTP"
+    package: str = ""
     environment: str = ""
-    graph_variants: frozenset[str] = field(default_factory=frozenset)
+    over: str = "HTTP"
+    least_cosine: float = 0.999
 
-    def first_settings(self, threads: list[int]) -> list[Setting]:
-        """Returns its default variant in every dtype with every number of threads."""
-        variant, dtypes = next(iter(self.variants.items()))
-        return [Setting(dtype, number, variant) for dtype in dtypes for number in threads]
+    def version(self, place: Place) -> str:
+        """Returns the version of the peer; "" for a server given by URL."""
+        if self.environment:
+            return place.environment(self.environment).version(self.package)
+        return version("penstock") if self.settings[0].variant != "URL" else ""
 
-    def further_settings(self, best: Setting) -> list[Setting]:
-        """Returns the other variants, each with the values of the best setting so far if it supports them.
 
-        One thread is one stream, so that variants in streams are left out there.
-        """
-        others = list(self.variants.items())[1:]
-        return [
-            Setting(best.dtype if best.dtype in dtypes else dtypes[0], best.threads, variant)
-            for variant, dtypes in others
-            if best.threads > 1 or "streams" not in variant
-        ]
+def given_server(url: str) -> Peer:
+    """Returns a server that runs already, with the API of OpenAI. It must serve the model that is compared."""
+
+    def open_given(place: Place, setting: Setting) -> Side:
+        return HttpSide(Server("given", "", url.rstrip("/"), place.logs / "given.log"))
+
+    return Peer((Setting("", "URL"),), open_given)
 
 
 def _open_penstock(place: Place, setting: Setting) -> Side:
-    """Without its bound of the queue's time: the others queue for as long as clients wait."""
+    """Without its limit on queued seconds, because the others have none."""
     program = Path(sys.executable).with_name("penstock")
     port = free_port()
     command = (
         f"{_quoted(program)} serve {_quoted(place.model.folder)} --host 127.0.0.1 --port {port} "
-        f"--dtype {setting.dtype} --num-threads {setting.threads} --max-queue-s 0"
+        f"--dtype {setting.dtype} --max-queue-s 0"
     )
     return _server("penstock", command, port, place)
 
 
 def _open_vllm(place: Place, setting: Setting) -> Side:
-    """Its threads are bound to processors; like its own choice, from the last one on."""
+    """With Intel's OpenMP, which was faster than the one of the compiler."""
     environment = place.environment("vllm")
-    processors = ",".join(map(str, place.cores[-setting.threads :]))
     port = free_port()
     variables = {
-        "VLLM_CPU_OMP_THREADS_BIND": processors,
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, place.cores)),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CACHE_ROOT": str(place.cache / "vllm"),
         "HF_HUB_OFFLINE": "1",
+        "LD_PRELOAD": str(environment.home / "lib" / "libiomp5.so"),
     }
-    if setting.variant == "Intel OpenMP":
-        variables["LD_PRELOAD"] = str(environment.home / "lib" / "libiomp5.so")
     command = (
         f"{_assignments(variables)} {_quoted(environment.program('vllm'))} serve {_quoted(place.model.folder)} "
         f"--runner pooling --dtype {setting.dtype} --served-model-name m --host 127.0.0.1 --port {port} "
@@ -144,11 +125,18 @@ def _open_vllm(place: Place, setting: Setting) -> Side:
 
 def _open_infinity(place: Place, setting: Setting) -> Side:
     """From inside the model's folder: with the optimum of today it finds a graph only there."""
-    engine = {"torch": "torch", "ONNX Runtime": "optimum"}[setting.variant]
+    engine = "torch"
+    if setting.variant == "ONNX Runtime":
+        engine = "optimum"
+        graph = place.model.graph(fused=False, environment=place.environment("onnxruntime"))
+        for file in graph.parent.glob("model.onnx*"):
+            if not (link := place.model.folder / file.name).exists():
+                link.symlink_to(file)
     port = free_port()
+    threads = str(len(place.cores))
     variables = {
-        "OMP_NUM_THREADS": str(setting.threads),
-        "RAYON_NUM_THREADS": str(setting.threads),
+        "OMP_NUM_THREADS": threads,
+        "RAYON_NUM_THREADS": threads,
         "INFINITY_ANONYMOUS_USAGE_STATS": "0",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
@@ -158,22 +146,38 @@ def _open_infinity(place: Place, setting: Setting) -> Side:
         f"{_assignments(variables)} env -C {_quoted(place.model.folder)} "
         f"{_quoted(place.environment('infinity').program('infinity_emb'))} v2 --model-id . --served-model-name m "
         f"--host 127.0.0.1 --port {port} --engine {engine} --device cpu --dtype {setting.dtype} "
-        "--pooling-method mean --no-bettertransformer --no-model-warmup --url-prefix /v1 --log-level warning"
+        f"--pooling-method {'mean' if place.model.pooling == 'mean' else 'cls'} --no-bettertransformer "
+        "--no-model-warmup --url-prefix /v1 --log-level warning"
     )
     return _server("infinity", command, port, place)
 
 
+def _open_llama(place: Place, setting: Setting) -> Side:
+    environment = place.environment("llama.cpp")
+    source = environment.home / "source"
+    weights = place.model.gguf(setting.dtype, place.environment("onnxruntime"), source)
+    port = free_port()
+    slots, pooling = 64, {"lasttoken": "last"}.get(place.model.pooling, place.model.pooling)
+    command = (
+        f"{_quoted(environment.home / 'build' / 'bin' / 'llama-server')} --model {_quoted(weights)} --embeddings "
+        f"--pooling {pooling} --threads {len(place.cores)} --parallel {slots} --kv-unified "
+        f"--ctx-size {slots * place.model.max_tokens} --batch-size 2048 --ubatch-size 2048 "
+        f"--host 127.0.0.1 --port {port} --log-disable"
+    )
+    return _server("llama.cpp", command, port, place)
+
+
 def _worker(name: str, backend: str) -> Callable[[Place, Setting], Side]:
     def open_worker(place: Place, setting: Setting) -> Side:
-        graph = place.model.fused_graph if "fused" in setting.variant else place.model.graph
+        graph = place.model.graph(fused=setting.variant == "fused", environment=place.environment("onnxruntime"))
         options = {
             "backend": backend,
             "model": str(place.model.folder),
             "graph": str(graph),
             "max_tokens": place.model.max_tokens,
-            "streams": setting.threads if "streams" in setting.variant else 1,
+            "pooling": place.model.pooling,
             "dtype": setting.dtype,
-            "threads": setting.threads,
+            "threads": len(place.cores),
         }
         return WorkerSide(name, place.environment(name).python, options, place.logs / f"{name}.log")
 
@@ -199,51 +203,29 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-BOTH = (FLOAT32, BFLOAT16)
+_BF16, _F32, _INT8 = Setting("bfloat16"), Setting("float32"), Setting("int8")
+_INT8_COSINE = 0.97
 PEERS = {
-    peer.name: peer
-    for peer in (
-        Peer("penstock", "", {"queue without bound": BOTH}, _open_penstock),
-        Peer(
-            "vllm",
-            "vllm-cpu",
-            {"as it comes": BOTH, "Intel OpenMP": BOTH},
-            _open_vllm,
-            environment="vllm",
-        ),
-        Peer(
-            "infinity",
-            "infinity_emb",
-            {"torch": BOTH, "ONNX Runtime": (FLOAT32,)},
-            _open_infinity,
-            environment="infinity",
-            graph_variants=frozenset({"ONNX Runtime"}),
-        ),
-        Peer(
-            "sentence-transformers",
-            "sentence-transformers",
-            {"as it comes": BOTH},
-            _worker("sentence-transformers", "SentenceTransformers"),
-            over="in process",
-            environment="sentence-transformers",
-        ),
-        Peer(
-            "onnxruntime",
-            "onnxruntime",
-            {"fused": (FLOAT32,), "plain": (FLOAT32,), "fused, streams": (FLOAT32,)},
-            _worker("onnxruntime", "OnnxRuntime"),
-            over="in process",
-            environment="onnxruntime",
-            graph_variants=frozenset({"fused", "plain", "fused, streams"}),
-        ),
-        Peer(
-            "openvino",
-            "openvino",
-            {"one stream": BOTH, "streams": BOTH},
-            _worker("openvino", "OpenVino"),
-            over="in process",
-            environment="openvino",
-            graph_variants=frozenset({"one stream", "streams"}),
-        ),
-    )
+    "penstock": Peer((Setting("auto"),), _open_penstock),
+    "vllm": Peer((_BF16, _F32), _open_vllm, "vllm-cpu", "vllm"),
+    "infinity": Peer(
+        (Setting("bfloat16", "torch"), Setting("float32", "torch"), Setting("float32", "ONNX Runtime")),
+        _open_infinity,
+        "infinity_emb",
+        "infinity",
+    ),
+    "llama.cpp": Peer((_BF16, _F32), _open_llama, "llama-cpp-python", "llama.cpp"),
+    "onnxruntime": Peer(
+        (Setting("float32", "fused"), Setting("float32", "plain")),
+        _worker("onnxruntime", "OnnxRuntime"),
+        "onnxruntime",
+        "onnxruntime",
+        "in process",
+    ),
+    "openvino": Peer((_BF16, _F32), _worker("openvino", "OpenVino"), "openvino", "openvino", "in process"),
+    "penstock-int8": Peer((_INT8,), _open_penstock, least_cosine=_INT8_COSINE),
+    "openvino-int8": Peer(
+        (_INT8,), _worker("openvino", "OpenVino"), "openvino", "openvino", "in process", _INT8_COSINE
+    ),
 }
+"""All peers. The first one is compared with the others."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,10 +81,27 @@ class Environment:
         torch = [pin for pin in self.pins() if pin.startswith("torch==")]
         if torch:
             run([*pip, *(["--extra-index-url", self.torch_index] if self.torch_index else []), *torch])
-        run([*pip, "--no-deps", "--requirement", str(REQUIREMENTS / f"{self.name}.txt")])
+        if self.name == "llama.cpp":
+            self._build_llama()
+        else:
+            run([*pip, "--no-deps", "--requirement", str(REQUIREMENTS / f"{self.name}.txt")])
         if self.name == "vllm":
             _name_as_vllm(next(self.home.glob("lib/python*/site-packages")))
         stamp.write_text(wanted)
+
+    def _build_llama(self) -> None:
+        """Builds llama-server from the sources in the source distribution of llama-cpp-python."""
+        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        run([*download, "--no-binary", "llama-cpp-python", "--dest", str(self.home), *self.pins()])
+        archive = next(self.home.glob("llama_cpp_python-*.tar.gz"))
+        with tarfile.open(archive) as files:
+            files.extractall(self.home, filter="data")
+        shutil.move(next(self.home.glob("llama_cpp_python-*/vendor/llama.cpp")), self.home / "source")
+        build = str(self.home / "build")
+        switches = ["BUILD_TESTS", "BUILD_EXAMPLES", "OPENSSL", "USE_PREBUILT_UI"]
+        options = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", *(f"-DLLAMA_{n}=OFF" for n in switches)]
+        run(["cmake", "-S", str(self.home / "source"), "-B", build, *options])
+        run(["cmake", "--build", build, "--parallel", str(len(os.sched_getaffinity(0))), "--target", "llama-server"])
 
 
 def run(command: list[str], env: dict[str, str] | None = None) -> str:

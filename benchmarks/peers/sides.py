@@ -46,8 +46,8 @@ class Side(Protocol):
         """
 
     @property
-    def pid(self) -> int:
-        """Its process, the parent of its other processes."""
+    def pid(self) -> int | None:
+        """Its process, the parent of its other processes; None for a server that ran already."""
 
     def embed(self, texts: list[str]) -> NDArray[np.float32]:
         """Returns [N, D] embeddings of `texts`."""
@@ -67,7 +67,7 @@ class HttpSide:
     """A server, spoken to over HTTP as its clients do.
 
     Args:
-        server: Not started yet.
+        server: Not started yet, or without a command if it runs already.
     """
 
     def __init__(self, server: Server) -> None:
@@ -86,9 +86,9 @@ class HttpSide:
         self.ready_s = self._server.ready_s
 
     @property
-    def pid(self) -> int:
-        """The server's process."""
-        return self._server.pid
+    def pid(self) -> int | None:
+        """The server's process; None if it ran already."""
+        return self._server.pid if self._server.is_started else None
 
     def embed(self, texts: list[str]) -> NDArray[np.float32]:
         """Returns [N, D] embeddings of `texts`."""

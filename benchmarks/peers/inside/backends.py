@@ -5,7 +5,6 @@ Each environment has only one of the libraries, so functions import them.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,18 +22,17 @@ class Backend(Protocol):
 
 
 class SentenceTransformers:
-    """sentence-transformers, which sorts by length itself.
+    """sentence-transformers, which sorts by length itself. Computes the reference.
 
     Args:
-        options: model, dtype, threads.
+        options: model.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
         import torch
         from sentence_transformers import SentenceTransformer
 
-        torch.set_num_threads(options["threads"])
-        self._model = SentenceTransformer(options["model"], device="cpu").to(getattr(torch, options["dtype"]))
+        self._model = SentenceTransformer(options["model"], device="cpu").to(torch.float32)
 
     def embed(self, texts: list[str]) -> NDArray[np.float32]:
         """Returns [N, D] embeddings."""
@@ -45,10 +43,10 @@ class SentenceTransformers:
 
 
 class _Graph:
-    """Base class of the two graph runtimes: tokenization, order, pooling. Batches may run in several streams at once.
+    """Base class of the two graph runtimes: tokenization, order, pooling.
 
     Args:
-        options: model, max_tokens, streams.
+        options: model, max_tokens, pooling.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -57,15 +55,14 @@ class _Graph:
         self._tokenizer = Tokenizer.from_file(str(Path(options["model"]) / "tokenizer.json"))
         self._tokenizer.enable_truncation(options["max_tokens"])
         self._tokenizer.no_padding()
-        self._streams = ThreadPoolExecutor(options["streams"]) if options["streams"] > 1 else None
+        self._pooling = options["pooling"]
 
     def embed(self, texts: list[str]) -> NDArray[np.float32]:
-        """Returns [N, D] embeddings: the mean over the tokens of each text, normalised."""
+        """Returns [N, D] embeddings, normalised."""
         rows = [encoding.ids for encoding in self._tokenizer.encode_batch(texts)]
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         batches = [[rows[i] for i in order[start : start + BATCH_SIZE]] for start in range(0, len(order), BATCH_SIZE)]
-        parts = list(self._streams.map(self._pooled, batches) if self._streams else map(self._pooled, batches))
-        vectors = np.concatenate(parts)
+        vectors = np.concatenate([self._pooled(batch) for batch in batches])
         found = np.empty_like(vectors)
         found[order] = vectors
         return found
@@ -77,10 +74,14 @@ class _Graph:
         for number, row in enumerate(rows):
             ids[number, : len(row)] = row
             mask[number, : len(row)] = 1
-        hidden = self._hidden({"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)})
-        vectors = np.einsum("nld,nl->nd", hidden, mask.astype(np.float32))
-        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-        return vectors
+        positions = np.broadcast_to(np.arange(width), ids.shape)
+        inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+        hidden = self._hidden(inputs | {"position_ids": positions})
+        if self._pooling == "mean":
+            vectors = np.einsum("nld,nl->nd", hidden, mask.astype(np.float32))
+        else:
+            vectors = hidden[np.arange(len(rows)), mask.sum(axis=1) - 1 if self._pooling == "lasttoken" else 0]
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
     def _hidden(self, inputs: dict[str, NDArray[np.int64]]) -> NDArray[np.float32]:
         """Returns [N, L, D], the rows of the last layer."""
@@ -99,7 +100,7 @@ class OnnxRuntime(_Graph):
 
         super().__init__(options)
         how = onnxruntime.SessionOptions()
-        how.intra_op_num_threads = options["threads"] // options["streams"]
+        how.intra_op_num_threads = options["threads"]
         how.inter_op_num_threads = 1
         how.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
         self._session = onnxruntime.InferenceSession(options["graph"], how, providers=["CPUExecutionProvider"])
@@ -111,7 +112,7 @@ class OnnxRuntime(_Graph):
 
 
 class OpenVino(_Graph):
-    """OpenVINO.
+    """OpenVINO. int8: weights compressed by NNCF, and activations rounded at run time.
 
     Args:
         options: Those of _Graph, and graph, threads, dtype.
@@ -121,21 +122,22 @@ class OpenVino(_Graph):
         import openvino
 
         super().__init__(options)
+        core = openvino.Core()
+        model = core.read_model(options["graph"])
         how = {
-            "INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16"}[options["dtype"]],
+            "INFERENCE_PRECISION_HINT": "f32" if options["dtype"] == "float32" else "bf16",
             "INFERENCE_NUM_THREADS": options["threads"],
-            "NUM_STREAMS": options["streams"],
+            "NUM_STREAMS": 1,
         }
-        self._model = openvino.Core().compile_model(options["graph"], "CPU", how)
-        self._names = {entry.get_any_name() for entry in self._model.inputs}
-        # A request of a stream is not to be shared: each call takes one and puts it back.
-        self._requests = [self._model.create_infer_request() for _ in range(options["streams"])]
+        if options["dtype"] == "int8":
+            import nncf
+
+            model = nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_SYM)
+            how["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 32
+        compiled = core.compile_model(model, "CPU", how)
+        self._names = {entry.get_any_name() for entry in compiled.inputs}
+        self._request = compiled.create_infer_request()
 
     def _hidden(self, inputs: dict[str, NDArray[np.int64]]) -> NDArray[np.float32]:
-        known = {name: value for name, value in inputs.items() if name in self._names}
-        request = self._requests.pop()
-        try:
-            request.infer(known)
-            return np.array(request.get_tensor("last_hidden_state").data, np.float32)
-        finally:
-            self._requests.append(request)
+        self._request.infer({name: value for name, value in inputs.items() if name in self._names})
+        return np.array(self._request.get_tensor("last_hidden_state").data, np.float32)
