@@ -153,14 +153,18 @@ def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     left: list[str] = []
     warnings: list[str] = []
     dotted: dict[str, dict[str, Any]] = {}
+    lists_adapters = False
     words = iter(argv)
     for word in words:
         if not word.startswith("--") or word == "--":
+            if lists_adapters and "=" in word and left[-1] != "--adapter":
+                left.append("--adapter")
             left.append(word)
             continue
         name, has_value, value = word.partition("=")
         name, _, key = name.partition(".")
         name = name.replace("_", "-")
+        lists_adapters = name == "--lora-modules"  # it takes several values
         name = _RENAMED_FLAGS.get(name, name)
         if key and name in _JSON_FLAGS:
             dotted.setdefault(name, {})[key] = _plain(value if has_value else next(words, ""))

@@ -313,17 +313,21 @@ async def _embed_rows(
 
 
 def pooling_params(settings: EmbedSettings) -> PoolingParams:
-    """Returns the pooling parameters of every row."""
-    return PoolingParams(dimensions=settings.dimensions, normalize=settings.normalize)
+    """Returns the pooling parameters of every row, with the adapter of --adapter."""
+    adapter = next((entry.partition("=")[0] for entry in settings.engine.adapter), None)
+    return PoolingParams(dimensions=settings.dimensions, normalize=settings.normalize, adapter=adapter)
 
 
 def row_options(settings: EmbedSettings) -> dict[str, Any]:
     """Returns the options that affect the output of a job."""
-    return {name: getattr(settings, name) for name in ("field", "dimensions", "normalize", "prompt_name")}
+    options = {name: getattr(settings, name) for name in ("field", "dimensions", "normalize", "prompt_name")}
+    return options | ({"adapter": list(settings.engine.adapter)} if settings.engine.adapter else {})
 
 
 def check_options(settings: EmbedSettings, info: ModelInfo) -> None:
     """Raises UsageError for an option that the model does not support, before any row runs."""
+    if len(settings.engine.adapter) > 1:
+        raise UsageError("--adapter: every row gets the same adapter; name one")
     if settings.prompt_name is not None and settings.prompt_name not in info.prompts:
         has = ", ".join(info.prompts) or "none"
         raise UsageError(f"--prompt-name: {info.name} has no prompt {settings.prompt_name!r}; it has: {has}")

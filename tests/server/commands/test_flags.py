@@ -21,6 +21,7 @@ from penstock.server.settings import UsageError
         ("serve --data-parallel-size 2", "serve --data-parallel 2"),
         ("serve --enforce-eager M", "serve --no-cuda-graphs M"),
         ("serve --no_enforce_eager", "serve --cuda-graphs"),
+        ("serve M --lora-modules a=/x b=/y --port 1", "serve M --adapter a=/x --adapter b=/y --port 1"),
         (
             "serve --other.key 1 --other.key=2 -- --max_model_len",
             "serve --other.key 1 --other.key=2 -- --max-model-len",

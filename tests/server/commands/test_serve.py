@@ -3,6 +3,7 @@ import math
 import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -154,6 +155,14 @@ def test_model_above_the_memory_limit_names_both_sizes(tmp_path: Path) -> None:
     (big / "model.safetensors").write_bytes(header(text) + bytes(1 << 20))
     with pytest.raises(UsageError, match=r"big alone needs 1\.0 MiB, but the limit is 0\.5 MiB"):
         served_models([plan(big, "big")], ServerSettings(model_memory=2**19), 1)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (adapter / "adapter_model.safetensors").write_bytes(header(text) + bytes(1 << 20))
+    adapted = plan(big, "big")
+    adapted = replace(adapted, config=replace(adapted.config, adapter=(f"legal={adapter}",)))
+    with pytest.raises(UsageError, match=r"big alone needs 2\.0 MiB"):
+        served_models([adapted], ServerSettings(model_memory=2**19), 1)
 
 
 def tiers(settings: ServerSettings) -> list[str]:

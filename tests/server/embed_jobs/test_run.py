@@ -1,5 +1,6 @@
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,12 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import EngineOverloadedError
 from penstock.server.embed_jobs import input_file as input_module, progress as progress_module, run as run_module
 from penstock.server.embed_jobs.input_file import PARQUET_ROWS_AT_ONCE
-from penstock.server.settings import CommandError, UsageError
+from penstock.server.embed_jobs.run import check_options, pooling_params, row_options
+from penstock.server.settings import CommandError, EmbedSettings, UsageError
 
 SHARD_ROWS = 5
 TEXTS = [f"text number {i}" for i in range(23)] + ["", "naïve 東京"]
@@ -150,6 +153,16 @@ def test_options_reach_the_engine(run, lines: Path, fake, tmp_path: Path) -> Non
     _, params, options = fake.calls[0][1]
     assert (params.normalize, options.prompt_name) == (False, "query")
     assert abs(np.linalg.norm(np.load(tmp_path / "out.npy"), axis=1) - 1).max() > 1e-3
+
+
+def test_adapter_of_the_command_applies_to_every_row(fake) -> None:
+    engine = EngineConfig(model="", adapter=("legal=/models/legal",))
+    settings = EmbedSettings(output="out.npy", engine=engine)
+    assert pooling_params(settings).adapter == "legal"
+    assert row_options(settings)["adapter"] == ["legal=/models/legal"]
+    two = replace(settings, engine=replace(engine, adapter=("legal=/a", "tax=/b")))
+    with pytest.raises(UsageError, match="--adapter: every row gets the same adapter; name one"):
+        check_options(two, fake.info)
 
 
 def test_continued_run_repeats_no_finished_shard(run, unfinished: Path, lines: Path, fake, replace_info) -> None:

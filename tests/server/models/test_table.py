@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI
 
 from penstock.engine.protocol.errors import EngineUnavailableError
+from penstock.engine.protocol.model_info import AdapterSpec
 from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
@@ -56,6 +57,31 @@ async def test_request_loads_the_model_that_it_names(make_engine) -> None:
         assert 'penstock_model_loaded{model="two"} 1.0' in metrics
         assert 'penstock_model_loads_total{model="three"} 0.0' in metrics
         assert 'penstock_http_requests_total{model="two",route="/v1/embeddings",status="200"} 1.0' in metrics
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+async def test_name_of_an_adapter_selects_its_model(make_engine, is_loaded: bool) -> None:
+    adapters = (AdapterSpec(name="legal", folder="legal"), AdapterSpec(name="unread"))
+    engine = make_engine(name="one", adapters=adapters)
+    models = [served(make_engine(name="two")), served(engine, "one", "eins", info=engine.info, is_preloaded=is_loaded)]
+    async with serving(*models) as (client, _):
+        cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
+        assert {name: card["parent"] for name, card in cards.items()} == {"two": None, "one": None, "one:legal": "one"}
+        assert cards["one:legal"]["aliases"] == ["eins:legal"]
+        assert (await client.get("/v1/models/eins:legal")).json()["parent"] == "eins"
+        for body in ({"model": "eins:legal"}, {"model": "eins", "lora_path": "legal"}):
+            response = await client.post("/v1/embeddings", json={"input": "a", **body})
+            assert (response.status_code, response.json()["model"]) == (200, "eins:legal")
+            assert engine.calls[-1][1][2].adapter == "legal"
+        for name, message in (
+            ("one:unread", "one has no LoRA adapter 'unread'; it has: legal."),
+            ("two:legal", "two has no LoRA adapter 'legal'; it has: none."),
+            ("three:legal", "The model 'three:legal' does not exist; this server has two, one."),
+        ):
+            response = await client.post("/v1/embeddings", json={"input": "a", "model": name})
+            assert (response.status_code, response.json()["error"]["message"]) == (404, message)
+        response = await client.post("/v1/embeddings", json={"input": "a", "lora_path": "legal"})
+        assert response.status_code == 404, "the first model has no adapter"
 
 
 @pytest.mark.parametrize("fails", [False, True])
