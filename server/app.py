@@ -49,7 +49,7 @@ from .routes import (
     vllm,
 )
 from .routing import RouteTable
-from .settings import ServerSettings
+from .settings import ServerSettings, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,8 @@ def create_app(
         shared: Values that all HTTP processes share; None if there is one process.
 
     Raises:
-        UsageError: A key file cannot be read or has no key, or the extra `otel` is missing.
+        UsageError: A key file cannot be read or has no key, the extra `otel` is missing, or --root-path equals the
+            beginning of a route.
     """
     batches = None if settings.data_dir is None else Batches(settings)
     shared = shared or SharedState()
@@ -210,7 +211,12 @@ def _routes(settings: ServerSettings, *, has_admin_keys: bool) -> RouteTable:
         routers.append(operations.operator_router)
     if has_admin_keys:
         routers.append(model_routes.admin_router)
-    return RouteTable(route for router in routers for route in router.routes)
+    table = RouteTable((route for router in routers for route in router.routes), settings.root_path)
+    if root := settings.root_path:
+        same = [r.path for r in table.routes if f"{r.path}/".startswith(f"{root}/") or r.path_regex.match(root)]
+        if same:
+            raise UsageError(f"--root-path: {root} is the beginning of the route {same[0]}; choose another path")
+    return table
 
 
 class Application(DocumentedApp):

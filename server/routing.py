@@ -202,13 +202,16 @@ class RouteTable:
 
     Args:
         routes: All routes.
+        root_path: Path prefix under which a proxy serves the routes, such as /penstock; "" for none.
 
     Attributes:
+        root_path: See above.
         routes: Routes with fixed paths first, so that they have precedence over paths with parameters.
         field_keys: Keys of the fields of all bodies, and UNSUPPORTED_FIELDS.
     """
 
-    def __init__(self, routes: Iterable[Route]) -> None:
+    def __init__(self, routes: Iterable[Route], root_path: str = "") -> None:
+        self.root_path = root_path
         self.routes = sorted(routes, key=lambda route: bool(route.param_convertors))
         self._fixed: dict[str, list[Route]] = {}
         self._with_parameters = [route for route in self.routes if route.param_convertors]

@@ -102,9 +102,10 @@ class RequestIds:
         return client_id if _REQUEST_ID.fullmatch(client_id) else b"%032x" % self._random.getrandbits(128)
 
 
-def canonical_path(path: str) -> str:
-    """Returns the path that `path` is an alias of, or `path`.
+def canonical_path(path: str, root_path: str = "") -> str:
+    """Returns the path of a request without `root_path`, or the path that it is an alias of.
 
+    `root_path` is removed if it is there: some proxies remove it and others forward it.
     A trailing slash is removed. `/v1/v2/rerank` becomes `/v2/rerank`: a Cohere client requests it if its base URL ends
     in /v1. Unprintable characters are quoted again: the router ignores a trailing newline in a path, but key checks
     and route tables do not.
@@ -113,4 +114,6 @@ def canonical_path(path: str) -> str:
         path = quote(path)
     if len(path) > 1 and path.endswith("/"):
         path = path.rstrip("/") or "/"
+    if root_path and (path == root_path or path.startswith(f"{root_path}/")):
+        path = path[len(root_path) :] or "/"
     return _DOUBLED_VERSION.sub("", path) if path.startswith(("/v1/v", "/v2/v")) else path

@@ -199,6 +199,7 @@ class LoadShedder:
         cors: CORSMiddleware | None,
     ) -> None:
         self._routes = {path.encode(): route for path, route in routes.json_routes().items() if route.runs_model}
+        self._root_path = routes.root_path
         self._models = models
         self._keys = keys
         self._observe = observe
@@ -259,7 +260,7 @@ class LoadShedder:
             path = httptools.parse_url(target).path or b""
         except httptools.HttpParserError:
             return None
-        return self._routes.get(canonical_path(unquote(path.decode("latin-1"))).encode())
+        return self._routes.get(canonical_path(unquote(path.decode("latin-1")), self._root_path).encode())
 
 
 def _add_cors_headers(response: Response, cors: CORSMiddleware, scope: Scope) -> None:

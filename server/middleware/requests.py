@@ -58,7 +58,7 @@ class RequestMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Calls the application with a RequestRecord for the request."""
         record = RequestRecord(scope, time.perf_counter(), time.time_ns())
-        scope["path"] = canonical_path(scope["path"])
+        scope["path"] = canonical_path(scope["path"], self.routes.root_path)
         self.routes.match(scope)
         scope["penstock.request_id"] = self._ids.of(scope["headers"]).decode("ascii")
         request_token, stages_token = REQUEST.set(record), STAGE_TIMES.set(record.stages)

@@ -83,7 +83,10 @@ _PLAYGROUND_HEADERS: Final = {
 @router.get("/", has_head=True, access=Access.OPEN)
 async def root(request: Request) -> Response:
     """Shows the playground if the request names HTML in Accept; otherwise the health, as TEI's root path does."""
+    root_path = _root_path(request)
     if prefers_html(",".join(request.headers.getlist("accept"))):
+        if root_path and request.scope["raw_path"].decode("latin-1") == root_path:
+            return Response(status_code=307, headers={"location": f"{root_path}/", "vary": "accept"})  # for its links
         is_known = ETAG in request.headers.get("if-none-match", "")
         return (
             Response(status_code=304, headers=_PLAYGROUND_HEADERS)
@@ -93,6 +96,16 @@ async def root(request: Request) -> Response:
     response = await operations.ready(request)
     response.headers["vary"] = "accept"
     return response
+
+
+def _root_path(request: Request) -> str:
+    """Returns the path prefix of a proxy: that of the ASGI server or else --root-path.
+
+    RequestMiddleware removes --root-path and does not put it in the scope: starlette would remove it a second time, and
+    would then find another route than the check of the API key.
+    """
+    root_path: str = request.scope.get("root_path", "") or request.app.state.routes.root_path
+    return root_path
 
 
 def prefers_html(accept: str) -> bool:
@@ -174,7 +187,7 @@ async def documentation(request: Request) -> Response:
 @router.get("/openapi.json", has_head=True, access=Access.OPEN)
 async def openapi_document(request: Request) -> Response:
     """Returns the OpenAPI document of the routes."""
-    document = request.app.encoded_document(request.scope.get("root_path", ""))
+    document = request.app.encoded_document(_root_path(request))
     return Response(document, media_type="application/json")
 
 

@@ -50,6 +50,10 @@ def _origins_rule(value: tuple[str, ...]) -> str | None:
     return f"must be origins; {wrong!r} is not an origin: write https://host or http://host:port, or * for all"
 
 
+def _path_rule(value: str) -> str | None:
+    return None if re.fullmatch(r"(/[\w.~-]+)*", value, re.ASCII) else "must begin with / and not end with /"
+
+
 def _url_rule(value: str) -> str | None:
     return None if re.match(r"https?://[^\s/]", value) else "must begin with http:// or https:// and name a host"
 
@@ -195,6 +199,14 @@ class ServerSettings(CommandSettings):
     )
     host: str = setting("0.0.0.0", "Address to listen on.", "HTTP", "ADDRESS")
     port: int = setting(8000, "Port to listen on; 0: a free port.", "HTTP", "PORT", min_value=0, max_value=65535)
+    root_path: str = setting(
+        "",
+        "Path under which a reverse proxy serves the routes, such as /penstock. Requests with and without it are "
+        "accepted; the OpenAPI document has it as server.",
+        "HTTP",
+        "PATH",
+        rule=_path_rule,
+    )
     api_workers: int = setting(
         1,
         "Number of HTTP processes that share the port and the engines. Each has its own tokenizer.",
