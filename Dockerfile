@@ -3,6 +3,7 @@
 #   docker build -t penstock .                        CPU (the default target)
 #   docker build -t penstock:slim --target slim .     CPU without torch: encoders that the native kernels run whole
 #   docker build -t penstock:cuda --target cuda .     NVIDIA GPU, driver 580 or newer
+#   docker buildx build --platform linux/arm64 .      64-bit ARM; its C library is tested under QEMU only
 #   docker run -p 8000:8000 penstock                  serves the embedded model
 #
 # All targets start from the slim Python image. PyPI's CUDA build of torch brings the CUDA libraries as wheels of its

@@ -65,7 +65,6 @@ class NoCompilerError(Exception):
 def build(
     target: Path = LIBRARY,
     *,
-    machine: str | None = None,
     flags: Sequence[str] = (),
     isas: Mapping[str, Sequence[str]] | None = None,
 ) -> Path:
@@ -73,7 +72,6 @@ def build(
 
     Args:
         target: The file to write. Replaced atomically.
-        machine: Architecture, such as "aarch64"; None is that of `sysconfig.get_platform`.
         flags: Compiler flags to add to every call.
         isas: Compiler flags that replace those of an instruction set, by its name.
 
@@ -84,7 +82,7 @@ def build(
         NoCompilerError: There is no compiler, or the architecture is not supported.
         subprocess.CalledProcessError: The compiler failed; stderr has its message.
     """
-    machine = machine or sysconfig.get_platform().rpartition("-")[2]
+    machine = sysconfig.get_platform().rpartition("-")[2]
     if machine not in _ISAS:
         raise NoCompilerError(f"there are no native kernels for {machine}, only for {', '.join(_ISAS)}")
     compiler = _compiler()
