@@ -29,7 +29,7 @@ SETTINGS = (ServerSettings, EmbedSettings, InfoSettings, RayServeSettings, RayEm
 OTHER_FLAGS = {
     "build": {"--sdist"},
     "pip": {"--index-url", "--no-deps"},
-    "docker": {"--build-arg", "--gpus", "--profile", "--stop-timeout", "--target", "--volume"},
+    "docker": {"--build-arg", "--gpus", "--platform", "--profile", "--stop-timeout", "--target", "--volume"},
     "helm": {"--values"},
     "make test-schema": {"--seed"},
     "ray start": {"--head"},

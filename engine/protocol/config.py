@@ -414,7 +414,8 @@ class EngineConfig:
     dtype: str = setting(
         "auto",
         "Type of weights and products. auto: bfloat16 on CUDA and on CPUs that run it faster, else float32. "
-        "int8: faster and less exact, for models that the native kernels run on a CPU with AVX-512 VNNI or AVX-VNNI.",
+        "int8: faster and less exact, for models that the native kernels run on a CPU with AVX-512 VNNI, AVX-VNNI or "
+        "the dot product of ARM.",
         "Model",
         choices=DTYPES,
     )

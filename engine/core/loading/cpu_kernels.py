@@ -50,8 +50,8 @@ def choose_kernels(info: ModelInfo, config: EngineConfig) -> tuple[ModelInfo, Cp
     if info.dtype == "int8" and (library is None or Format.INT8 not in library.formats):
         found = f"this one has {library.isa}" if library else f"only torch runs {info.architecture} here"
         raise MachineError(
-            "--dtype int8 needs the native kernels, on a processor with AVX-512 VNNI or AVX-VNNI, but "
-            f"{found}; set float32 or bfloat16."
+            "--dtype int8 needs the native kernels, on a processor with AVX-512 VNNI, AVX-VNNI or the dot product of "
+            f"ARM, but {found}; set float32 or bfloat16."
         )
     if library is None:
         return dataclasses.replace(info, sources=sources), None

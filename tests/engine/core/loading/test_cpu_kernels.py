@@ -202,7 +202,7 @@ def test_int8_needs_products_of_the_processor(
         assert (info.dtype, info.arithmetic) == ("int8", "float32")
         assert Arithmetic.of(info) == (Format.INT8, Format.F32)
     else:
-        message = f"AVX-512 VNNI or AVX-VNNI, but this one has {isa}; set float32 or bfloat16"
+        message = f"AVX-512 VNNI, AVX-VNNI or the dot product of ARM, but this one has {isa}; set float32 or bfloat16"
         with pytest.raises(ModelLoadError, match=message):
             choose(save_folder(), dtype="int8")
 
