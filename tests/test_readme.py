@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 
 from penstock.engine.families.registry import FAMILIES
 from penstock.server.cluster.ray_settings import RayEmbedSettings, RayServeSettings
-from penstock.server.commands.cli import main
+from penstock.server.commands.cli import _parser, main
+from penstock.server.commands.flags import translated
 from penstock.server.settings import (
     EmbedSettings,
     InfoSettings,
@@ -35,7 +37,8 @@ OTHER_FLAGS = {
     "ray start": {"--head"},
     "benchmarks": {
         *("--cache", "--data", "--expect", "--help", "--model", "--output", "--peers", "--rounds", "--seconds"),
-        *("--against", "--clock", "--device", "--only", "--phases", "--server", "--tiny"),
+        *("--against", "--clock", "--device", "--folder", "--loads", "--longest", "--models", "--only", "--phases"),
+        *("--server", "--tiny"),
     },
     "mypy": {"--strict"},
 }
@@ -110,9 +113,20 @@ def test_links_have_targets(document: Path) -> None:
         assert not anchor or anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, link
 
 
-def test_llms_txt_lists_every_document_once() -> None:
-    listed = re.findall(r"^- \[.+\]\((\S+)\): .+\.$", text_of(ROOT / "llms.txt"), re.MULTILINE)
+@pytest.mark.parametrize(
+    ("name", "line"), [("llms.txt", r"- \[.+\]\((\S+)\): .+\."), ("mkdocs.yml", r"      - (\S+\.md)")]
+)
+def test_every_document_is_listed_once(name: str, line: str) -> None:
+    listed = re.findall(f"^{line}$", text_of(ROOT / name), re.MULTILINE)
     assert sorted(listed) == sorted(str(path.relative_to(ROOT)) for path in DOCUMENTS)
+
+
+@documents
+def test_penstock_commands_parse(document: Path) -> None:
+    text = re.sub(r"\\\n\s*", "", text_of(document))
+    for line in re.findall(r"^    (penstock [^\n>|]*)", text, re.MULTILINE):
+        words, _ = translated(shlex.split(line, comments=True)[1:])
+        assert _parser().parse_args(words).run, line
 
 
 def test_support_matrix_has_every_family() -> None:
@@ -122,7 +136,7 @@ def test_support_matrix_has_every_family() -> None:
 
 
 def test_metrics_exist() -> None:
-    documented = set(re.findall(r"`(penstock_\w+?)(?:_total)?`", text_of(ROOT / "docs" / "observability.md")))
-    places = ("observability/metrics.py", "batches/service.py")
-    known = set(re.findall(r'"(penstock_\w+)"', "".join(text_of(ROOT / "server" / place) for place in places)))
-    assert documented == known
+    known = set(re.findall(r"^\| `(penstock_\w+)`", text_of(ROOT / "docs" / "reference" / "metrics.md"), re.MULTILINE))
+    for document in DOCUMENTS:
+        if document != CHANGELOG:
+            assert not set(re.findall(r"`(penstock_\w+)`", text_of(document))) - known, document.name
