@@ -105,16 +105,13 @@ class Comparison:
             except (InstallError, SideError) as error:
                 reasons.append(f"{setting}: {error}")
                 continue
+            if len(peer.settings) == 1:
+                return side, self._facts(peer, setting, side, cosine)
             try:
-                if len(peer.settings) == 1:
-                    return side, self._facts(peer, setting, side, cosine)
                 rates[setting] = self._round(side, self._loads[0], seed=-1).texts_per_s
             except SideError as error:
                 reasons.append(f"{setting}: {error}")
-            except BaseException:
-                side.stop()
-                raise
-            if len(peer.settings) > 1:
+            finally:
                 side.stop()
             print(f"trial: {name}, {setting}: {rates.get(setting, 0.0):.1f} texts/s", flush=True)
         if not rates:
