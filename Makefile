@@ -168,8 +168,9 @@ ARM64_CC ?= aarch64-linux-gnu-gcc
 ARM64_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross mmdebstrap qemu-user
 
 $(ARM64)/.installed: constraints.txt | $(VENV)/.installed
-	@for tool in $(firstword $(ARM64_CC)) mmdebstrap qemu-aarch64; do command -v $$tool; done > /dev/null && exit; \
-		echo "Installing $(ARM64_PACKAGES)"; \
+	@for tool in $(firstword $(ARM64_CC)) mmdebstrap qemu-aarch64; do \
+		command -v $$tool > /dev/null || missing="$$missing $$tool"; done; test -z "$$missing" && exit; \
+		echo "Installing $(ARM64_PACKAGES), because$$missing is missing"; \
 		apt-get update -qq && apt-get install -qq --yes --no-install-recommends $(ARM64_PACKAGES)
 	@rm -rf $(ARM64)/system $(ARM64)/packages && mkdir -p $(ARM64)
 	@mmdebstrap --quiet --variant=extract --architectures=arm64 --include=python3.11,libstdc++6 bookworm $(ARM64)/system
