@@ -6,7 +6,10 @@ It runs in the environment of each client with the standard library. tests/clien
 import json
 import os
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from typing import Any
 
 URL = os.environ["SERVER_URL"]
@@ -79,3 +82,45 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-6) -> None:
     assert len(found) == len(expected), f"{len(found)} entries instead of {len(expected)}"
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other, tolerance)
+
+
+@contextmanager
+def rejecting(status: int, times: int, headers: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Yields the URL of a server that rejects the first requests, and the paths of all requests that it received.
+
+    It rejects `times` requests with an error body of penstock, and passes later ones on to the server at URL.
+    """
+    paths: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            paths.append(self.path)
+            body = self.rfile.read(int(self.headers["content-length"]))
+            if len(paths) <= times:
+                error = {"message": "no", "type": "server_error", "param": None, "code": None}
+                answer = json.dumps({"error": error, "message": "no", "detail": "no"}).encode()
+                self._send(status, headers, answer)
+            else:
+                request = urllib.request.Request(URL + self.path, body, {"content-type": "application/json"})
+                with urllib.request.urlopen(request, timeout=60) as response:
+                    self._send(200, {}, response.read())
+
+        def _send(self, status: int, headers: dict[str, str], content: bytes) -> None:
+            self.send_response(status)
+            for name, value in {"content-type": "application/json", **headers}.items():
+                self.send_header(name, value)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            """Prints nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", paths
+        finally:
+            server.shutdown()
+            thread.join()

@@ -18,6 +18,27 @@ def ranks(answer) -> list[tuple[int, float]]:
     return [(item.index, item.relevance_score) for item in answer.results]
 
 
+@CLIENTS
+@pytest.mark.parametrize(
+    ("status", "headers", "num_sent"), [(429, {"retry-after": "1"}, 3), (503, {"retry-after": "1"}, 3), (400, {}, 1)]
+)
+def test_requests_are_sent_as_often_as_the_status_allows(kind, status, headers, num_sent):
+    arguments = {"texts": TEXTS, "model": MODEL, "input_type": "search_document", "embedding_types": ["float"]}
+    with http.rejecting(status, 9, headers) as (url, paths), pytest.raises(cohere.core.ApiError) as caught:
+        kind(base_url=url, api_key="any").embed(**arguments)
+    assert (caught.value.status_code, len(paths)) == (status, num_sent)
+
+
+@CLIENTS
+@pytest.mark.parametrize("status", [429, 503])
+def test_third_attempt_after_two_rejections_succeeds(kind, status):
+    arguments = {"texts": TEXTS, "model": MODEL, "input_type": "search_document", "embedding_types": ["float"]}
+    with http.rejecting(status, 2, {"retry-after": "1"}) as (url, paths):
+        answer = kind(base_url=url, api_key="any").embed(**arguments)
+    assert_close(answer.embeddings.float_, http.embed(TEXTS))
+    assert len(paths) == 3
+
+
 def test_v1_embeddings_equal_plain_http():
     answer = v1.embed(texts=TEXTS, model=MODEL, input_type="search_document")
     assert_close(answer.embeddings, http.embed(TEXTS))

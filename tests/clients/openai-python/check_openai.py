@@ -73,6 +73,35 @@ def test_api_key_is_checked():
         assert client.with_options(api_key=KEY).embeddings.create(model=MODEL, input="a").data
 
 
+@pytest.mark.parametrize(
+    ("status", "headers", "num_sent"),
+    [
+        (429, {"retry-after": "1"}, 3),
+        (503, {"retry-after": "1"}, 3),
+        (408, {"x-should-retry": "false"}, 1),  # the deadline of the request
+        (400, {}, 1),
+    ],
+)
+def test_requests_are_sent_as_often_as_the_status_allows(status, headers, num_sent):
+    with (
+        http.rejecting(status, 9, headers) as (url, paths),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="any") as client,
+        pytest.raises(openai.APIStatusError) as caught,
+    ):
+        client.embeddings.create(model=MODEL, input=TEXTS)
+    assert (caught.value.status_code, paths) == (status, ["/v1/embeddings"] * num_sent)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_third_attempt_after_two_rejections_succeeds(status):
+    with (
+        http.rejecting(status, 2, {"retry-after": "1"}) as (url, paths),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="any") as client,
+    ):
+        assert_close(vectors(client.embeddings.create(model=MODEL, input=TEXTS)), http.embed(TEXTS))
+    assert len(paths) == 3
+
+
 def test_rate_limit_is_retried():
     async def send(num_requests: int, max_retries: int) -> list:
         async with openai.AsyncOpenAI(base_url=f"{PROTECTED_URL}/v1", api_key=KEY, max_retries=max_retries) as client:
