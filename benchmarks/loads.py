@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-WORDS = Path(__file__).with_name("words.txt").read_text().split()
+WORDS = (Path(__file__).parents[1] / "server" / "bench" / "words.txt").read_text().split()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from penstock.server.cluster.ray_settings import RayEmbedSettings, RayServeSetti
 from penstock.server.commands.cli import _parser, main
 from penstock.server.commands.flags import translated
 from penstock.server.settings import (
+    BenchSettings,
     EmbedSettings,
     InfoSettings,
     ServerSettings,
@@ -26,8 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CHANGELOG = ROOT / "CHANGELOG.md"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-COMMANDS = ("serve", "embed", "info", "models", "ray serve", "ray embed")
-SETTINGS = (ServerSettings, EmbedSettings, InfoSettings, RayServeSettings, RayEmbedSettings)
+COMMANDS = ("serve", "embed", "info", "models", "bench", "ray serve", "ray embed")
+SETTINGS = (ServerSettings, EmbedSettings, InfoSettings, BenchSettings, RayServeSettings, RayEmbedSettings)
 OTHER_FLAGS = {
     "build": {"--sdist"},
     "pip": {"--index-url", "--no-deps"},

@@ -26,7 +26,7 @@ import httpx
 import uvloop
 
 SERVER: Final = Path(__file__).with_name("idle_server.py")
-WORDS: Final = (Path(__file__).parents[1] / "words.txt").read_text().split()
+WORDS: Final = (Path(__file__).parents[2] / "server" / "bench" / "words.txt").read_text().split()
 _END: Final = b"\r\n\r\n"
 
 

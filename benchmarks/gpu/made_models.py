@@ -1,6 +1,6 @@
 """Encoders of real sizes with random weights, as folders for penstock and sentence-transformers. Nothing is fetched.
 
-Every word of benchmarks/words.txt is one token.
+Every word of server/bench/words.txt is one token.
 """
 
 from __future__ import annotations

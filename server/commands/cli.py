@@ -20,7 +20,15 @@ from penstock.engine.client.engine_process import EngineProcess
 
 from .. import penstock_version
 from ..models.weight_files import short_count
-from ..settings import CommandError, EmbedSettings, InfoSettings, ServerSettings, load, load_failure
+from ..settings import (
+    BenchSettings,
+    CommandError,
+    EmbedSettings,
+    InfoSettings,
+    ServerSettings,
+    load,
+    load_failure,
+)
 from .default_model import model_and_names
 from .flags import OneLineParser, add_flags, translated
 from .known_models import TASKS, as_json, as_text, find_models
@@ -37,6 +45,7 @@ _DECIDED_BY_LOADING: Final = ("kernels", "num_lanes", "arithmetic")
 _SERVE = "Serve models over HTTP. Default MODEL: the embedded all-MiniLM-L6-v2."
 _EMBED = "Embed the rows of a file. To continue after an interruption, run the same command again."
 _MODELS = "List tested models, each with the command that serves it."
+_BENCH = "Measure throughput and latency of one server, or compare two."
 _CONFIG = "Print a template for `penstock serve --config` with every setting as a comment."
 _INFO = "Show the resolved values of a model and their source files, without loading weights."
 
@@ -50,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_closed_streams()
     try:
         words, warnings = list(sys.argv[1:] if argv is None else argv), list[str]()
-        if words[:1] != ["models"]:  # this command's --task is not vLLM's
+        if words[:1] not in (["models"], ["bench"]):  # their --task is not vLLM's
             words, warnings = translated(words)
         arguments = vars(_parser().parse_args(words))
         for warning in warnings:
@@ -124,6 +133,12 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(info, InfoSettings, positional="model")
     info.set_defaults(run=_info)
 
+    usage = "%(prog)s URL [URL2] [FLAG ...]"
+    bench = commands.add_parser("bench", help=_BENCH, description=_BENCH, usage=usage)
+    bench.add_argument("url", metavar="URL", nargs="+", help="Base URL of a server, such as http://localhost:8000.")
+    add_flags(bench, BenchSettings)
+    bench.set_defaults(run=_bench)
+
     config = commands.add_parser("config", help=_CONFIG, description=_CONFIG)
     config.set_defaults(run=_config)
 
@@ -194,6 +209,21 @@ def _embed(arguments: dict[str, Any]) -> int:
         raise type(interrupt)("run the same command again to continue") from None
     finally:
         signal.signal(signal.SIGTERM, before)
+    return 0
+
+
+def _bench(arguments: dict[str, Any]) -> int:
+    from ..bench.sweep import Sweep
+
+    urls = arguments.pop("url")
+    sweep = Sweep(urls, load(BenchSettings, arguments))
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        sweep.run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if sweep.results:
+            print(sweep.report(), flush=True)
     return 0
 
 

@@ -16,6 +16,7 @@ from penstock.engine.protocol.setting import parse_size, shown_size
 from ..cluster.ray_settings import RayEmbedSettings, RayServeSettings
 from ..settings import (
     GROUPS,
+    BenchSettings,
     DeclaredSetting,
     EmbedSettings,
     InfoSettings,
@@ -50,6 +51,7 @@ _COMMANDS: Final = {
     "serve": ServerSettings,
     "embed": EmbedSettings,
     "info": InfoSettings,
+    "bench": BenchSettings,
     "ray serve": RayServeSettings,
     "ray embed": RayEmbedSettings,
 }

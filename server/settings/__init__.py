@@ -5,7 +5,15 @@ PENSTOCK_MAX_MODEL_LEN and the key `max_model_len`. A flag has precedence over a
 and the file over the default. This package imports no torch.
 """
 
-from .declarations import GROUPS, CommandSettings, EmbedSettings, InfoSettings, ModelSettings, ServerSettings
+from .declarations import (
+    GROUPS,
+    BenchSettings,
+    CommandSettings,
+    EmbedSettings,
+    InfoSettings,
+    ModelSettings,
+    ServerSettings,
+)
 from .load import (
     ENV_PREFIX,
     CommandError,
@@ -25,6 +33,7 @@ from .load import (
 __all__ = [
     "ENV_PREFIX",
     "GROUPS",
+    "BenchSettings",
     "CommandError",
     "CommandSettings",
     "DeclaredSetting",

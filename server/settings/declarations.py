@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Final
 from penstock.engine import EngineConfig
 from penstock.engine.protocol.setting import REQUIRED, check_settings, parse_size, setting
 
-from .load import split_list
+from .load import UsageError, split_list
 
 GROUPS: Final = (
     "Input and output",
@@ -22,6 +23,7 @@ GROUPS: Final = (
     "Memory",
     "Cluster",
     "Logging",
+    "Load test",
 )
 """Groups of settings in the order of the help text."""
 _ORIGIN: Final = re.compile(r"https?://[^\s/?#@]+")
@@ -56,6 +58,25 @@ def _path_rule(value: str) -> str | None:
 
 def _url_rule(value: str) -> str | None:
     return None if re.match(r"https?://[^\s/]", value) else "must begin with http:// or https:// and name a host"
+
+
+def _parse_counts(value: object) -> tuple[int, ...]:
+    return tuple(map(int, _parse_numbers(value, is_whole=True)))
+
+
+def _parse_rates(value: object) -> tuple[float, ...]:
+    return _parse_numbers(value, is_whole=False)
+
+
+def _parse_numbers(value: object, *, is_whole: bool) -> tuple[float, ...]:
+    """Raises ValueError for an empty list, for other texts than numbers, and for numbers that are not above 0."""
+    try:
+        numbers = tuple((int if is_whole else float)(part) for part in split_list(value))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(0 < number < 1e6 for number in numbers):
+        raise ValueError(f"must be {'whole ' * is_whole}numbers above 0 and below 1000000, such as 1,4,16")
+    return numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,3 +412,95 @@ class ModelSettings:
         None, "Overrides the server's setting of the same name for this model.", "Model", "NAME"
     )
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(model=""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """Settings of `penstock bench`."""
+
+    dialect: str = setting(
+        "auto",
+        "API of the requests; auto: the first of openai, tei and ollama whose list of models the server has. "
+        "openai also fits vLLM and Infinity.",
+        "Load test",
+        choices=("auto", "openai", "tei", "cohere", "ollama"),
+    )
+    task: str = setting("embed", "Kind of requests.", "Load test", choices=("embed", "rerank", "classify"))
+    model: str | None = setting(
+        None, "Name of the model in requests. Default: the first model that the server lists.", "Load test", "MODEL"
+    )
+    load: str = setting(
+        "queries",
+        "Texts: queries (10 words), documents (200 words), mixed (1 word to --max-words), or a file with one text per "
+        "line; lines of .jsonl files have a field `text`.",
+        "Load test",
+        "LOAD",
+    )
+    max_words: int = setting(
+        240,
+        "Maximum length of the texts of queries, documents and mixed. Most words are one token; the default fits "
+        "models with 256 tokens.",
+        "Load test",
+        "WORDS",
+        min_value=1,
+    )
+    batch_size: int = setting(
+        1, "Texts in each request, or documents in a rerank request.", "Load test", "TEXTS", min_value=1
+    )
+    connections: tuple[int, ...] = setting(
+        (1, 4, 16, 64),
+        "Numbers of concurrent requests, measured one after the other. With --rate, the maximum counts. "
+        "Default: 1,4,16,64.",
+        "Load test",
+        "N,...",
+        parse=_parse_counts,
+    )
+    rate: tuple[float, ...] = setting(
+        (),
+        "Requests per second of an open loop with Poisson arrivals, measured one after the other. Default: a closed "
+        "loop, in which each connection waits for its response.",
+        "Load test",
+        "RATE,...",
+        parse=_parse_rates,
+    )
+    seconds: float = setting(5.0, "Duration of a round.", "Load test", "SECONDS", above=0)
+    warm_up: float = setting(
+        1.0, "Duration of the same load before each round, not counted.", "Load test", "SECONDS", min_value=0
+    )
+    rounds: int = setting(
+        3, "Rounds of each load. Two servers take turns and alternate their order.", "Load test", "N", min_value=1
+    )
+    encoding_format: str = setting(
+        "float", "Format of vectors in the dialects openai and cohere.", "Load test", choices=("float", "base64")
+    )
+    timeout: float = setting(120.0, "Seconds after which a request counts as failed.", "Load test", "SECONDS", above=0)
+    api_key: tuple[str, ...] = setting(
+        (),
+        "API key for the servers; of several keys the first is sent. Default: the first key of --api-key-file, or the "
+        "variable OPENAI_API_KEY, or none.",
+        "HTTP",
+        "KEY",
+        parse=_parse_keys,
+        is_secret=True,
+    )
+    api_key_file: Path | None = setting(None, "File with the API key in its first line.", "HTTP", "FILE")
+    json: Path | None = setting(None, "File for the results of every round as JSON.", "Input and output", "FILE")
+
+    def __post_init__(self) -> None:
+        """Raises ValueError with the field and its value."""
+        check_settings(self)
+
+    def key(self) -> str:
+        """Returns the API key; "" for none.
+
+        Raises:
+            UsageError: The key file cannot be read or is empty.
+        """
+        if self.api_key:
+            return self.api_key[0]
+        if self.api_key_file is None:
+            return os.environ.get("OPENAI_API_KEY", "")
+        try:
+            return self.api_key_file.read_text("utf-8").split()[0]
+        except (OSError, UnicodeDecodeError, IndexError) as error:
+            raise UsageError(f"--api-key-file: {self.api_key_file} cannot be read or is empty: {error}") from error

@@ -8,13 +8,21 @@ from penstock.engine.protocol.setting import parse_size, shown_size
 from penstock.server.cluster.ray_settings import RayEmbedSettings, RayServeSettings
 from penstock.server.commands import cli
 from penstock.server.commands.settings_text import reference_page
-from penstock.server.settings import DeclaredSetting, EmbedSettings, InfoSettings, ServerSettings, declared_settings
+from penstock.server.settings import (
+    BenchSettings,
+    DeclaredSetting,
+    EmbedSettings,
+    InfoSettings,
+    ServerSettings,
+    declared_settings,
+)
 
 HERE = Path(__file__).parent
 COMMANDS = {
     "serve": ServerSettings,
     "embed": EmbedSettings,
     "info": InfoSettings,
+    "bench": BenchSettings,
     "ray serve": RayServeSettings,
     "ray embed": RayEmbedSettings,
 }
@@ -28,7 +36,7 @@ def flags_of(command: str) -> dict[str, list[str]]:
     return {
         action.dest: action.option_strings or [action.dest]
         for action in parser._actions
-        if action.dest not in ("help", "file", "json")
+        if action.dest not in ("help", "file", "url") and not (command == "info" and action.dest == "json")
     }
 
 

@@ -1,0 +1,1 @@
+"""`penstock bench`: measures servers of embedding, rerank and classification models over HTTP."""

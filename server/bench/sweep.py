@@ -1,0 +1,180 @@
+"""Runs the rounds of a load test: every load on every server, in alternating order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import uvloop
+
+from .. import penstock_version
+from ..settings import BenchSettings, CommandError, UsageError, public_values
+from .load_generator import Round, run_round
+from .report import Point, Result, pairs_of, ratios, table
+from .target import Target, find_target
+from .workload import Workload
+
+_DRAW_EVERY_S: Final = 0.5
+
+
+class Sweep:
+    """A load test of one server, or of two servers that take turns.
+
+    Args:
+        urls: One or two base URLs.
+        settings: What to measure.
+
+    Attributes:
+        results: Finished and interrupted rounds, in order of the loads.
+
+    Raises:
+        UsageError: A URL or the file of texts is invalid, or the dialect lacks the task.
+        CommandError: A server cannot be reached, or does not answer a first request with one result per text.
+    """
+
+    def __init__(self, urls: Sequence[str], settings: BenchSettings) -> None:
+        if len(urls) > 2 or len(set(urls)) < len(urls):
+            raise UsageError(f"URL: give one URL, or two different ones to compare (got {' '.join(urls)})")
+        self._settings = settings
+        self._workload = Workload.open(settings.load, settings.batch_size, settings.max_words)
+        if settings.json is not None and not settings.json.absolute().parent.is_dir():
+            raise UsageError(f"--json: the folder {settings.json.parent} does not exist")
+        key = settings.key()
+        self._targets = [
+            find_target(url, settings.dialect, settings.task, settings.model, settings.encoding_format, key)
+            for url in urls
+        ]
+        for target in self._targets:
+            target.check([self._workload.longest()] * settings.batch_size, self._workload.query(0))
+        self._points = [Point(max(settings.connections), rate) for rate in settings.rate] or [
+            Point(number, None) for number in settings.connections
+        ]
+        self.results: list[Result] = []
+        self._is_complete = False
+
+    def run(self) -> None:
+        """Measures all loads, and writes the JSON file, also after an interruption.
+
+        Raises:
+            KeyboardInterrupt: The user has interrupted it. `results` has the rounds so far.
+            CommandError: A server is lost, or no request succeeded.
+        """
+        started_at = datetime.now(UTC)
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._measure())
+            self._is_complete = True
+        finally:
+            self.results = [result for result in self.results if result.rounds]
+            if self._settings.json is not None and self.results:
+                self._settings.json.write_text(json.dumps(self._as_json(started_at), indent=1) + "\n", "utf-8")
+        if not any(result.total.latencies_s for result in self.results):
+            raise CommandError("no request succeeded")
+
+    def report(self) -> str:
+        """Returns the servers and the table of results."""
+        several = len(self._targets) > 1
+        names = {target.url: f", {'ab'[i]}" if several else "" for i, target in enumerate(self._targets)}
+        form = f"{self._settings.load}, {self._settings.batch_size} per request"
+        lines = [
+            f"{'ab'[i] + ': ' if several else ''}{target.url}, {target.dialect} {target.path}, {target.model}"
+            for i, target in enumerate(self._targets)
+        ]
+        rounds = f"{self._settings.rounds} rounds of {self._settings.seconds:g} s"
+        note = "" if self._is_complete else "; interrupted, with the rounds so far"
+        return "\n".join([*lines, f"{form}, {rounds}{note}", "", table(self.results, names)])
+
+    async def _measure(self) -> None:
+        for point in self._points:
+            own = {target.url: Result(point, target.url) for target in self._targets}
+            self.results += own.values()
+            for number in range(self._settings.rounds):
+                texts, query = self._workload.requests(number), self._workload.query(number)
+                for target in self._targets if number % 2 == 0 else reversed(self._targets):
+                    label = f"{point}, round {number + 1} of {self._settings.rounds}, {target.url}"
+                    requests = [target.request(each, query) for each in texts]
+                    if self._settings.warm_up:
+                        await self._round(target, point, requests, self._settings.warm_up, Round())
+                    counted = Round()
+                    try:
+                        async with _progress(label, counted):
+                            await self._round(target, point, requests, self._settings.seconds, counted)
+                    finally:
+                        if counted.latencies_s or counted.errors:
+                            own[target.url].rounds.append(counted)
+
+    async def _round(self, target: Target, point: Point, requests: list[bytes], seconds: float, counted: Round) -> None:
+        try:
+            await run_round(
+                target.address,
+                requests,
+                self._settings.batch_size,
+                connections=point.connections,
+                seconds=seconds,
+                rate=point.rate,
+                timeout_s=self._settings.timeout,
+                result=counted,
+            )
+        except OSError as error:
+            raise CommandError(f"{target.url} does not accept connections any more: {error}") from error
+
+    def _as_json(self, started_at: datetime) -> dict[str, Any]:
+        servers = [
+            {"url": target.url, "dialect": target.dialect, "path": target.path, "model": target.model}
+            for target in self._targets
+        ]
+        found = [
+            {"connections": a.point.connections, "rate": a.point.rate}
+            | {name: ratio._asdict() for name, ratio in ratios(a, b).items()}
+            for a, b in pairs_of(self.results)
+        ]
+        settings = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in public_values(self._settings).items()
+        }
+        return {
+            "penstock": penstock_version(),
+            "started_at": started_at.isoformat(timespec="seconds"),
+            "client": {"platform": platform.platform(), "cores": len(os.sched_getaffinity(0))},
+            "is_complete": self._is_complete,
+            "settings": settings,
+            "servers": servers,
+            "results": [result.as_json() for result in self.results],
+            "ratios": found,
+        }
+
+
+@contextlib.asynccontextmanager
+async def _progress(label: str, counted: Round) -> AsyncIterator[None]:
+    """Shows the running round on stderr: a line that changes on a terminal, otherwise one line after the round."""
+    is_terminal = sys.stderr.isatty()
+    began_s = time.monotonic()
+
+    def draw(start: str, end: str) -> None:
+        elapsed_s = max(time.monotonic() - began_s, 1e-9)
+        errors = f", {counted.errors.total()} errors" if counted.errors else ""
+        rate = counted.num_texts / elapsed_s
+        sys.stderr.write(f"{start}{label}: {elapsed_s:.1f} s, {rate:.0f} texts/s{errors}{end}")
+        sys.stderr.flush()
+
+    async def draw_often() -> None:
+        while True:
+            draw("\r", "\x1b[K")
+            await asyncio.sleep(_DRAW_EVERY_S)
+
+    task = asyncio.create_task(draw_often()) if is_terminal else None
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+        draw("\r" if is_terminal else "", "\x1b[K\n" if is_terminal else "\n")
