@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from select import PIPE_BUF
 from typing import Any, Final, TextIO
 
@@ -31,7 +32,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Returns the line for `record`."""
         line: dict[str, Any] = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "time": datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -168,7 +169,10 @@ def configure_logging(level: str, line_format: str) -> None:
             "version": 1,
             "disable_existing_loggers": False,
             "formatters": {
-                "console": {"format": "%(asctime)s %(levelname)-7s %(name)s: %(message)s", "datefmt": "%H:%M:%S"},
+                "console": {
+                    "format": "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s",
+                    "datefmt": "%Y-%m-%d %H:%M:%S",
+                },
                 "json": {"()": JsonFormatter},
             },
             "handlers": {"stderr": stderr},

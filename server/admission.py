@@ -131,6 +131,7 @@ class AdmissionController:
     Attributes:
         max_body_bytes: Maximum bytes of one body.
         max_json_values: Maximum values of one body; see json_reader.py.
+        bodies: Memory of bodies.
         responses: Memory of responses.
     """
 
@@ -138,7 +139,7 @@ class AdmissionController:
         self.max_body_bytes = settings.max_body_bytes
         self.max_json_values = settings.max_json_values
         reasons = ServerRejectionReason
-        self._bodies = _shared_memory(
+        self.bodies = _shared_memory(
             _BODIES_IN_MEMORY * settings.max_body_bytes // num_processes,
             "the memory for bodies",
             f"{_BODIES_IN_MEMORY} x --max-body-bytes",
@@ -197,7 +198,7 @@ class AdmissionController:
         if BODY_IN_MEMORY in scope:
             return None
         client = client_of(scope)
-        memory = BodyMemory(self, Reservation(self._bodies, client), Reservation(self._dense_values, client))
+        memory = BodyMemory(self, Reservation(self.bodies, client), Reservation(self._dense_values, client))
         scope[_BODY_MEMORY] = memory
         return memory
 

@@ -31,7 +31,7 @@ from .middleware.requests import RequestMiddleware, end_at_shutdown
 from .models.manager import ModelLimits, ModelManager, ModelMetrics, Startup
 from .models.served_model import ServedModel
 from .models.table import ModelTable
-from .observability.metrics import GatherMetrics, Metrics, VectorCacheMetrics
+from .observability.metrics import AdmissionMetrics, GatherMetrics, Metrics, VectorCacheMetrics
 from .observability.observers import Observers
 from .openapi import DocumentedApp
 from .routes import (
@@ -135,7 +135,7 @@ def create_app(
     end_request: ASGIApp = end_at_shutdown
     if settings.cors_origins:
         layers, end_request = _cors(layers, settings), _cors(end_request, settings)
-    app.layers = RequestMiddleware(layers, routes, observers.observe, rejections, end_request)
+    app.layers = RequestMiddleware(layers, routes, observers, rejections, end_request)
     return app
 
 
@@ -150,6 +150,7 @@ def _build_context(
     if batches is not None:
         metrics.register(BatchMetrics(batches))
     admission = AdmissionController(settings, shared.num_processes)
+    metrics.register(AdmissionMetrics(admission))
     return ServerContext(settings, metrics, table, shared.started_s, admission)
 
 

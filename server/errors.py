@@ -11,6 +11,7 @@ import logging
 import math
 import reprlib
 from collections.abc import Collection, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -37,7 +38,17 @@ _MAX_NAMES: Final = 20
 _REPR: Final = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict = 3, 20, 20
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = _MAX_CHARS
+TRACE_ID: Final[ContextVar[str | None]] = ContextVar("penstock_trace_id", default=None)
+"""Id of the trace of the request that the current task serves; None without traces."""
 HIDDEN_MESSAGE: Final = "The server failed on this request; its log has the details under this request id."
+
+
+def request_fields(request_id: str, trace_id: str | None = None) -> dict[str, Any]:
+    """Returns `extra` of a log call: the fields of a JSON line about a request. Default trace: TRACE_ID."""
+    fields = {"request_id": request_id}
+    if (trace_id := trace_id or TRACE_ID.get()) is not None:
+        fields["trace_id"] = trace_id
+    return {"fields": fields}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +144,14 @@ def error_kind_and_message(error: EngineError, request_id: str) -> tuple[ErrorKi
     """Returns the kind of `error` and the message for its client; hidden messages are logged under `request_id`."""
     kind = ERROR_KINDS.get(type(error), ERROR_KINDS[EngineError])
     if kind.is_hidden:
-        logger.error("request %s: %s: %s", request_id, type(error).__name__, error.message, exc_info=error)
+        logger.error(
+            "request %s: %s: %s",
+            request_id,
+            type(error).__name__,
+            error.message,
+            exc_info=error,
+            extra=request_fields(request_id),
+        )
         return kind, f"{HIDDEN_MESSAGE} ({request_id})"
     return kind, error.message
 

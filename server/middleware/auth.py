@@ -10,7 +10,7 @@ import secrets
 import stat
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -37,7 +37,8 @@ class AuthMiddleware:
     """Accepts requests with a valid key as `Authorization: Bearer KEY`, `Authorization: KEY` or `api-key: KEY`.
 
     It sets scope["penstock.api_client"] to the identity in the fair queue, scope["penstock.api_owner"] to the owner of
-    files, and scope["penstock.api_namespace"] to the namespace of cached vectors and prefixes.
+    files, scope["penstock.api_namespace"] to the namespace of cached vectors and prefixes, and
+    scope["penstock.api_key_id"] to the id of the key in the access log.
 
     Args:
         keys: Keys for data routes. If there are none, data routes need no key.
@@ -59,6 +60,7 @@ class AuthMiddleware:
         if owner is not None:
             scope["penstock.api_client"], scope["penstock.api_owner"] = keys.client_name(owner), owner
             scope["penstock.api_namespace"] = keys.namespace_of(owner)
+            scope["penstock.api_key_id"] = keys.key_id(owner)
             return self.app(scope, receive, send)
         kind = "admin key" if keys is self.admin_keys else "API key"
         message = f"The {kind} is missing or wrong; send it as the header 'Authorization: Bearer KEY'."
@@ -111,6 +113,7 @@ class ApiKeys:
         self._salt = salt or secrets.token_bytes(SALT_BYTES)
         self._namespace_salt = namespace_salt
         self._namespaces: dict[str, str] = {}
+        self._key_ids: dict[str, str] = {}
         self._configured = frozenset(self._register(key.encode()) for key in keys)
         self._file, self._flag = file, flag
         self._clock_s = clock_s
@@ -146,6 +149,10 @@ class ApiKeys:
     def namespace_of(self, owner: str) -> str:
         """Returns the namespace of an owner's cached vectors and prefixes, a digest of key and salt."""
         return self._namespaces.get(owner, owner)
+
+    def key_id(self, owner: str) -> str | None:
+        """Returns the first 8 hex digits of the SHA-256 of an owner's key; None for "", the owner without keys."""
+        return self._key_ids.get(owner)
 
     def owner_of(self, keys: Iterable[bytes]) -> str | None:
         """Returns the identity of the valid key, or None without a valid key or with more than MAX_KEY_HEADERS keys."""
@@ -184,8 +191,9 @@ class ApiKeys:
         return frozenset(self._register(key.encode()) for key in keys)
 
     def _register(self, key: bytes) -> str:
-        """Returns the digest of a valid key, and stores its namespace."""
+        """Returns the digest of a valid key, and stores its id and its namespace."""
         digest = self._digest(key)
+        self._key_ids[digest] = sha256(key).hexdigest()[:8]
         if self._namespace_salt is not None:
             namespace = blake2b(key, digest_size=16, key=self._namespace_salt, person=_NAMESPACE)
             self._namespaces[digest] = namespace.hexdigest()

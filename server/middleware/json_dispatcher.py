@@ -20,7 +20,7 @@ from penstock.engine.protocol.request import CLIENT
 
 from ..calls.context import ClientWatch
 from ..dialects import DIALECT, dialect_of
-from ..errors import HIDDEN_MESSAGE, quote
+from ..errors import HIDDEN_MESSAGE, quote, request_fields
 from ..http.json_bodies import BodyParser, JsonBody
 from ..http.json_reader import check_media
 from ..http.request_head import LIMITS, limits_of
@@ -109,7 +109,8 @@ class UnexpectedErrorMiddleware:
 
 def unexpected_error(scope: Scope, error: Exception) -> Response | None:
     """Logs an unexpected error. Returns its response, or None if another response has started."""
-    logger.error("request %s failed unexpectedly", scope["penstock.request_id"], exc_info=error)
+    request_id = scope["penstock.request_id"]
+    logger.error("request %s failed unexpectedly", request_id, exc_info=error, extra=request_fields(request_id))
     if (record := REQUEST.get()) is not None and record.has_started:
         return None
     drop_tracebacks(error)

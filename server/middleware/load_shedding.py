@@ -167,6 +167,7 @@ class ShedRequest:
         note_rejection(record.scope, self.error)
         record.begin_response(response.status_code)
         send_response(response)
+        record.find_route()
         record.end()
         self.observe(record)
         return True

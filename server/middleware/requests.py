@@ -16,9 +16,11 @@ from penstock.engine.protocol.request import STAGE_TIMES
 
 from ..admission import note_rejection
 from ..dialects import dialect_of
+from ..errors import TRACE_ID, request_fields
 from ..http.json_responses import PART_BYTES
 from ..http.request_head import RequestIds, canonical_path
-from ..observability.timing import REQUEST, Observer, RequestRecord, server_timing
+from ..observability.observers import Observers
+from ..observability.timing import REQUEST, RequestRecord, server_timing
 from ..routing import RouteTable
 from .load_shedding import MAX_DELAY_S, RejectionQueue, max_delay_s
 
@@ -30,12 +32,12 @@ class RequestMiddleware:
 
     Aliases are served without a redirect, because clients do not follow a redirect of a POST. The id is the client's
     x-request-id or a new one. It is stored in the scope, where the body may replace it, and returned in the response.
-    Server-Timing has the times of the stages. `observe` is called after the response. A response with
-    status 429 waits in the RejectionQueue; by then the application has released the request.
+    Server-Timing has the times of the stages. A response with status 429 waits in the RejectionQueue; by then the
+    application has released the request.
 
     Args:
         routes: All routes.
-        observe: Called with the record of every request after its response.
+        observers: Called with the record of every request, at its start and after its response.
         rejections: Delays rejections.
         end_request: Responds to a request that is cancelled at the end of the drain.
     """
@@ -44,14 +46,14 @@ class RequestMiddleware:
         self,
         app: ASGIApp,
         routes: RouteTable,
-        observe: Observer,
+        observers: Observers,
         rejections: RejectionQueue,
         end_request: ASGIApp,
     ) -> None:
         self.app = app
         self.end_request = end_request
         self.routes = routes
-        self.observe = observe
+        self.observers = observers
         self.rejections = rejections
         self._ids = RequestIds()
 
@@ -61,6 +63,9 @@ class RequestMiddleware:
         scope["path"] = canonical_path(scope["path"], self.routes.root_path)
         self.routes.match(scope)
         scope["penstock.request_id"] = self._ids.of(scope["headers"]).decode("ascii")
+        record.find_route()
+        self.observers.begin(record)
+        trace_token = TRACE_ID.set(record.trace_id)
         request_token, stages_token = REQUEST.set(record), STAGE_TIMES.set(record.stages)
         delayed: list[Message] = []
 
@@ -94,7 +99,8 @@ class RequestMiddleware:
             STAGE_TIMES.reset(stages_token)
             REQUEST.reset(request_token)
             record.end()
-            self.observe(record)
+            TRACE_ID.reset(trace_token)
+            self.observers.observe(record)
 
     async def _wait_for_release(self, scope: Scope) -> None:
         try:
@@ -128,12 +134,13 @@ def _start_response(head: Message, record: RequestRecord) -> Message:
 
 async def end_at_shutdown(scope: Scope, receive: Receive, send: Send) -> None:
     """Sends the 503 of a request that did not finish within the drain timeout."""
-    logger.warning("request %s did not finish within the drain timeout", scope["penstock.request_id"])
+    request_id = scope["penstock.request_id"]
+    logger.warning("request %s did not finish within the drain timeout", request_id, extra=request_fields(request_id))
     error = EngineUnavailableError(
         "The server is shutting down. Please try again elsewhere.", reason=RejectionReason.DRAINING
     )
     note_rejection(scope, error)
-    await dialect_of(scope).engine_error(error, scope["penstock.request_id"])(scope, receive, send)
+    await dialect_of(scope).engine_error(error, request_id)(scope, receive, send)
 
 
 async def _send_in_parts(message: Message, send: Send) -> None:

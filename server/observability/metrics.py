@@ -9,7 +9,12 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from penstock.engine import AsyncEngine
@@ -18,7 +23,8 @@ from penstock.engine.client.stats import DispatcherStats, StepHistogram
 from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.engine.protocol.request import Stage
 
-from ..admission import REJECTION_REASONS
+from .. import penstock_version
+from ..admission import REJECTION_REASONS, AdmissionController
 from .timing import REQUEST, RequestRecord
 
 _LATENCY_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -33,11 +39,6 @@ _ENGINE_GAUGES: Final = {
         "Largest number of tokens in one forward; lowered if forwards are slow or memory is short.",
     ),
 }
-_ENGINE_COUNTERS: Final = {
-    "num_batched_tokens_total": ("penstock_engine_batched_tokens", "Tokens that went through the model."),
-    "num_steps_total": ("penstock_engine_steps", "Forwards."),
-    "step_s_total": ("penstock_engine_step_seconds", "Seconds in which forwards ran."),
-}
 _REJECTED: Final = (
     "penstock_rejected_requests",
     "Requests that a limit rejected or ended, by limit. Health checks are not counted.",
@@ -46,13 +47,13 @@ _IGNORED: Final = ("penstock_ignored_fields", "Unknown fields of request bodies 
 _ENGINE_HISTOGRAMS: Final = {
     "step_tokens": ("penstock_engine_batch_tokens", "Tokens of a forward."),
     "step_seqs": ("penstock_engine_batch_inputs", "Inputs, or chunks of inputs, of a forward."),
-    "step_fill": ("penstock_engine_batch_fill", "Tokens of a forward as a share of the token budget, 0 to 1."),
+    "step_fill": ("penstock_engine_batch_fill_ratio", "Tokens of a forward as a share of the token budget, 0 to 1."),
     "step_seconds": ("penstock_engine_step_duration_seconds", "Seconds of a forward."),
 }
 _CACHE_GAUGES: Final = {
-    "usage": ("penstock_engine_cache_usage", "Used share of the memory for chunked inputs, 0 to 1."),
+    "usage": ("penstock_engine_cache_usage_ratio", "Used share of the memory for chunked inputs, 0 to 1."),
     "memory_pressure": (
-        "penstock_engine_memory_pressure",
+        "penstock_engine_memory_pressure_ratio",
         "Share of a full chunk that did not fit in memory when chunks were last scheduled, 0 to 1.",
     ),
     "chunk_tokens": ("penstock_engine_chunk_size_tokens", "Tokens of the largest chunk of the last forward."),
@@ -74,7 +75,7 @@ _CACHE_COUNTERS: Final = {
     ),
     "chunks.completed_chunks": ("penstock_engine_chunks", "Chunks of long inputs that went through the model."),
     "chunks.completed_tokens": ("penstock_engine_chunk_tokens", "Tokens of these chunks."),
-    "chunks.run_s": ("penstock_engine_chunk_duration_seconds", "Seconds that these chunks ran."),
+    "chunks.run_s": ("penstock_engine_chunk_run_seconds", "Seconds that these chunks ran."),
     "chunks.failed_chunks": ("penstock_engine_chunk_failures", "Chunks that failed, for example for lack of memory."),
     "chunks.completed_requests": ("penstock_engine_chunked_inputs_completed", "Long inputs that completed."),
     "chunks.failed_requests": ("penstock_engine_chunked_inputs_failed", "Long inputs that failed too often."),
@@ -224,12 +225,14 @@ class Metrics(Collector):
             yield _counted(name, text, names, counts)
         yield latency
         yield stages
+        build = GaugeMetricFamily("penstock_build_info", "1, with the version of the server.", labels=("version",))
+        build.add_metric((penstock_version(),), 1)
+        yield build
         engines = list(self._engines())
         cores = [core for engine, model in engines for core in _cores(engine, model)]
         stats = [(core.stats, core.labels) for core in cores]
         cache_uses = [(use, labels) for s, labels in stats if (use := s.cache_use) is not None]
         yield from _families(GaugeMetricFamily, _ENGINE_GAUGES, _LABELS, stats)
-        yield from _families(CounterMetricFamily, _ENGINE_COUNTERS, _LABELS, stats)
         for field, (name, text) in _ENGINE_HISTOGRAMS.items():
             metric = HistogramMetricFamily(name, text, labels=_LABELS)
             for figures, labels in stats:
@@ -284,6 +287,24 @@ class VectorCacheMetrics(Collector):
         yield from _families(CounterMetricFamily, _MODEL_COUNTERS, ("model",), models)
         yield from _families(GaugeMetricFamily, _TIER_GAUGES, ("tier",), tiers)
         yield from _families(CounterMetricFamily, _TIER_COUNTERS, ("tier",), tiers)
+
+
+class AdmissionMetrics(Collector):
+    """Prometheus metrics of the memory for bodies and responses, and of its limits.
+
+    Args:
+        admission: Reserves the memory of this process.
+    """
+
+    def __init__(self, admission: AdmissionController) -> None:
+        self._admission = admission
+
+    def collect(self) -> Iterable[Metric]:
+        """Yields used bytes and limits."""
+        for name, memory in (("body", self._admission.bodies), ("response", self._admission.responses)):
+            prefix = f"penstock_{name}_memory"
+            yield GaugeMetricFamily(f"{prefix}_bytes", f"Reserved bytes for {name} data.", memory.used)
+            yield GaugeMetricFamily(f"{prefix}_limit_bytes", f"Limit of {prefix}_bytes.", memory.limit)
 
 
 class _Gathered(CollectorRegistry):

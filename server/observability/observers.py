@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Final
 
+from ..errors import request_fields
 from ..settings import ServerSettings, UsageError
 from .metrics import Metrics
 from .timing import Observer, RequestRecord, loggable
@@ -40,13 +41,24 @@ class Observers:
         if settings.access_log:
             self._observers.append(log_access)
 
+    def begin(self, record: RequestRecord) -> None:
+        """Starts the trace of a request if traces are configured."""
+        if self._tracing is None:
+            return
+        try:
+            self._tracing.begin(record)
+        except Exception:
+            module_logger.exception("no trace of request %s", record.scope["penstock.request_id"])
+
     def observe(self, record: RequestRecord) -> None:
         """Calls every observer. Logs the error of one and calls the others, because the response has been sent."""
         for observe in self._observers:
             try:
                 observe(record)
             except Exception:
-                module_logger.exception("%s failed for request %s", observe, record.scope["penstock.request_id"])
+                request_id = record.scope["penstock.request_id"]
+                extra = request_fields(request_id, record.trace_id)
+                module_logger.exception("%s failed for request %s", observe, request_id, extra=extra)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -113,11 +125,14 @@ def log_access(record: RequestRecord) -> None:
         "duration_ms": round(1000 * record.seconds, 3),
         **{f"{stage}_ms": spent for stage, spent in stages_ms.items()},
     }
+    if (key_id := scope.get("penstock.api_key_id")) is not None:
+        fields["key_id"] = key_id
     if record.task is not None:
         fields |= {"task": record.task, "inputs": record.num_inputs, "tokens": record.num_tokens}
     if record.trace_id is not None:
         fields["trace_id"] = record.trace_id
-    details = [] if record.task is None else [f"{record.task} {record.num_inputs} inputs, {record.num_tokens} tokens"]
+    details = [] if key_id is None else [f"key {key_id}"]
+    details += [] if record.task is None else [f"{record.task} {record.num_inputs} inputs, {record.num_tokens} tokens"]
     details += [f"{stage} {spent:.1f} ms" for stage, spent in stages_ms.items()]
     logger.info(
         "%s %s %d in %.1f ms%s (%s)",

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.types import Scope
 
@@ -15,6 +15,9 @@ from penstock.engine.protocol.request import Stage, StageTimes
 from ..admission import REJECTED_BY
 from ..http.json_bodies import IGNORED_FIELDS
 from ..routing import route_of
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 UNKNOWN_ROUTE: Final = "other"
 _MAX_PATH_CHARS: Final = 200
@@ -40,6 +43,7 @@ class RequestRecord:
         num_inputs: Texts, documents or pairs.
         num_tokens: Tokens of the inputs.
         num_truncated: Inputs that were truncated.
+        span: The span of its trace; None without traces.
         trace_id: Id of its trace; None without traces.
         rejected_by: The limit that rejected the request; None if it was accepted.
     """
@@ -59,6 +63,7 @@ class RequestRecord:
     num_inputs: int = 0
     num_tokens: int = 0
     num_truncated: int = 0
+    span: Span | None = None
     trace_id: str | None = None
     rejected_by: str | None = None
 
@@ -73,6 +78,12 @@ class RequestRecord:
         names: Sequence[str] = self.scope.get(IGNORED_FIELDS, ())
         return names
 
+    def find_route(self) -> None:
+        """Reads the route from the scope."""
+        route = route_of(self.scope)
+        if route is not None:
+            self.route, self.is_probe = route.path, route.is_probe
+
     def begin_response(self, status: int) -> None:
         """Records the start of the response."""
         self.status = status
@@ -83,9 +94,6 @@ class RequestRecord:
     def end(self) -> None:
         """Records the end of the response."""
         self.seconds = time.perf_counter() - self.began_s
-        route = route_of(self.scope)
-        if route is not None:
-            self.route, self.is_probe = route.path, route.is_probe
         self.rejected_by = self.scope.get(REJECTED_BY)
 
 

@@ -1,9 +1,9 @@
 """OpenTelemetry traces: a span per request with its stages as children, sent by OTLP over HTTP.
 
 Needs the extra `otel`, and is imported only if an endpoint is configured. The parent comes from the headers
-traceparent and tracestate (W3C). Spans are created at the end of the response from recorded times, so that requests
-that are not sampled cost almost nothing. The OTEL_ variables of the SDK apply, such as OTEL_SERVICE_NAME and
-OTEL_TRACES_SAMPLER.
+traceparent and tracestate (W3C). The spans of the stages are created at the end of the response from recorded times, so
+that requests that are not sampled cost almost nothing. The OTEL_ variables of the SDK apply, such as OTEL_SERVICE_NAME
+and OTEL_TRACES_SAMPLER.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Tracing:
             endpoint = endpoint.rstrip("/") + _TRACES_PATH
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
 
-    def observe(self, record: RequestRecord) -> None:
-        """Creates the spans of one request, unless it is a probe, and sets its `trace_id`."""
+    def begin(self, record: RequestRecord) -> None:
+        """Starts the span of a request, unless it is a probe."""
         if record.is_probe:
             return
         scope = record.scope
@@ -54,14 +54,20 @@ class Tracing:
             name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _PARENT_HEADERS
         }
         is_known = record.route != UNKNOWN_ROUTE
-        span = self._tracer.start_span(
+        record.span = self._tracer.start_span(
             f"{scope['method']} {record.route}" if is_known else scope["method"],
             self._propagator.extract(carrier),
             SpanKind.SERVER,
             start_time=record.began_ns,
         )
-        record.trace_id = format_trace_id(span.get_span_context().trace_id)
-        if not span.is_recording():
+        record.trace_id = format_trace_id(record.span.get_span_context().trace_id)
+
+    def observe(self, record: RequestRecord) -> None:
+        """Ends the span of a request and adds the spans of its stages. Starts it if `begin` was not called."""
+        if record.span is None:
+            self.begin(record)
+        scope, span = record.scope, record.span
+        if span is None or not span.is_recording():
             return
         span.set_attributes(
             {
@@ -72,7 +78,7 @@ class Tracing:
                 "penstock.request_id": scope["penstock.request_id"],
             }
         )
-        if is_known:
+        if record.route != UNKNOWN_ROUTE:
             span.set_attribute("http.route", record.route)
         if record.task is not None:
             span.set_attribute("penstock.task", record.task)

@@ -45,8 +45,8 @@ from .messages import (
 
 logger = logging.getLogger(__name__)
 
-_ENGINE_PREFIXES: Final = ("penstock_engine_", "penstock_model_", "process_start_time_seconds")
-"""Name prefixes of metrics that the supervisor reports, because it owns the engines."""
+_ENGINE_PREFIXES: Final = ("penstock_build_info", "penstock_engine_", "penstock_model_", "process_start_time_seconds")
+"""Name prefixes of metrics that the supervisor reports, because it owns the engines, and single values."""
 _WORKER_METRICS: Final = ("penstock_engine_requests", "penstock_engine_queued_tokens", "penstock_engine_queue_seconds")
 """Engine metrics that each HTTP process reports for its own requests. They are summed."""
 _CUMULATIVE: Final = ("counter", "histogram")

@@ -59,7 +59,7 @@ def variables_of(pod: dict[str, Any]) -> dict[str, str]:
 def test_documents_match_their_schemas(render: Render, values: dict[str, Any]) -> None:
     for document in render(values).values():
         for version in VERSIONS:
-            if document["kind"] not in ("ScaledObject", "ServiceMonitor"):
+            if document["kind"] not in ("PrometheusRule", "ScaledObject", "ServiceMonitor"):
                 kubernetes_validate.validate(document, version, strict=True)
 
 
@@ -67,7 +67,7 @@ def test_documents_follow_the_values(render: Render) -> None:
     minilm = {("Deployment", "r-minilm"), ("Service", "r-minilm")}
     assert set(render()) == minilm | {("PodDisruptionBudget", "r-minilm")}
     kinds = ("Deployment", "PodDisruptionBudget", "ScaledObject", "Service")
-    shared = {("Ingress", "r"), ("PersistentVolumeClaim", "r-hub"), ("ServiceMonitor", "r")}
+    shared = {("Ingress", "r"), ("PersistentVolumeClaim", "r-hub"), ("PrometheusRule", "r"), ("ServiceMonitor", "r")}
     secrets = {("Secret", "r-admin-keys"), ("Secret", "r-api-keys")}
     assert set(render(EVERYTHING)) == minilm | {(kind, "r-reranker") for kind in kinds} | shared | secrets
     rendered = render({"hubCache": {"enabled": True, "existingClaim": "weights"}})

@@ -28,7 +28,7 @@ def test_two_replicas_answer_as_one(launch, server) -> None:
     assert places == [each["place"] for each in replicas]
     assert f"2 replicas: {'; '.join(places)}" in two.log.read_text()
     metrics = httpx.get(f"{two.url}/metrics").text.splitlines()
-    steps = [line for line in metrics if line.startswith("penstock_engine_steps_total{")]
+    steps = [line for line in metrics if line.startswith("penstock_engine_step_duration_seconds_count{")]
     for number in "01":
         (line,) = (line for line in steps if f'replica="{number}"' in line)
         assert float(line.rpartition(" ")[2]) > 0

@@ -118,7 +118,7 @@ def script() -> str:
 def test_process_writes_all_lines_before_it_ends(script: str) -> None:
     done = subprocess.run([sys.executable, "-P", "-c", script, "4000"], capture_output=True, text=True, check=True)
     lines = done.stderr.splitlines()
-    assert [int(line.split()[4]) for line in lines] == list(range(4000))
+    assert [int(line.split()[5]) for line in lines] == list(range(4000))
 
 
 def test_process_ends_soon_without_a_reader(script: str) -> None:
@@ -126,4 +126,4 @@ def test_process_ends_soon_without_a_reader(script: str) -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.wait(30) == 0
         assert isinstance(process.stderr, TextIOWrapper)
-        assert process.stderr.readline().split()[4] == "00000"
+        assert process.stderr.readline().split()[5] == "00000"

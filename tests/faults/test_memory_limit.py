@@ -86,7 +86,7 @@ def test_chunks_shrink_at_the_memory_limit(
     while thread.is_alive():
         if size := server.metric("penstock_engine_chunk_size_tokens"):
             sizes.append(size)
-            pressures.append(server.metric("penstock_engine_memory_pressure"))
+            pressures.append(server.metric("penstock_engine_memory_pressure_ratio"))
         time.sleep(0.05)
     assert answers[0].status_code == 200, f"{answers[0].text} {server.log.read_text()[-3000:]}"
     print(f"\nchunks of {min(sizes):.0f} to {max(sizes):.0f} tokens, memory pressure up to {max(pressures):.2f}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Iterator
+from hashlib import sha256
 
 import httpx
 import orjson
@@ -21,6 +23,7 @@ from penstock.engine.logs import JsonFormatter
 from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError, RejectionReason
 from penstock.engine.protocol.messages import CacheUse, ChunkMetrics
 from penstock.engine.protocol.request import STAGE_TIMES, Stage
+from penstock.server import penstock_version
 from penstock.server.admission import REJECTION_REASONS
 from penstock.server.observability.metrics import Metrics
 from penstock.server.observability.tracing import Tracing
@@ -83,9 +86,11 @@ async def test_requests_are_counted_by_model_route_and_status(client: httpx.Asyn
     await client.get("/nowhere")
     text = (await client.get("/metrics")).text
     families = [f for f in text_string_to_metric_families(text) if f.name.startswith("penstock_")]
-    named = [family for family in families if family.name != "penstock_rejected_requests"]
+    other = re.compile(r"penstock_(rejected_requests|build_info|(body|response)_memory_(limit_)?bytes)")
+    named = [family for family in families if not other.fullmatch(family.name)]
     assert all("model" in s.labels for family in named for s in family.samples)
     assert "_created" not in text
+    assert f'penstock_build_info{{version="{penstock_version()}"}} 1.0' in text
     counted = {
         tuple(s.labels.values()): s.value for f in families for s in f.samples if s.name == "penstock_inputs_total"
     }
@@ -133,7 +138,7 @@ async def test_failing_observer_does_not_skip_the_next(serving, engine, caplog, 
 
 async def test_access_log_has_stage_times_without_texts_or_keys(serving, engine, caplog) -> None:
     caplog.set_level(logging.INFO, "penstock.access")
-    async with serving(engine, access_log=True) as client:
+    async with serving(engine, access_log=True, api_key=["very-secret"]) as client:
         headers = {"authorization": "Bearer very-secret", "x-request-id": "abc"}
         await client.post("/v1/embeddings?key=very-secret", json={"input": [SECRET, "b"]}, headers=headers)
         for probe in ("/health", "/health/live", "/health/ready", "/metrics"):
@@ -143,14 +148,16 @@ async def test_access_log_has_stage_times_without_texts_or_keys(serving, engine,
     assert good.getMessage().startswith("POST /v1/embeddings 200 in ")
     assert "embed 2 inputs, 9 tokens; tokenization 250.0 ms; queue 500.0 ms; inference 2000.0 ms" in good.getMessage()
     line = orjson.loads(JsonFormatter().format(good))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d", line["time"])
     expected = {"logger": "penstock.access", "request_id": "abc", "method": "POST", "status": 200, "task": "embed"}
     expected |= {"path": "/v1/embeddings", "route": "/v1/embeddings", "inputs": 2, "tokens": 9, "queue_ms": 500.0}
+    expected["key_id"] = sha256(b"very-secret").hexdigest()[:8]
     assert expected.items() <= line.items()
     assert line["duration_ms"] > 0
     assert SECRET not in str(line)
     assert "very-secret" not in str(line)
     assert "\n" not in unknown.getMessage()
-    assert "/no%0AINFO%20forged 404" in unknown.getMessage()
+    assert "/no%0AINFO%20forged 401" in unknown.getMessage()
 
 
 class Collected:
@@ -214,12 +221,15 @@ async def test_trace_continues_the_trace_of_the_client(serving, engine, collecte
 @pytest.mark.parametrize(
     ("failure", "expected"), [(RuntimeError("broken"), ("500", StatusCode.ERROR)), (None, (None, StatusCode.UNSET))]
 )
-async def test_span_of_a_server_error_has_its_status(serving, engine, collected, failure, expected) -> None:
+async def test_span_and_log_of_a_server_error(serving, engine, collected, caplog, failure, expected) -> None:
     engine.failure = failure
     async with serving(engine, otlp_traces_endpoint=COLLECTOR) as client:
-        await client.post("/v1/embeddings", json={"input": "a"})
+        response = await client.post("/v1/embeddings", json={"input": "a"})
     span = collected.spans["POST /v1/embeddings"]
     assert (span.attributes.get("error.type"), span.status.status_code) == expected
+    errors = [record.fields for record in caplog.records if record.levelname == "ERROR"]
+    fields = {"request_id": response.headers["x-request-id"], "trace_id": f"{span.context.trace_id:032x}"}
+    assert errors == ([fields] if failure else [])
 
 
 @pytest.mark.parametrize(
@@ -239,7 +249,7 @@ async def test_invalid_traceparent_starts_a_new_trace(serving, engine, collected
 
 
 async def test_statistics_of_the_engine_are_in_metrics(client: httpx.AsyncClient, engine, monkeypatch) -> None:
-    assert "penstock_engine_cache_usage{" not in (await client.get("/metrics")).text
+    assert "penstock_engine_cache_usage_ratio{" not in (await client.get("/metrics")).text
     chunks = ChunkMetrics(preemptions=2, completed_chunks=31, completed_tokens=900, num_requests=3, run_s=1.5)
     use = CacheUse(
         usage=0.25,

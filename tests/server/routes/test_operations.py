@@ -40,8 +40,9 @@ async def test_health_routes_report_live_and_ready(client, engine, state: Engine
 async def test_health_and_metrics_list_replicas(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     before = (await client.get("/metrics")).text
     assert "replica=" not in before
-    figures = [DispatcherStats(num_tokens=tokens, num_steps_total=tokens) for tokens in (20, 22)]
+    figures = [DispatcherStats(num_tokens=tokens) for tokens in (20, 22)]
     figures[1].step_tokens.observe(9)
+    figures[1].step_seconds.observe(0.1)
     engine.replicas = [
         ReplicaStatus("cuda:0", EngineState.READY, 0, figures[0]),
         ReplicaStatus("cuda:1", EngineState.STARTING, 3, figures[1]),
@@ -55,7 +56,7 @@ async def test_health_and_metrics_list_replicas(client: httpx.AsyncClient, engin
     samples = {(sample.name, sample.labels.get("replica")): sample.value for f in families for sample in f.samples}
     for name, values in (
         ("penstock_engine_queued_tokens", (20, 22)),
-        ("penstock_engine_steps_total", (20, 22)),
+        ("penstock_engine_step_duration_seconds_count", (0, 1)),
         ("penstock_engine_batch_tokens_count", (0, 1)),
         ("penstock_engine_ready", (1, 0)),
         ("penstock_engine_restarts_total", (0, 3)),
