@@ -16,6 +16,7 @@ from penstock.server.commands.flags import translated
 from penstock.server.settings import (
     BenchSettings,
     EmbedSettings,
+    EvalSettings,
     InfoSettings,
     ServerSettings,
     declared_settings,
@@ -27,8 +28,16 @@ ROOT = Path(__file__).resolve().parent.parent
 CHANGELOG = ROOT / "CHANGELOG.md"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-COMMANDS = ("serve", "embed", "info", "models", "bench", "ray serve", "ray embed")
-SETTINGS = (ServerSettings, EmbedSettings, InfoSettings, BenchSettings, RayServeSettings, RayEmbedSettings)
+COMMANDS = ("serve", "embed", "eval", "info", "models", "bench", "ray serve", "ray embed")
+SETTINGS = (
+    ServerSettings,
+    EmbedSettings,
+    EvalSettings,
+    InfoSettings,
+    BenchSettings,
+    RayServeSettings,
+    RayEmbedSettings,
+)
 OTHER_FLAGS = {
     "build": {"--sdist"},
     "pip": {"--index-url", "--no-deps"},

@@ -2,22 +2,22 @@
 
     python benchmarks/quality/compare_types.py FOLDER [FOLDER ...] --data path/to/both
 
-The data folder holds `scifact` and `banking77`; see scifact.py and banking77.py.
+The data folder holds `scifact` and `banking77`; see docs/quality.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from banking77 import Banking77
 from numpy.typing import NDArray
-from scifact import SciFact
 
 from penstock.engine import EngineError
 from penstock.engine.llm import LLM
+from penstock.server.quality.tasks import ClassificationTask, RetrievalTask
 
 TYPES = ("float32", "bfloat16", "int8")
 
@@ -31,7 +31,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
 
-    scifact, banking = SciFact.read(args.data / "scifact"), Banking77.read(args.data / "banking77")
+    scifact = RetrievalTask.read(args.data / "scifact")
+    banking = ClassificationTask.read(args.data / "banking77")
     report: dict[str, dict[str, dict[str, float | str]]] = {}
     print(f"{'model':24} {'type':10} {'SciFact nDCG@10':>16} {'Banking77 accuracy':>20}   kernels")
     for model in args.models:
@@ -48,7 +49,7 @@ def main() -> None:
         args.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def measure(model: str, dtype: str, scifact: SciFact, banking: Banking77) -> dict[str, float | str]:
+def measure(model: str, dtype: str, scifact: RetrievalTask, banking: ClassificationTask) -> dict[str, float | str]:
     """Returns both scores of a model in a dtype, and the executor that ran it.
 
     Raises:
@@ -56,13 +57,13 @@ def measure(model: str, dtype: str, scifact: SciFact, banking: Banking77) -> dic
     """
     with LLM(model, dtype=dtype) as llm:
 
-        def embed(texts: list[str]) -> NDArray[np.float32]:
+        def embed(texts: Sequence[str], _input_type: str) -> NDArray[np.float32]:
             outputs = llm.embed(texts, truncate_prompt_tokens=-1, use_tqdm=False)
             return np.stack([output.outputs.embedding for output in outputs])
 
         return {
-            "ndcg_at_10": round(scifact.ndcg(embed), 5),
-            "accuracy": round(banking.accuracy(embed), 5),
+            "ndcg_at_10": round(scifact.scores(scifact.search(embed))["ndcg_at_10"], 5),
+            "accuracy": round(banking.scores(embed)["accuracy"], 5),
             "kernels": llm.info.kernels,
         }
 

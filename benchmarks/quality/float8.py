@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from scifact import SciFact
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
+
+from penstock.server.quality.tasks import RetrievalTask
 
 NUM_TEXTS = 48
 MAX_TOKENS = 512
@@ -76,7 +77,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", help="folders")
     parser.add_argument("--data", type=Path, required=True)
     args = parser.parse_args()
-    task = SciFact.read(args.data)
+    task = RetrievalTask.read(args.data)
     kinds = {"abstracts": list(task.corpus.values())[:NUM_TEXTS], "claims": list(task.queries.values())[:NUM_TEXTS]}
     for model in args.models:
         for kind, texts in kinds.items():

@@ -24,6 +24,7 @@ from ..settings import (
     BenchSettings,
     CommandError,
     EmbedSettings,
+    EvalSettings,
     InfoSettings,
     ServerSettings,
     load,
@@ -44,6 +45,7 @@ _DECIDED_BY_LOADING: Final = ("kernels", "num_lanes", "arithmetic")
 
 _SERVE = "Serve models over HTTP. Default MODEL: the embedded all-MiniLM-L6-v2."
 _EMBED = "Embed the rows of a file. To continue after an interruption, run the same command again."
+_EVAL = "Measure the quality of a served model on data sets with judgements. Prints one JSON line for each data set."
 _MODELS = "List tested models, each with the command that serves it."
 _BENCH = "Measure throughput and latency of one server, or compare two."
 _CONFIG = "Print a template for `penstock serve --config` with every setting as a comment."
@@ -127,6 +129,13 @@ def _parser() -> argparse.ArgumentParser:
     embed.add_argument("file", metavar="FILE", help="File of texts: .txt (one per line), .jsonl or .parquet.")
     add_flags(embed, EmbedSettings)
     embed.set_defaults(run=_embed)
+
+    usage = "%(prog)s URL DATA [DATA ...] [FLAG ...]"
+    evaluation = commands.add_parser("eval", help=_EVAL, description=_EVAL, usage=usage)
+    evaluation.add_argument("url", metavar="URL", help="Address of the server, such as http://localhost:8000.")
+    evaluation.add_argument("data", metavar="DATA", nargs="+", help="Folder with a data set; see docs/quality.md.")
+    add_flags(evaluation, EvalSettings)
+    evaluation.set_defaults(run=_eval)
 
     info = commands.add_parser("info", help=_INFO, description=_INFO, usage="%(prog)s [MODEL] [FLAG ...]")
     info.add_argument("--json", action="store_true", help="Print JSON, with the source of each value.")
@@ -224,6 +233,16 @@ def _bench(arguments: dict[str, Any]) -> int:
         signal.signal(signal.SIGTERM, before)
         if sweep.results:
             print(sweep.report(), flush=True)
+    return 0
+
+
+def _eval(arguments: dict[str, Any]) -> int:
+    url, folders = arguments.pop("url"), [Path(folder) for folder in arguments.pop("data")]
+    settings = load(EvalSettings, arguments)
+    from ..quality.evaluate import evaluate
+
+    for report in evaluate(url, folders, settings):  # printed at once: an error in the next data set loses nothing
+        print(json.dumps(report), flush=True)
     return 0
 
 

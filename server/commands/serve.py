@@ -36,7 +36,15 @@ from ..http.http_server import HttpServer, freeze_gc, uvicorn_config
 from ..middleware.auth import ApiKeys
 from ..models.served_model import ModelEntry, ServedModel, check_prompt_name
 from ..models.weight_files import WeightFiles
-from ..settings import BenchSettings, EmbedSettings, ServerSettings, UsageError, exit_code_of, unknown_variables
+from ..settings import (
+    BenchSettings,
+    EmbedSettings,
+    EvalSettings,
+    ServerSettings,
+    UsageError,
+    exit_code_of,
+    unknown_variables,
+)
 from .announcement import announcement, open_access_warning
 from .model_plans import ModelPlan
 
@@ -63,7 +71,7 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
         SystemExit: With code 0 after SIGTERM or SIGHUP, with another code if the model cannot be loaded (see the log).
     """
     configure_logging(settings.log_level, settings.log_format)
-    for variable in unknown_variables((ServerSettings, EmbedSettings, BenchSettings)):
+    for variable in unknown_variables((ServerSettings, EmbedSettings, EvalSettings, BenchSettings)):
         logger.warning("the environment variable %s is not known and has no effect", variable)
     num_engines = min(len(plans), settings.max_loaded_models or len(plans))
     cache = open_cache(settings)

@@ -19,6 +19,7 @@ from ..settings import (
     BenchSettings,
     DeclaredSetting,
     EmbedSettings,
+    EvalSettings,
     InfoSettings,
     ModelSettings,
     ServerSettings,
@@ -50,6 +51,7 @@ _EXAMPLES: Final = {
 _COMMANDS: Final = {
     "serve": ServerSettings,
     "embed": EmbedSettings,
+    "eval": EvalSettings,
     "info": InfoSettings,
     "bench": BenchSettings,
     "ray serve": RayServeSettings,

@@ -146,6 +146,37 @@ class EmbedSettings(CommandSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """Settings of `penstock eval`, a client of a running server."""
+
+    model: str | None = setting(
+        None, "Name of the served model to evaluate. Default: the server's default model.", "Input and output", "NAME"
+    )
+    rerank: str | None = setting(
+        None, "Name of a served model that reranks the documents found by retrieval.", "Input and output", "NAME"
+    )
+    rerank_top_k: int = setting(
+        100, "Number of documents per query that --rerank sorts.", "Input and output", "N", min_value=1
+    )
+    dimensions: int | None = setting(
+        None,
+        "Number of dimensions (Matryoshka); default: all dimensions of the model.",
+        "Input and output",
+        "N",
+        min_value=1,
+    )
+    texts_per_request: int = setting(64, "Texts or documents in one request.", "HTTP", "N", min_value=1)
+    concurrency: int = setting(4, "Requests in flight.", "HTTP", "N", min_value=1, max_value=256)
+    api_key: tuple[str, ...] = setting(
+        (), "API key of the server. Default: no key is sent.", "HTTP", "KEY", parse=_parse_keys, is_secret=True
+    )
+
+    def __post_init__(self) -> None:
+        """Raises ValueError with the field and its value."""
+        check_settings(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerSettings(CommandSettings):
     """Settings of `penstock serve`."""
 

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from banking77 import Banking77
 from compare_types import measure
 from numpy.typing import NDArray
-from scifact import SciFact
 
 from penstock.engine.llm import LLM
 from penstock.kernels.cpu import CpuKernelError, CpuLibrary, Format
+from penstock.server.quality.tasks import ClassificationTask, RetrievalTask
 
 NEEDS = {"bfloat16": Format.DOT, "int8": Format.INT8}
 MAX_LOSS = {"bfloat16": 0.0005, "int8": 0.0025}
@@ -44,7 +43,7 @@ def vectors(
     model_folder: Callable[[str], Path], data_folder: Callable[[str], Path]
 ) -> Callable[[str], NDArray[np.float32]]:
     """Vectors of real texts in a type."""
-    task = SciFact.read(data_folder("scifact"))
+    task = RetrievalTask.read(data_folder("scifact"))
     texts = [*list(task.corpus.values())[:24], *list(task.queries.values())[:40]]
 
     @cache
@@ -66,11 +65,11 @@ def quality(
     model_folder: Callable[[str], Path], data_folder: Callable[[str], Path]
 ) -> Callable[[str, int, str], tuple[float, float]]:
     """nDCG@10 and accuracy of a model in a type. `keep_each` leaves documents out."""
-    banking = Banking77.read(data_folder("banking77"))
+    banking = ClassificationTask.read(data_folder("banking77"))
 
     @cache
     def find(model: str, keep_each: int, dtype: str) -> tuple[float, float]:
-        task = SciFact.read(data_folder("scifact"), keep_each=keep_each)
+        task = RetrievalTask.read(data_folder("scifact"), keep_each=keep_each)
         found = measure(str(model_folder(model)), dtype, task, banking)
         return float(found["ndcg_at_10"]), float(found["accuracy"])
 

@@ -44,7 +44,7 @@ def test_failed_process_prints_one_line_with_code_2(arguments: str, message: str
     assert message.format(folder=tmp_path) in done.stderr
 
 
-@pytest.mark.parametrize("command", ["serve", "embed", "info", "models"])
+@pytest.mark.parametrize("command", ["serve", "embed", "eval", "info", "models"])
 def test_help_imports_no_heavy_package(command: str) -> None:
     code = (
         "import sys\n"

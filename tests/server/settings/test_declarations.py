@@ -12,6 +12,7 @@ from penstock.server.settings import (
     BenchSettings,
     DeclaredSetting,
     EmbedSettings,
+    EvalSettings,
     InfoSettings,
     ServerSettings,
     declared_settings,
@@ -21,6 +22,7 @@ HERE = Path(__file__).parent
 COMMANDS = {
     "serve": ServerSettings,
     "embed": EmbedSettings,
+    "eval": EvalSettings,
     "info": InfoSettings,
     "bench": BenchSettings,
     "ray serve": RayServeSettings,
@@ -36,7 +38,7 @@ def flags_of(command: str) -> dict[str, list[str]]:
     return {
         action.dest: action.option_strings or [action.dest]
         for action in parser._actions
-        if action.dest not in ("help", "file", "url") and not (command == "info" and action.dest == "json")
+        if action.dest not in ("help", "file", "url", "data") and not (command == "info" and action.dest == "json")
     }
 
 

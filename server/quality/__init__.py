@@ -1,0 +1,1 @@
+"""Quality of a served model on data sets with judgements: `penstock eval`."""

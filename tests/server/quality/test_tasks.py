@@ -1,0 +1,120 @@
+"""Data sets in folders, and their scores."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.server.quality.tasks import (
+    ClassificationTask,
+    RetrievalTask,
+    SimilarityTask,
+    best,
+    read_task,
+    spearman,
+)
+from penstock.server.settings import UsageError
+
+Write = Callable[..., Path]
+RETRIEVAL = {
+    "corpus.jsonl": '{"_id": "1", "title": "A", "text": "dam"}\n{"_id": 2, "text": "song"}\n'
+    '{"_id": "3", "text": "x"}\n',
+    "queries.jsonl": '{"_id": "q", "text": "wall"}\n{"_id": "not judged", "text": "y"}\n',
+    "qrels/test.tsv": "query-id\tcorpus-id\tscore\nq\t1\t2\nq\t3\t1\nq\t2\t0\n",
+}
+STS = "sentence1\tsentence2\tscore\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes the files of a folder."""
+
+    def write(files: dict[str, str]) -> Path:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return tmp_path
+
+    return write
+
+
+def test_retrieval_folder_has_judged_queries_and_scores(write: Write) -> None:
+    task = read_task(write(RETRIEVAL))
+    assert isinstance(task, RetrievalTask)
+    assert task.corpus == {"1": "A dam", "2": "song", "3": "x"}
+    assert task.queries == {"q": "wall"}
+    vectors = {"wall": (1, 0), "song": (5, 0), "A dam": (2, 1), "x": (0, 1)}
+
+    def embed(texts: Sequence[str], _: str) -> np.ndarray:
+        return np.array([vectors[text] for text in texts], np.float32)
+
+    assert task.search(embed) == {"q": ["2", "1", "3"]}
+    assert task.search(embed, 2) == {"q": ["2", "1"]}
+    # gains 0, 2, 1; the ideal order has 2, 1
+    assert task.scores({"q": ["2", "1", "3"]}) == pytest.approx(
+        {
+            "ndcg_at_10": (2 / np.log2(3) + 1 / 2) / (2 + 1 / np.log2(3)),
+            "map_at_10": (1 / 2 + 2 / 3) / 2,
+            "recall_at_10": 1,
+            "recall_at_100": 1,
+            "mrr_at_10": 1 / 2,
+        }
+    )
+    late = [f"other {number}" for number in range(10)] + ["1"]
+    assert list(task.scores({"q": late}).values()) == [0, 0, 0, 0.5, 0]
+
+
+def test_reranker_sorts_only_the_first_documents(write: Write) -> None:
+    task = RetrievalTask.read(write(RETRIEVAL))
+
+    def rerank(requests: Sequence[tuple[str, Sequence[str]]]) -> list[np.ndarray]:
+        assert requests == [("wall", ["song", "A dam"])]
+        return [np.array([0.1, 0.9])]
+
+    assert task.rerank({"q": ["2", "1", "3"]}, rerank, 2) == {"q": ["1", "2", "3"]}
+
+
+def test_equal_scores_are_sorted_by_larger_id() -> None:
+    assert best(np.array([0.5, 0.5, 0.1, 0.5]), ["a", "c", "d", "b"], 2) == ["c", "b"]
+
+
+def test_spearman_equals_pearson_of_mean_ranks() -> None:
+    left, right = np.array([1.0, 2, 2, 9, 3]), np.array([10.0, 30, 20, 40, 40])
+    expected = np.corrcoef([1, 2.5, 2.5, 5, 4], [1, 3, 2, 4.5, 4.5])[0, 1]
+    assert spearman(left, right) == pytest.approx(expected, abs=1e-12)
+    assert np.isnan(spearman(left, np.ones(5)))
+
+
+def test_similarity_cells_keep_quotation_marks(write: Write) -> None:
+    task = read_task(write({"test.tsv": STS + 'a "b\tc\t1\nd\te\t0.5\n'}))
+    assert isinstance(task, SimilarityTask)
+    assert (task.pairs, task.similarities) == ([('a "b', "c"), ("d", "e")], [1, 0.5])
+
+
+def test_separable_classes_are_classified_without_error(write: Write) -> None:
+    rows = "".join(f"{word} {number},{word}\n" for word in ("song", "dam") for number in range(12))
+    task = read_task(write({"train.csv": "text,category\n" + rows, "test.csv": "text,category\n" + rows}))
+    assert isinstance(task, ClassificationTask)
+    assert task.scores(lambda texts, _: np.array([(text[0] == "s", text[0] == "d") for text in texts])) == {
+        "accuracy": 1
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "is no data set: it needs corpus.jsonl, "),
+        ({"qrels/test.tsv": None}, "test.tsv cannot be read: No such file"),
+        ({"corpus.jsonl": '{"_id": "1", "text": "a"}\n{'}, "corpus.jsonl, line 2: no JSON"),
+        ({"corpus.jsonl": '{"_id": "1"}'}, "corpus.jsonl, line 1: field 'text' must be a text, not None"),
+        ({"corpus.jsonl": '{"_id": "9", "text": "a"}'}, "none of the documents of qrels/test.tsv"),
+        ({"queries.jsonl": '{"_id": "z", "text": "a"}'}, "query 'q' of qrels/test.tsv is missing"),
+        ({"qrels/test.tsv": "query-id\tcorpus-id\tscore\nq\t1\thigh\n"}, "line 2: field 'score' must be a number"),
+    ],
+)
+def test_wrong_folder_is_rejected_with_file_and_line(files: dict[str, str | None], message: str, write: Write) -> None:
+    wanted = {**RETRIEVAL, **files} if files else {}
+    folder = write({name: text for name, text in wanted.items() if text is not None})
+    with pytest.raises(UsageError, match=message.replace(".", r"\.")):
+        read_task(folder)
