@@ -49,6 +49,23 @@ class Result(Protocol):
         ...
 
 
+class TruncatedInputs:
+    """Number of truncated inputs of a request.
+
+    An own object, because the engine keeps its method `add` in RequestOptions: a method of Call would make a reference
+    cycle with the request after an error, and the body would stay in memory until the next garbage collection.
+    """
+
+    __slots__ = ("num",)
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def add(self, num_inputs: int) -> None:
+        """Adds inputs. A document that `max_tokens_per_doc` and the limit of the model truncate counts twice."""
+        self.num += num_inputs
+
+
 def check_count(request: Request, inputs: Sized, param: str) -> None:
     """Raises InvalidRequestError if a request has more than `max_inputs_per_request` inputs.
 
@@ -71,8 +88,7 @@ class Call:
         adapter: LoRA adapter that the request names; None: none.
         began_s: time.perf_counter() when the handler began.
         num_tokens: Number of tokens of all inputs; 0 until `count` is called.
-        num_truncated: Number of inputs that were truncated. A document that `max_tokens_per_doc` and the limit of the
-            model truncate counts twice.
+        truncated: Counts the inputs that were truncated.
     """
 
     __slots__ = (
@@ -83,9 +99,9 @@ class Call:
         "info",
         "name",
         "num_tokens",
-        "num_truncated",
         "request",
         "target",
+        "truncated",
     )
 
     def __init__(self, request: Request, context: ServerContext, target: Target, began_s: float) -> None:
@@ -98,7 +114,7 @@ class Call:
         self.adapter = target.adapter
         self.began_s = began_s
         self.num_tokens = 0
-        self.num_truncated = 0
+        self.truncated = TruncatedInputs()
 
     @classmethod
     async def start(cls, request: Request, model: str | None, kinds: Collection[ModelKind] = ()) -> Call:
@@ -167,18 +183,14 @@ class Call:
             adapter=self.adapter,
             prompt_name=prompt_name,
             instruction=instruction,
-            on_truncated=self.add_truncated,
+            on_truncated=self.truncated.add,
         )
-
-    def add_truncated(self, num_inputs: int) -> None:
-        """Adds inputs that were truncated."""
-        self.num_truncated += num_inputs
 
     def warnings(self) -> dict[str, Any]:
         """Returns the fields of Cohere's `meta` for truncated inputs, if there are any."""
-        if not self.num_truncated:
+        if not self.truncated.num:
             return {}
-        return {"warnings": [f"Inputs that were truncated because they are too long: {self.num_truncated}."]}
+        return {"warnings": [f"Inputs that were truncated because they are too long: {self.truncated.num}."]}
 
     def embed_options(self, body: RequestBody, *, priority: int | None = None) -> RequestOptions:
         """Returns the engine options of an embedding request, with the prompt selected by its `prompt_fields`.
@@ -204,7 +216,7 @@ class Call:
 
     def count(self, task: str, result: Result) -> None:
         """Counts the tokens and truncated inputs of an engine result under the name of the task in the metrics."""
-        self.num_tokens = self.context.metrics.count(task, result.num_tokens, self.num_truncated)
+        self.num_tokens = self.context.metrics.count(task, result.num_tokens, self.truncated.num)
 
     def response_fields(self, id_prefix: str) -> dict[str, Any]:
         """Returns the fields of an OpenAI response except `data`. The id starts with `id_prefix`."""

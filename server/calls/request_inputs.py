@@ -69,5 +69,5 @@ async def truncate_texts(call: Call, texts: Sequence[str], max_num_tokens: int |
     too_long = [i for i, ids in enumerate(token_ids) if len(ids) > max_num_tokens]
     cut = await call.engine.detokenize([token_ids[i][:max_num_tokens] for i in too_long])
     replaced = dict(zip(too_long, cut, strict=True))
-    call.add_truncated(sum(i in replaced or len(read[i]) < len(text) for i, text in enumerate(texts)))
+    call.truncated.add(sum(i in replaced or len(read[i]) < len(text) for i, text in enumerate(texts)))
     return [replaced.get(i, text) for i, text in enumerate(read)]
