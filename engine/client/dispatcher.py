@@ -110,8 +110,8 @@ class OpenRequest:
             compute = partial(self.run, transform=transform, uses_cache=False)
             transform_name = "" if transform is None else transform.name
             return await cache.run(inputs, params, self._options.namespace, compute, transform_name)
-        with self.admitted(inputs) as run_admitted:
-            outputs = await run_admitted(inputs, params)
+        with self.admitted(inputs):
+            outputs = await self._dispatcher.router.run(inputs, params, self._options, self._remaining_s())
         return outputs if transform is None else [transform.apply(output) for output in outputs]
 
     async def _run_admitted(self, inputs: Sequence[TokenizedInput], params: PoolingParams) -> list[Arrays]:
