@@ -26,7 +26,6 @@ from pathlib import Path
 from types import FrameType
 
 from machine import cpu_name, machine
-
 from peers.catalogue import PEERS, Place, given_server
 from peers.comparison import LOADS, Comparison, Plan
 from peers.model import SHAPES, Model

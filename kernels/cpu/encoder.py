@@ -29,10 +29,11 @@ from .encoder_weights import (
 from .kv_cache import BatchPages
 from .library import CpuKernelError, CpuLibrary, Format, PackedProduct, address_of, aligned
 
-_CALIBRATION_RUNS: Final = 3
+_CALIBRATION_RUNS: Final = 5
 _CALIBRATION_TOKENS: Final = 48
 """Tokens of a lane that computes for longer than it reads the weights."""
-_MAX_MIN_PART_TOKENS: Final = 128
+_PART_TOKENS_RANGE: Final = (6, 128)
+"""Bounds of `min_part_tokens`. On a busy computer the measurement may be far too low."""
 
 
 @dataclass(slots=True)
@@ -178,7 +179,7 @@ class CpuEncoder:
         self._struct.min_part_tokens = 1
         lanes, length = self._library.num_lanes, int(min(_CALIBRATION_TOKENS, self._max_length))
         one_s, all_s = (self._time(lanes, num_tokens) for num_tokens in (1, length))
-        self._struct.min_part_tokens = min(max(round(length * one_s / all_s), 1), _MAX_MIN_PART_TOKENS)
+        self._struct.min_part_tokens = round(float(np.clip(length * one_s / all_s, *_PART_TOKENS_RANGE)))
 
     def _time(self, num_seqs: int, length: int) -> float:
         """Returns the least seconds of a forward of sequences of one length."""
