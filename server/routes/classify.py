@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
@@ -62,7 +62,11 @@ class ClassifyRequest(InputFields, PoolingBody):
     )
 
     ignored_keys: ClassVar = keys_ignored_by(VLLM, INFINITY, COHERE, SGLANG)
-    nested_keys: ClassVar = {**InputFields.nested_keys, "inputs": ("text",), "examples": ("text", "label")}
+    nested_keys: ClassVar[Mapping[str, Collection[str]]] = {
+        **InputFields.nested_keys,
+        "inputs": ("text",),
+        "examples": ("text", "label"),
+    }
     prompt_fields: ClassVar = ("instruction",)
 
     inputs: TextOrTexts | None = Field(None, description="Texts. The response has Cohere's format.")

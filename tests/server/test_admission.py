@@ -52,7 +52,7 @@ def test_one_client_holds_half_of_the_body_memory() -> None:
     held.append(held_body(admission, scope("a"), 100))
     for memory in (*held, *others):
         memory.release()
-    assert admission._bodies.used == 0
+    assert admission.bodies.used == 0
 
 
 def test_values_count_in_the_body_memory() -> None:
@@ -117,4 +117,4 @@ def test_one_large_response_may_take_more_than_half() -> None:
 
 def test_each_process_has_its_part_of_the_memory() -> None:
     admission = AdmissionController(ServerSettings(max_body_bytes=100, response_memory=100), num_processes=4)
-    assert (admission._bodies.limit, admission.responses.limit) == (800, 25)
+    assert (admission.bodies.limit, admission.responses.limit) == (800, 25)

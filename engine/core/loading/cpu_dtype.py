@@ -46,12 +46,13 @@ class _Trial(NamedTuple):
         for lengths in _LENGTHS:
             prompt = TokenizedInput(np.resize(np.array(tokenizer.sample_ids, np.int32), lengths[0]))
             batch = PackedBatch.build([prompt] * len(lengths), torch.device("cpu"))
-            min_seconds = math.inf
+            output = model.forward(batch)
+            seconds = []
             for _ in range(_NUM_ROUNDS):
                 began_s = time.process_time()  # excludes other processes
-                output = model.forward(batch)
-                min_seconds = min(min_seconds, time.process_time() - began_s)
-            logs += math.log(min_seconds) / len(_LENGTHS)
+                model.forward(batch)
+                seconds.append(time.process_time() - began_s)
+            logs += math.log(min(seconds)) / len(_LENGTHS)
             results.append(output.hidden_states if output.logits is None else output.logits)
         return cls(torch.cat([result.float().flatten() for result in results]), math.exp(logs))
 

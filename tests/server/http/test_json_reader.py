@@ -121,7 +121,7 @@ async def test_entries_are_counted_before_they_are_validated(serving, engine, pa
 async def test_values_of_large_bodies_use_body_memory(serving, engine) -> None:
     body = b'{"input":"a","user":[[' + b",".join([b"[]"] * 100_000) + b"]]}"
     async with serving(engine, max_body_bytes=310_000) as client:
-        memory = client._transport.app.state.context.admission._bodies
+        memory = client._transport.app.state.context.admission.bodies
         memory.add("another client", memory.limit - 2_000_000)
         answer = await client.post("/v1/embeddings", content=body)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
