@@ -38,6 +38,8 @@ from .warm_up import warm_up
 
 _MIN_BATCH_PARTS: Final = 4
 """Smallest parts in a batch. Two lanes that share it then compute for twice as long as they read weights."""
+_MIN_BATCH_TOKENS: Final = 48
+"""With fewer tokens in a batch of a small model, the time of the engine process outside the C library matters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +84,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         super().__init__(info, tokenizer, array_pooler(info, encoder, dense, maps), config, HostMemory())
         self.keeps_order = False
         self.num_lanes = encoder.library.num_lanes
-        self.limits = DeviceLimits(min_batch_tokens=_MIN_BATCH_PARTS * encoder.min_part_tokens)
+        self.limits = DeviceLimits(min_batch_tokens=max(_MIN_BATCH_PARTS * encoder.min_part_tokens, _MIN_BATCH_TOKENS))
         self._encoder = encoder
         self._kv_blocks: PagedKvCache | None = None
         self._times: list[ForwardTime] = []
