@@ -80,8 +80,8 @@ class Dialect:
 
     Attributes:
         name: Name for messages and tests.
-        ignored_keys: Keys that clients send but that do not affect responses, with the reason. --unknown-fields states
-            what happens to other unknown keys. vLLM, TEI and Infinity ignore them; OpenAI, Cohere, Jina and Voyage
+        ignored_keys: Keys that clients send but that do not affect responses, with the reason. --unknown-fields sets
+            the rule for other unknown keys. vLLM, TEI and Infinity ignore them; OpenAI, Cohere, Jina and Voyage
             reject them.
         error_model: Schema of the error body. OpenAI's clients read the object `error`, Cohere's `message` and Jina's
             `detail`; TEI's and Ollama's read `error` as a text.

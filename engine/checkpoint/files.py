@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
@@ -232,6 +232,12 @@ def _read_index(index: Path) -> dict[str, Path]:
     if missing:
         raise WeightError(f"{index} lists files that do not exist: {', '.join(missing)}.")
     return {tensor: index.parent / file for tensor, file in files.items()}
+
+
+def quoted_names(names: Sequence[str], max_names: int = 5) -> str:
+    """Returns the first names, quoted, for an error message, and the number of the others."""
+    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(map(repr, names[:max_names])) + more
 
 
 def _is_file(path: Path) -> bool:

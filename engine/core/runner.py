@@ -237,8 +237,10 @@ class PoolingRunner(Runner, Generic[R]):
 
         The adapters of a Router belong to the model of documents.
         """
+        if not self._adapter_numbers:
+            return None
         names = [chunk.sequence.request.params.adapter for chunk in chunks]
-        if not self._adapter_numbers or not any(names):
+        if not any(names):
             return None
         return np.array([-1 if name is None else self._adapter_numbers[name] for name in names], np.int32)
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from penstock.kernels.cpu import ADAPTED_MAPS, AdapterWeights, LowRankWeights
 
-from ..checkpoint.files import Checkpoint, check_file
+from ..checkpoint.files import Checkpoint, check_file, quoted_names
 from ..checkpoint.views import ArrayFile, ArrayWeights, Floats, as_floats
 from ..families.spec import LayerSpec, LinearSpec, ModelSpec
 from ..model_files.peft_config import PeftConfig
@@ -141,8 +141,9 @@ def _read_folder(info: ModelInfo, spec: ModelSpec, folder: Path) -> AdapterWeigh
     known = max(_namings(spec), key=lambda naming: len(naming.keys() & modules.keys()))
     if unknown := sorted(modules.keys() - known.keys()):
         raise UnsupportedModelError(
-            f"{file} has weights of {_listed(unknown)}, which {info.architecture} does not have or penstock cannot "
-            f"adapt; it can adapt {_listed(list(known))}. Serve the model that the adapter was trained with."
+            f"{file} has weights of {quoted_names(unknown, _MAX_NAMED)}, which {info.architecture} does not have or "
+            f"penstock cannot adapt; it can adapt {quoted_names(list(known), _MAX_NAMED)}. Serve the model that the "
+            "adapter was trained with."
         )
     missing = sorted(
         module
@@ -150,7 +151,7 @@ def _read_folder(info: ModelInfo, spec: ModelSpec, folder: Path) -> AdapterWeigh
         if isinstance(part, _Map) and module not in modules and config.targets(module, part.layer)
     )
     if missing or not modules:
-        what = f"of {_listed(missing)}, which target_modules names" if missing else "of any map"
+        what = f"of {quoted_names(missing, _MAX_NAMED)}, which target_modules names" if missing else "of any map"
         raise WeightError(f"{file} has no weights {what}; save the adapter again.")
     for module, prefix in modules.items():
         part, rank, scale = known[module], config.rank(module), np.float32(config.scale(module))
@@ -173,7 +174,9 @@ def _modules(names: Iterable[str], info: ModelInfo) -> dict[str, str]:
         elif info.kind is not ModelKind.EMBEDDING or not _WITHOUT_EFFECT.fullmatch(match[2]):
             modules[match[2]] = match[1]
     if unknown:
-        raise UnsupportedModelError(f"its file has the tensors {_listed(sorted(unknown))}, which are no LoRA weights.")
+        raise UnsupportedModelError(
+            f"its file has the tensors {quoted_names(sorted(unknown), _MAX_NAMED)}, which are no LoRA weights."
+        )
     return modules
 
 
@@ -250,8 +253,3 @@ def _read_stacked(info: ModelInfo, spec: ModelSpec, weights: ArrayWeights, adapt
         down_RV = read(view, f"{_STACKED}A", table.num_rows, rank).T
         terms.add_table(table, down_RV, read(view, f"{_STACKED}B", rank, embedding.size).T * scale)
     return terms.joined()
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(map(repr, names[:_MAX_NAMED])) + more

@@ -66,10 +66,7 @@ class ChunkedProcessingMode(StrEnum):
 
 def listed(values: Any) -> str:
     """Returns values as a comma-separated list for an error message."""
-    shown = [getattr(v, "value", v) for v in values]
-    if isinstance(values, set | frozenset):
-        shown.sort()
-    return ", ".join(map(str, shown)) or "none"
+    return ", ".join(str(getattr(value, "value", value)) for value in values) or "none"
 
 
 class ChunkPriority(IntEnum):

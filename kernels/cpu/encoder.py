@@ -171,7 +171,7 @@ class CpuEncoder:
         return int(self._struct.min_part_tokens)
 
     def calibrate(self) -> None:
-        """Measures `min_part_tokens`: the tokens whose products take as long as reading all weights.
+        """Measures `min_part_tokens`: with so many tokens, the products take as long as reading all weights.
 
         Fewer tokens take a lane about as long. All lanes run at once, because they share the memory bandwidth. Results
         do not depend on it. Takes the time of a few hundred tokens.

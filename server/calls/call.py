@@ -52,8 +52,8 @@ class Result(Protocol):
 class TruncatedInputs:
     """Number of truncated inputs of a request.
 
-    An own object, because the engine keeps its method `add` in RequestOptions: a method of Call would make a reference
-    cycle with the request after an error, and the body would stay in memory until the next garbage collection.
+    RequestOptions holds the method `add`. A method of Call would refer to the request: after an error, the body would
+    stay in memory until the next garbage collection.
     """
 
     __slots__ = ("num",)

@@ -73,7 +73,7 @@ def prompt_for(
         input_type: Purpose of the texts, in the terms of Cohere and Voyage.
         task: Purpose of the texts, in the terms of Jina.
         instruction: Replaces the instruction in the model's query prompt.
-        default_name: Prompt of requests without any of these fields.
+        default_name: Name of the prompt for a request that sets none of the arguments above.
 
     Raises:
         InvalidRequestError: The purpose is unknown or has no LoRA adapter, or an instruction is given for documents or

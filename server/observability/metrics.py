@@ -9,12 +9,7 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from penstock.engine import AsyncEngine
@@ -43,7 +38,6 @@ _REJECTED: Final = (
     "penstock_rejected_requests",
     "Requests that a limit rejected or ended, by limit. Health checks are not counted.",
 )
-_IGNORED: Final = ("penstock_ignored_fields", "Unknown fields of request bodies that were ignored.")
 _ENGINE_HISTOGRAMS: Final = {
     "step_tokens": ("penstock_engine_batch_tokens", "Tokens of a forward."),
     "step_seqs": ("penstock_engine_batch_inputs", "Inputs, or chunks of inputs, of a forward."),
@@ -220,7 +214,12 @@ class Metrics(Collector):
                 self._truncated,
             ),
             (*_REJECTED, ("reason",), self._rejected),
-            (*_IGNORED, ("model",), self._ignored_fields),
+            (
+                "penstock_ignored_fields",
+                "Unknown fields of request bodies that were ignored.",
+                ("model",),
+                self._ignored_fields,
+            ),
         ):
             yield _counted(name, text, names, counts)
         yield latency

@@ -1,4 +1,4 @@
-"""Unknown keys of bodies: each dialect ignores some; --unknown-fields states what happens to others."""
+"""Unknown keys of bodies: each dialect ignores some; --unknown-fields sets the rule for the others."""
 
 from collections.abc import AsyncIterator
 from typing import Any

@@ -25,6 +25,7 @@ from ...checkpoint.files import (
     check_weights,
     indexed_files,
     open_checkpoint,
+    quoted_names,
 )
 from ...checkpoint.views import Array, ArrayWeights, GgufFile
 from ...executors.lora import read_adapters
@@ -265,9 +266,6 @@ def _load_map(info: ModelInfo, file: str | None, out_features: int) -> Linear | 
     return maps
 
 
-_MAX_NAMED: Final = 5
-
-
 def not_finite_error(info: ModelInfo) -> WeightError:
     """Returns the error for a model that returns NaN or inf for a plain text.
 
@@ -290,16 +288,10 @@ def not_finite_error(info: ModelInfo) -> WeightError:
         return WeightError(f"{found}, and its weights cannot be searched for the cause: {error.message}")
     if damaged:
         return WeightError(
-            f"{found}: its weights {_listed(damaged)} contain NaN or inf ({info.path}). The file is damaged, or the "
-            "training failed: download it again, or serve another model."
+            f"{found}: its weights {quoted_names(damaged)} contain NaN or inf ({info.path}). The file is damaged, or "
+            "the training failed: download it again, or serve another model."
         )
     wider = "" if info.dtype == "float32" else "; --dtype float32 has a wider range"
     if too_large:
-        return WeightError(f"{found}: its weights {_listed(too_large)} do not fit into {info.dtype}{wider}.")
+        return WeightError(f"{found}: its weights {quoted_names(too_large)} do not fit into {info.dtype}{wider}.")
     return WeightError(f"{found}: all of its weights are finite, but the forward overflows in {info.dtype}{wider}.")
-
-
-def _listed(names: list[str]) -> str:
-    """Returns the first few names for a message."""
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(repr(name) for name in names[:_MAX_NAMED]) + more

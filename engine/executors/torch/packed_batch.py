@@ -96,7 +96,7 @@ class BatchCache:
 
     Attributes:
         num_new_seqs: Number of sequences without cached tokens.
-        num_new_tokens: Rows of these sequences.
+        num_new_tokens: Number of rows of the sequences without cached tokens.
         context_lens: N numbers of cached tokens before the chunk, on the host.
         prompt_lens: N lengths of the whole sequences, on the host, for rotary positions that depend on the length; None
             if every chunk ends its sequence.
@@ -109,9 +109,9 @@ class BatchCache:
         store_slots: [S] int64, block * block_size + offset of each stored row.
         ssm: States; None in a model without SSM layers.
         load_indices: [M] int64, sequences of the batch with a saved state.
-        load_slots: [M] int64, slots of these states.
-        save_indices: [Q] int64, sequences whose state is saved after the chunk.
-        save_slots: [Q] int64, slots for these states.
+        load_slots: [M] int64, slots of the saved states.
+        save_indices: [Q] int64, sequences to save after the chunk.
+        save_slots: [Q] int64, slots for their states.
     """
 
     num_new_seqs: int

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
+from ....checkpoint.files import quoted_names
 from ....model_files.model_folder import one_line, read_object
 from ....protocol.errors import UnsupportedModelError, WeightError
 from ....protocol.model_info import ModelInfo, ModelKind
@@ -39,7 +40,6 @@ _AUTO_CLASSES: Final = {
     ModelKind.CROSS_ENCODER: "AutoModelForSequenceClassification",
     ModelKind.TOKEN_CLASSIFIER: "AutoModelForTokenClassification",
 }
-_MAX_NAMED: Final = 5
 _ABSOLUTE: Final = ("bert", "electra", "roberta", "xlm-roberta", "camembert", "nomic_bert")
 """Families for which transformers ignores position_embedding_type."""
 
@@ -82,7 +82,7 @@ def load_pretrained(info: ModelInfo, *, trust_remote_code: bool) -> Any:
         name for name in report["missing_keys"] if info.kind is not ModelKind.EMBEDDING or "pooler" not in name
     )
     if missing:
-        raise WeightError(f"The checkpoint of {info.name} has no weight {_listed(missing)}.")
+        raise WeightError(f"The checkpoint of {info.name} has no weight {quoted_names(missing)}.")
     # A damaged row of a table affects only the inputs that read it (Weights.table).
     tables = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     damaged = [name for name, weight in model.named_parameters() if weight not in tables and not are_finite(weight)]
@@ -91,7 +91,7 @@ def load_pretrained(info: ModelInfo, *, trust_remote_code: bool) -> Any:
             "" if info.dtype == "float32" else f", or its values are too large for {info.dtype}: try --dtype float32"
         )
         raise WeightError(
-            f"The checkpoint of {info.name} has NaN or infinite values in {_listed(damaged)}: its file is "
+            f"The checkpoint of {info.name} has NaN or infinite values in {quoted_names(damaged)}: its file is "
             f"damaged{narrow}; download the model again, or serve another."
         )
     return model.eval().to(info.device)
@@ -153,9 +153,3 @@ def _auto_class(info: ModelInfo, config: Any) -> Any:
     if config.is_encoder_decoder:
         raise ValueError("it has an encoder and a decoder, and transformers has no text class for only its encoder")
     return transformers.AutoModel
-
-
-def _listed(names: list[str]) -> str:
-    """Returns the first names as text for a message."""
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(repr(name) for name in names[:_MAX_NAMED]) + more
