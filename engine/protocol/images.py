@@ -1,0 +1,81 @@
+"""Images as inputs: the encoded file of a client, and the patches that a model reads.
+
+Shape letters: P patches, S patch size in pixels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """An image as the client sent it.
+
+    Attributes:
+        data: The encoded file, such as PNG or JPEG.
+    """
+
+    data: bytes
+
+
+class ImageResize(StrEnum):
+    """How an image is brought to the size that the model reads.
+
+    Attributes:
+        EXACT: To ImageSpec.size, whatever its proportions.
+        SHORTEST_EDGE: The shorter edge to the height of ImageSpec.size; the proportions stay.
+        PATCHES: To the largest size of whole patches with about the same proportions and at most `max_patches` patches
+            (SigLIP 2, naflex).
+    """
+
+    EXACT = "exact"
+    SHORTEST_EDGE = "shortest_edge"
+    PATCHES = "patches"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSpec:
+    """The preprocessing of a model's images, from preprocessor_config.json.
+
+    Attributes:
+        patch_size: S.
+        resize: How an image is resized.
+        size: (height, width) in pixels; unused for PATCHES.
+        crop: (height, width) of the centre to cut out after the resize; None: no crop.
+        resample: Filter of the resize, as Pillow's number: 1 Lanczos, 2 bilinear, 3 bicubic.
+        rescale: Factor of the pixel values before `mean` and `std`.
+        mean: Subtracted from red, green and blue after `rescale`.
+        std: Divides red, green and blue after `mean` is subtracted.
+        max_patches: Patches of the largest image.
+        num_class_rows: Rows that the model puts before the patches: 1 for a class embedding, otherwise 0.
+    """
+
+    patch_size: int
+    resize: ImageResize
+    size: tuple[int, int]
+    crop: tuple[int, int] | None = None
+    resample: int = 3
+    rescale: float = 1 / 255
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    max_patches: int
+    num_class_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImagePatches:
+    """A preprocessed image. The model's first product includes `rescale`, `mean` and `std`.
+
+    Attributes:
+        pixels: [P, S * S * 3] uint8. Patches from left to right, then from top to bottom; within a patch rows, then
+            columns, then red, green and blue.
+        grid: (rows, columns) of patches.
+    """
+
+    pixels: NDArray[np.uint8]
+    grid: tuple[int, int]
