@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -50,6 +50,8 @@ from .routes import (
 )
 from .routing import RouteTable
 from .settings import ServerSettings, UsageError
+
+_NO_TELEMETRY: Final = {"tracing": False, "metrics": False, "logs": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         lifespan=_build_lifespan(context, routes, keys, observers, rejections, startup, batches),
-        telemetry={"tracing": False, "metrics": False, "logs": False},
+        telemetry=_NO_TELEMETRY,
     )
     app.state.context = context
     app.state.json_reader = JsonReader(context.admission, settings.max_inputs_per_request)
@@ -136,6 +138,19 @@ def create_app(
     if settings.cors_origins:
         layers, end_request = _cors(layers, settings), _cors(end_request, settings)
     app.layers = RequestMiddleware(layers, routes, observers, rejections, end_request)
+    if settings.metrics_port is not None:
+        app.metrics_app = _metrics_app(context, observers, rejections)
+    return app
+
+
+def _metrics_app(context: ServerContext, observers: Observers, rejections: RejectionQueue) -> Application:
+    """Returns the application of --metrics-port: /metrics and the health checks. Its lifespan does nothing."""
+    routes = RouteTable([*operations.metrics_router.routes, *operations.health_router.routes])
+    app = Application(names=(), needs_key=False, routes=routes, docs_url=None, redoc_url=None, telemetry=_NO_TELEMETRY)
+    app.state.context = context
+    install_error_handlers(app)
+    app.add_middleware(UnexpectedErrorMiddleware)
+    app.layers = RequestMiddleware(app.own_layers, routes, observers, rejections, end_at_shutdown)
     return app
 
 
@@ -206,7 +221,9 @@ def _cors(app: ASGIApp, settings: ServerSettings) -> CORSMiddleware:
 
 def _routes(settings: ServerSettings, *, has_admin_keys: bool) -> RouteTable:
     modules = (openai, cohere, rerank, classify, vllm, tei, ollama, encode, model_routes, operations, pages)
-    routers = [module.router for module in modules]
+    routers = [*(module.router for module in modules), operations.health_router]
+    if settings.metrics_port is None:
+        routers.append(operations.metrics_router)
     routers.append(batch_routes.off if settings.data_dir is None else batch_routes.router)
     if settings.operator_routes:
         routers.append(operations.operator_router)
@@ -225,9 +242,11 @@ class Application(DocumentedApp):
 
     Attributes:
         layers: The outermost middleware. The innermost middleware calls `own_layers`.
+        metrics_app: The application of --metrics-port; None without that port.
     """
 
     layers: RequestMiddleware
+    metrics_app: Application | None = None
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, scope: Scope, receive: Receive, send: Send

@@ -14,6 +14,7 @@ from typing import Any, Final
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
@@ -259,7 +260,8 @@ def install_error_handlers(app: FastAPI) -> None:
         path: str = request.scope["path"]
         message, headers = str(error.detail), error.headers
         if error.status_code == 404:
-            message = f"There is no {quote(path)} on this server; /docs lists its routes."
+            has_docs = any(route.path == "/docs" for route in app.routes if isinstance(route, APIRoute))
+            message = f"There is no {quote(path)} on this {'server; /docs lists its routes' if has_docs else 'port'}."
         elif error.status_code == 405:
             # The router reports only one route of the path, but GET and HEAD of a health route are two routes.
             allowed = ", ".join(method for method in _METHODS if _takes(app, request, method))

@@ -43,11 +43,13 @@ class Server:
         port: Of 127.0.0.1.
         process: The server process; its children are engine processes.
         log: File of its stderr.
+        metrics_port: Port of /metrics.
     """
 
     port: int
     process: subprocess.Popen[bytes]
     log: Path
+    metrics_port: int
 
     @property
     def url(self) -> str:
@@ -66,7 +68,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels, or the value of `name{label="value"}`."""
-        rows = httpx.get(f"{self.url}/metrics", timeout=120).text.splitlines()
+        rows = httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=120).text.splitlines()
         return sum(float(row.rpartition(" ")[2]) for row in rows if row.startswith((name + "{", name + " ")))
 
     def post(self, path: str, body: object, **headers: str) -> httpx.Response:
@@ -122,7 +124,9 @@ def launching(tmp_path_factory: pytest.TempPathFactory | None = None) -> Iterato
                 stderr=stderr,
                 env={**os.environ, **variables},
             )
-        server = Server(port, process, log)
+        has_metrics_port = "--metrics-port" in flags
+        metrics_port = int(flags[flags.index("--metrics-port") + 1]) if has_metrics_port else port
+        server = Server(port, process, log, metrics_port)
         servers.append(server)
         if ready:
             server.wait_for("/health/ready", 200)

@@ -139,6 +139,8 @@ _UNSUPPORTED: Final = {
     "max_file_bytes": "a batch folder belongs to one server, but a cluster has several",
     "max_files": "a batch folder belongs to one server, but a cluster has several",
     "api_workers": "Ray's proxies accept the connections, and each replica has one HTTP process",
+    "metrics_port": "Ray's proxies accept the connections; each replica has its own /metrics",
+    "metrics_host": "Ray's proxies accept the connections; each replica has its own /metrics",
     "cache": "each replica would have its own cache, which other replicas cannot read",
     "cache_dir": "each replica would have its own cache, which other replicas cannot read",
     "cache_dir_size": "each replica would have its own cache, which other replicas cannot read",

@@ -14,24 +14,32 @@ from ..settings import ServerSettings
 _ALL_ADDRESSES: Final = ("0.0.0.0", "::", "")
 
 
-def announcement(models: Sequence[ModelEntry], settings: ServerSettings, port: int) -> str:
+def announcement(models: Sequence[ModelEntry], settings: ServerSettings, ports: Sequence[int]) -> str:
     """Returns the log lines of a ready server.
 
     Args:
         models: All served models, loaded or not.
         settings: Settings of the server.
-        port: Port of the listening socket, which the system chose if the settings say 0.
+        ports: Ports of the listening sockets, which the system chose if the settings say 0.
     """
     lines = ["ready"]
     for entry in models:
         lines += _lines(entry, entry.model.config or settings.engine)
     scheme = "http" if settings.ssl_certfile is None else "https"
-    everywhere = settings.host in _ALL_ADDRESSES
-    host = "localhost" if everywhere else f"[{settings.host}]" if ":" in settings.host else settings.host
-    url = f"{scheme}://{host}:{port}"
+    url = f"{scheme}://{_shown_host(settings.host)}:{ports[0]}"
     lines.append(f"  {url}/ is a playground, {url}/docs shows the routes, {url}/v1 is the base URL of OpenAI clients")
+    if len(ports) > 1:
+        metrics_host = settings.host if settings.metrics_host is None else settings.metrics_host
+        lines.append(f"  metrics: http://{_shown_host(metrics_host)}:{ports[1]}/metrics")
     lines.append(f"  data routes need {'an' if _wants_key(settings) else 'no'} API key")
     return "\n".join(lines)
+
+
+def _shown_host(host: str) -> str:
+    """Returns the host of a URL that reaches an address to listen on."""
+    if host in _ALL_ADDRESSES:
+        return "localhost"
+    return f"[{host}]" if ":" in host else host
 
 
 def _lines(entry: ModelEntry, config: EngineConfig) -> list[str]:

@@ -80,8 +80,8 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
     if settings.api_workers > 1:
         check_workers(settings, plans)
         configs = [single_core_config(plan, num_engines) for plan in plans]
-        listener = bound_socket(settings.host, settings.port)
-        _serve_by_workers(settings, plans, list(zip(models, configs, strict=True)), listener, process)
+        listeners = bound_sockets(settings)
+        _serve_by_workers(settings, plans, list(zip(models, configs, strict=True)), listeners, process)
         return
     failures: list[Exception] = []
 
@@ -91,18 +91,19 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
 
     def announce() -> None:
         freeze_gc()
-        _announce(app.state.context.models.entries, settings, listener)
+        _announce(app.state.context.models.entries, settings, listeners)
 
     raise_file_limit()
     app = create_app(models, settings, cache=cache, on_ready=announce, on_failure=give_up)
-    listener = bound_socket(settings.host, settings.port)
+    listeners = bound_sockets(settings)
     on_slow = partial(app.state.context.metrics.count_rejection, ServerRejectionReason.SLOW_TRANSFER)
-    server = HttpServer(uvicorn_config(app, settings), TransferLimits.of(settings), on_slow=on_slow)
+    config, limits = uvicorn_config(app, settings), TransferLimits.of(settings)
+    server = HttpServer(config, limits, on_slow=on_slow, metrics_app=app.metrics_app)
     # uvicorn raises the signal again after its shutdown; a requested stop is not a failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     _stop_on_hangup(server)
     with contextlib.closing(cache) if cache is not None else contextlib.nullcontext():
-        server.run(sockets=[listener])
+        server.run(sockets=listeners)
     for error in failures:  # logged last, because users read the end of a log first
         _log_failure(error)
     if failures or not server.started:
@@ -113,15 +114,17 @@ def _serve_by_workers(
     settings: ServerSettings,
     plans: Sequence[ModelPlan],
     models: Sequence[tuple[ServedModel, EngineConfig]],
-    listener: socket.socket,
+    listeners: Sequence[socket.socket],
     process: EngineProcess | None,
 ) -> None:
     """Serves with several HTTP processes. Raises the same errors as `serve`."""
     from ..workers.supervisor import NothingServedError, WorkerSupervisor
 
     async def supervise() -> WorkerSupervisor:
-        supervisor = WorkerSupervisor(settings, models, process, lambda entries: _announce(entries, settings, listener))
-        await supervisor.run(listener)
+        supervisor = WorkerSupervisor(
+            settings, models, process, lambda entries: _announce(entries, settings, listeners)
+        )
+        await supervisor.run(*listeners)
         return supervisor
 
     raise_file_limit()
@@ -165,8 +168,8 @@ def check_workers(settings: ServerSettings, plans: Sequence[ModelPlan]) -> None:
         raise UsageError("--api-workers: batches need a single process; leave --data-dir out")
 
 
-def _announce(entries: Sequence[ModelEntry], settings: ServerSettings, listener: socket.socket) -> None:
-    logger.info("%s", announcement(entries, settings, listener.getsockname()[1]))
+def _announce(entries: Sequence[ModelEntry], settings: ServerSettings, listeners: Sequence[socket.socket]) -> None:
+    logger.info("%s", announcement(entries, settings, [listener.getsockname()[1] for listener in listeners]))
     if (warning := open_access_warning(settings)) is not None:
         logger.warning("%s", warning)
 
@@ -364,17 +367,33 @@ def check_certificate(certificate: Path | None, key: Path | None) -> None:
         ) from error
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound but does not listen yet.
+def bound_sockets(settings: ServerSettings) -> list[socket.socket]:
+    """Returns the sockets of --port and, if it is set, of --metrics-port. They are bound but do not listen yet.
 
     Raises:
-        UsageError: The address is in use or does not belong to this machine.
+        UsageError: An address is in use or does not belong to this machine, or both ports are equal.
     """
+    if settings.metrics_port is None:
+        if settings.metrics_host is not None:
+            raise UsageError("--metrics-host: needs --metrics-port too")
+        return [_bound_socket(settings.host, settings.port, "--host, --port")]
+    if settings.metrics_port == settings.port != 0:
+        raise UsageError(f"--metrics-port: {settings.port} is also --port; choose another port")
+    main = _bound_socket(settings.host, settings.port, "--host, --port")
+    host = settings.host if settings.metrics_host is None else settings.metrics_host
+    try:
+        return [main, _bound_socket(host, settings.metrics_port, "--metrics-host, --metrics-port")]
+    except UsageError:
+        main.close()
+        raise
+
+
+def _bound_socket(host: str, port: int, flags: str) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise UsageError(f"--host, --port: cannot listen on {host}:{port}: {error.strerror}") from error
+        raise UsageError(f"{flags}: cannot listen on {host}:{port}: {error.strerror}") from error
     return listener

@@ -31,7 +31,7 @@ _TLS_CLOSE_S: Final = 1.0
 
 
 def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
-    """Returns the configuration of uvicorn for an application."""
+    """Returns the configuration of uvicorn for the application of --port."""
     return uvicorn.Config(
         app,
         loop="uvloop",
@@ -50,13 +50,35 @@ def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
     )
 
 
+def plain_config(app: ASGIApp) -> uvicorn.Config:
+    """Returns the configuration of uvicorn for the application of --metrics-port: plain HTTP, without a lifespan."""
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        interface="asgi3",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
+    config.load()
+    return config
+
+
 class HttpServer(uvicorn.Server):
-    """Serves one application.
+    """Serves an application on the first of its sockets, and the application of --metrics-port on the second.
 
     Args:
         config: Configuration of uvicorn; its protocol must be Connection.
         limits: Minimum speed of clients.
         on_slow: See ConnectionLimits.
+        metrics_app: Application of --metrics-port; None without that port.
+
+    Attributes:
+        metrics_config: Configuration of uvicorn for `metrics_app`.
     """
 
     def __init__(
@@ -65,7 +87,9 @@ class HttpServer(uvicorn.Server):
         limits: TransferLimits = NO_LIMITS,
         *,
         on_slow: Callable[[], None] = lambda: None,
+        metrics_app: ASGIApp | None = None,
     ) -> None:
+        self.metrics_config = None if metrics_app is None else plain_config(metrics_app)
         self._should_exit = False
         self._exit_requested = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -86,6 +110,19 @@ class HttpServer(uvicorn.Server):
         self._should_exit = value
         if value and self._loop is not None:
             self._loop.call_soon_threadsafe(self._exit_requested.set)
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        """Starts the application and listens on the sockets."""
+        await super().startup(sockets if sockets is None else sockets[:1])
+        for listener in (sockets or ())[1:]:
+            metrics_server = await asyncio.get_running_loop().create_server(
+                self._open_metrics_connection, sock=listener, backlog=self.config.backlog
+            )
+            self.servers.append(metrics_server)
+
+    def _open_metrics_connection(self) -> Connection:
+        assert self.metrics_config is not None
+        return Connection(config=self.metrics_config, server_state=self.server_state, app_state={})
 
     async def main_loop(self) -> None:
         """Ticks once per second and at shutdown. uvicorn's ten ticks per second are expensive for an idle server."""

@@ -23,6 +23,8 @@ from ..http.json_responses import json_response
 from ..routing import Access, Router
 from ..settings import ServerSettings, public_values
 
+health_router = Router(PENSTOCK, tag="operations", responses={})
+metrics_router = Router(PENSTOCK, tag="operations", responses={})
 router = Router(PENSTOCK, tag="operations", responses={})
 
 
@@ -96,7 +98,7 @@ class PrefixCacheReset(BaseModel):
 _UNHEALTHY: Final[Responses] = {503: {"model": Health, "description": "Not healthy."}}
 
 
-@router.get(
+@health_router.get(
     "/health/live", has_head=True, access=Access.OPEN, is_probe=True, response_model=Health, responses=_UNHEALTHY
 )
 async def live(request: Request) -> Response:
@@ -104,11 +106,13 @@ async def live(request: Request) -> Response:
     return _health(request, can_serve=context_of(request).models.is_alive)
 
 
-@router.get(
+@health_router.get(
     "/health/ready", has_head=True, access=Access.OPEN, is_probe=True, response_model=Health, responses=_UNHEALTHY
 )
-@router.get("/health", has_head=True, access=Access.OPEN, is_probe=True, response_model=Health, responses=_UNHEALTHY)
-@router.route(["GET", "POST"], "/ping", access=Access.OPEN, is_probe=True, include_in_schema=False)
+@health_router.get(
+    "/health", has_head=True, access=Access.OPEN, is_probe=True, response_model=Health, responses=_UNHEALTHY
+)
+@health_router.route(["GET", "POST"], "/ping", access=Access.OPEN, is_probe=True, include_in_schema=False)
 async def ready(request: Request) -> Response:
     """Returns 200 if a model accepts requests or is loaded on demand, 503 while the server starts or drains.
 
@@ -117,7 +121,7 @@ async def ready(request: Request) -> Response:
     return _health(request, can_serve=context_of(request).models.is_ready)
 
 
-@router.get(
+@metrics_router.get(
     "/metrics",
     access=Access.OPEN,
     is_probe=True,

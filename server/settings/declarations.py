@@ -251,6 +251,18 @@ class ServerSettings(CommandSettings):
     )
     host: str = setting("0.0.0.0", "Address to listen on.", "HTTP", "ADDRESS")
     port: int = setting(8000, "Port to listen on; 0: a free port.", "HTTP", "PORT", min_value=0, max_value=65535)
+    metrics_port: int | None = setting(
+        None,
+        "Port for /metrics and the health checks in plain HTTP, also with TLS on --port; 0: a free port. /metrics is "
+        "then absent from --port. Default: /metrics is on --port.",
+        "HTTP",
+        "PORT",
+        min_value=0,
+        max_value=65535,
+    )
+    metrics_host: str | None = setting(
+        None, "Address of --metrics-port. Default: the address of --host.", "HTTP", "ADDRESS"
+    )
     root_path: str = setting(
         "",
         "Path under which a reverse proxy serves the routes, such as /penstock. Requests with and without it are "

@@ -22,8 +22,10 @@ _MAX_ACCEPTED: Final = 64
 """Maximum number of connections to accept per event-loop iteration."""
 _RETRY_S: Final = 0.05
 """Seconds until the next attempt if no process takes a connection, or no file can be opened."""
-_BYTE: Final = b"\0"
-"""Message that carries a connection."""
+MAIN: Final = b"m"
+"""Message that carries a connection to --port."""
+METRICS: Final = b"s"
+"""Message that carries a connection to --metrics-port."""
 
 
 class ConnectionSender:
@@ -42,10 +44,10 @@ class ConnectionSender:
         self._end = end
         asyncio.get_running_loop().add_reader(end.fileno(), self._receive)
 
-    def send(self, connection: socket.socket) -> bool:
+    def send(self, connection: socket.socket, kind: bytes = MAIN) -> bool:
         """Passes a connection. It also stays open in this process. Returns False if the process accepts none now."""
         try:
-            socket.send_fds(self._end, [_BYTE], [connection.fileno()])
+            socket.send_fds(self._end, [kind], [connection.fileno()])
         except OSError:  # its queue is full, or it has ended, which the supervisor detects separately
             return False
         self.num_open += 1
@@ -68,16 +70,18 @@ class ConnectionSender:
 
 
 class Acceptor:
-    """Accepts connections for all HTTP processes. Used by one event loop.
+    """Accepts connections to one port for all HTTP processes. Used by one event loop.
 
     Args:
         listener: A bound socket. It starts to listen; connections wait until a process serves.
+        kind: Port of the connections: MAIN or METRICS.
     """
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, kind: bytes = MAIN) -> None:
         listener.listen(_BACKLOG)
         listener.setblocking(False)
         self._listener = listener
+        self._kind = kind
         self._ends: list[ConnectionSender] = []
         self._waiting: socket.socket | None = None  # accepted, and no process has taken it
         self._retry: asyncio.TimerHandle | None = None
@@ -128,7 +132,7 @@ class Acceptor:
                 self._pause()
                 return
             self._waiting = None
-            if any(end.send(connection) for end in sorted(self._ends, key=lambda end: end.num_open)):
+            if any(end.send(connection, self._kind) for end in sorted(self._ends, key=lambda end: end.num_open)):
                 connection.close()
                 continue
             self._waiting = connection

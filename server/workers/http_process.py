@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from penstock.engine.client.running_core import Heartbeat
@@ -44,7 +44,7 @@ class HttpProcess:
     Args:
         slot: Number of the slot, from 0.
         make_plan: Returns the WorkerPlan of the next process.
-        acceptor: Passes connections to it.
+        acceptors: Pass connections to it, one for each port.
         on_message: Called with this object and each message that this class does not handle.
         on_end: Called with this object when the process has ended.
         hang_timeout_s: Seconds without an answer after which a process is killed; 0: never.
@@ -59,7 +59,7 @@ class HttpProcess:
         self,
         slot: int,
         make_plan: Callable[[], WorkerPlan],
-        acceptor: Acceptor,
+        acceptors: Sequence[Acceptor],
         on_message: Callable[[HttpProcess, FromWorker], None],
         on_end: Callable[[HttpProcess], None],
         hang_timeout_s: float,
@@ -68,7 +68,7 @@ class HttpProcess:
         self.has_served = self.has_failed = False
         self.metrics: list[MetricFamily] = []
         self._make_plan = make_plan
-        self._acceptor = acceptor
+        self._acceptors = acceptors
         self._on_message = on_message
         self._on_end = on_end
         self._hang_timeout_s = hang_timeout_s
@@ -116,7 +116,8 @@ class HttpProcess:
     def open(self) -> None:
         """Passes connections to the process from now on."""
         if self._connection_sender is not None:
-            self._acceptor.add(self._connection_sender)
+            for acceptor in self._acceptors:
+                acceptor.add(self._connection_sender)
 
     async def update_metrics(self, timeout_s: float) -> None:
         """Waits for new metrics. Keeps the last ones if the process does not answer in time."""
@@ -161,7 +162,8 @@ class HttpProcess:
             self._channel = self._connection_sender = None
             if self._heartbeat_task is not None:
                 self._heartbeat_task.cancel()
-            self._acceptor.remove(connection_sender)
+            for acceptor in self._acceptors:
+                acceptor.remove(connection_sender)
             connection_sender.close()
             channel.close()
             for answer in self._questions.values():

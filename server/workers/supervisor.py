@@ -24,7 +24,7 @@ from ..models.served_model import ModelEntry, ServedModel
 from ..models.table import ModelTable
 from ..observability.metrics import Metrics
 from ..settings import ServerSettings
-from .handover import Acceptor
+from .handover import METRICS, Acceptor
 from .http_process import HttpProcess
 from .messages import (
     EngineChanged,
@@ -173,21 +173,24 @@ class WorkerSupervisor:
         self._has_announced = self._has_models = False
         self._prepared: set[int] = set()  # slots with a process that was ready once
 
-    async def run(self, listener: socket.socket) -> None:
-        """Serves until a signal arrives, or nothing can be served. `listener` is bound."""
-        acceptor, loop = Acceptor(listener), asyncio.get_running_loop()
+    async def run(self, listener: socket.socket, metrics_listener: socket.socket | None = None) -> None:
+        """Serves until a signal arrives, or nothing can be served. The sockets are bound."""
+        acceptors, loop = [Acceptor(listener)], asyncio.get_running_loop()
+        if metrics_listener is not None:
+            acceptors.append(Acceptor(metrics_listener, METRICS))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
                 loop.add_signal_handler(number, self._handle_signal, number)
         hang_timeout_s = self._settings.engine.hang_timeout_s
         self._workers = [
-            HttpProcess(slot, self._plan, acceptor, self._handle, self._handle_worker_end, hang_timeout_s)
+            HttpProcess(slot, self._plan, acceptors, self._handle, self._handle_worker_end, hang_timeout_s)
             for slot in range(self._settings.api_workers)
         ]
         async with self._models.startup.running():
             serving = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
             await self._is_stopping.wait()
-            acceptor.close()
+            for acceptor in acceptors:
+                acceptor.close()
             await self._end_workers(serving)
 
     async def _keep(self, worker: HttpProcess) -> None:

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -39,6 +40,7 @@ from ..models import manager
 from ..models.served_model import ServedModel
 from ..observability.metrics import Metrics
 from ..settings import UsageError
+from .handover import METRICS
 from .messages import (
     COUNT_BYTES,
     Channel,
@@ -88,38 +90,39 @@ class PassedConnectionServer(HttpServer):
         config: Configuration of uvicorn; its protocol is replaced by PassedConnection.
         end: One end of a SOCK_SEQPACKET pair; a ConnectionSender has the other one.
         limits: See HttpServer.
-        on_slow: See HttpServer.
+        named: See HttpServer.
     """
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        end: socket.socket,
-        limits: TransferLimits = NO_LIMITS,
-        *,
-        on_slow: Callable[[], None] = lambda: None,
+        self, config: uvicorn.Config, end: socket.socket, limits: TransferLimits = NO_LIMITS, **named: Any
     ) -> None:
-        super().__init__(config, limits, on_slow=on_slow)
+        super().__init__(config, limits, **named)
         self._end = end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts the application, then receives connections."""
         await super().startup(sockets=[])
-        receiver: Any = _ConnectionReceiver(self._end, self._make, self.config)
+        receiver: Any = _ConnectionReceiver(self._end, self._make)
         self.servers.append(receiver)  # instead of a listener of uvicorn
 
-    def _make(self) -> PassedConnection:
-        return PassedConnection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+    def _make(self, port: bytes) -> tuple[PassedConnection, ssl.SSLContext | None]:
+        """Returns the protocol of a new connection to the port MAIN or METRICS, and its TLS context."""
+        config, app_state = self.config, self.lifespan.state
+        if port == METRICS:
+            assert self.metrics_config is not None
+            config, app_state = self.metrics_config, {}
+        return PassedConnection(config=config, server_state=self.server_state, app_state=app_state), config.ssl
 
 
 class _ConnectionReceiver:
     """Receives connections until it is closed."""
 
-    def __init__(self, end: socket.socket, make: Callable[[], PassedConnection], config: uvicorn.Config) -> None:
+    def __init__(
+        self, end: socket.socket, make: Callable[[bytes], tuple[PassedConnection, ssl.SSLContext | None]]
+    ) -> None:
         end.setblocking(False)
         self._end = end
         self._make = make
-        self._ssl = config.ssl
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         self._openings: set[asyncio.Task[None]] = set()
@@ -143,27 +146,27 @@ class _ConnectionReceiver:
         """Receives some connections. Returns whether there may be more."""
         for _ in range(_MAX_RECEIVED):
             try:
-                byte, descriptors, _, _ = socket.recv_fds(self._end, 1, 1)
+                port, descriptors, _, _ = socket.recv_fds(self._end, 1, 1)
             except BlockingIOError:
                 return False
-            if not byte:  # closed, or the acceptor has ended, which the Channel reports
+            if not port:  # closed, or the acceptor has ended, which the Channel reports
                 self._loop.remove_reader(self._end.fileno())
                 return False
             if not descriptors:
                 logger.error("a connection was lost: this process has reached its limit of open files")
                 self._report_end()
             for descriptor in descriptors:
-                opening = self._loop.create_task(self._open(socket.socket(fileno=descriptor)))
+                opening = self._loop.create_task(self._open(socket.socket(fileno=descriptor), port))
                 self._openings.add(opening)
                 opening.add_done_callback(self._openings.discard)
         return True
 
-    async def _open(self, connection: socket.socket) -> None:
-        protocol = self._make()
+    async def _open(self, connection: socket.socket, port: bytes) -> None:
+        protocol, context = self._make(port)
         protocol.on_end = self._report_end
         try:
             connection.setblocking(False)
-            await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._ssl)
+            await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=context)
         except OSError as error:  # the client has closed it, or does not speak TLS
             logger.debug("a connection could not be opened: %s", error)
             connection.close()
@@ -345,7 +348,7 @@ def main() -> None:
         raise SystemExit(error.exit_code) from error
     on_slow = partial(app.state.context.metrics.count_rejection, ServerRejectionReason.SLOW_TRANSFER)
     config, limits = uvicorn_config(app, settings), TransferLimits.of(settings)
-    WorkerServer(link, control, config, connections, limits, on_slow=on_slow).run()
+    WorkerServer(link, control, config, connections, limits, on_slow=on_slow, metrics_app=app.metrics_app).run()
 
 
 if __name__ == "__main__":

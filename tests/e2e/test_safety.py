@@ -14,6 +14,7 @@ import pytest
 
 from penstock.server.commands import cli, serve
 
+from ..ports import free_port
 from ..servers import Launch, Server
 from ..waiting import wait_until
 
@@ -81,7 +82,7 @@ def secure(
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("# two clients\nfirst-secret\nsecond-secret\n")
     files = ("--ssl-certfile", str(certificate[0]), "--ssl-keyfile", str(certificate[1]), "--api-key-file", str(keys))
-    server = launch("--cors-origins", PAGE, *files, ready=False)
+    server = launch("--cors-origins", PAGE, *files, "--metrics-port", str(free_port()), ready=False)
     wait_until(lambda: any(map(is_engine, server.children())))
     (engine,) = filter(is_engine, server.children())
     os.kill(engine, signal.SIGSTOP)
@@ -120,6 +121,20 @@ def test_loading_server_answers_503_over_https(secure: SecureServer) -> None:
 def test_known_key_gets_200_with_cors_header(secure: SecureServer) -> None:
     response = secure.embed(secure.add_key("known-secret"))
     assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, PAGE)
+
+
+def test_metrics_port_serves_metrics_and_health_in_plain_http(secure: SecureServer) -> None:
+    key = secure.add_key("counted-secret")
+    assert secure.client.get("/metrics", headers={"api-key": key}).status_code == 404
+    assert secure.server.metric("penstock_inputs_total") >= 1
+    with httpx.Client(base_url=f"http://127.0.0.1:{secure.server.metrics_port}", timeout=120) as client:
+        assert client.get("/health/ready").json()["status"] == client.get("/ping").json()["status"] == "ok"
+        missing = client.post("/v1/embeddings", json=BODY)
+        assert (missing.status_code, missing.json()["error"]["message"]) == (
+            404,
+            "There is no /v1/embeddings on this port.",
+        )
+        assert client.post("/metrics").status_code == 405
 
 
 def test_unknown_key_gets_401(secure: SecureServer) -> None:

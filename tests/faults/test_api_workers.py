@@ -17,6 +17,7 @@ import httpx
 import numpy as np
 import pytest
 
+from ..ports import free_port
 from ..servers import Server, exists
 from ..waiting import wait_until
 
@@ -78,7 +79,8 @@ def reached_worker(server: Server, connection: HTTPConnection) -> int:
 
 @pytest.fixture(scope="module")
 def running(launch, small_bert: Path) -> Server:
-    server = launch("--api-workers", str(NUM_WORKERS), *SLOW, model=small_bert)
+    flags = ("--api-workers", str(NUM_WORKERS), *SLOW, "--metrics-port", str(free_port()))
+    server = launch(*flags, model=small_bert)
     server.wait_for_log(READY)
     return server
 
@@ -122,6 +124,16 @@ async def test_concurrent_requests_get_their_own_vectors(running: Server) -> Non
     found = [row["embedding"] for answer in answers for row in answer.json()["data"]]
     np.testing.assert_allclose(found, [row["embedding"] for row in expected], atol=2e-6)
     assert len({answer.json()["id"] for answer in answers}) == len(texts)
+
+
+def test_metrics_port_has_the_sums_of_all_workers(running: Server, connections: dict[int, HTTPConnection]) -> None:
+    name = 'penstock_http_requests_total{model="",route="/version",status="200"}'
+    before = running.metric(name)
+    for connection in connections.values():
+        connection.request("GET", "/version")
+        assert receive(connection) == 200
+    assert running.metric(name) == before + NUM_WORKERS
+    assert httpx.get(f"{running.url}/metrics").status_code == 404
 
 
 def test_killed_worker_loses_its_own_requests_only(running: Server, connections: dict[int, HTTPConnection]) -> None:

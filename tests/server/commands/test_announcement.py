@@ -19,10 +19,10 @@ def info(make_engine, tmp_path: Path) -> ModelInfo:
     return make_engine(path=str(tmp_path)).info
 
 
-def announced(info: ModelInfo, port: int = 8000, *, placements: Sequence[str] = (), **settings: Any) -> list[str]:
+def announced(info: ModelInfo, *ports: int, placements: Sequence[str] = (), **settings: Any) -> list[str]:
     entry = ModelEntry(ServedModel(("a-model",), None), lambda _: None)
     entry.loaded(SimpleNamespace(info=info, placements=placements), 0.1, 0.0)
-    return announcement([entry], load(ServerSettings, settings), port).splitlines()
+    return announcement([entry], load(ServerSettings, settings), ports or (8000,)).splitlines()
 
 
 def test_models_and_urls_are_announced(info: ModelInfo) -> None:
@@ -48,6 +48,12 @@ def test_models_and_urls_are_announced(info: ModelInfo) -> None:
 )
 def test_announced_url_can_be_opened(info: ModelInfo, settings: dict[str, Any], url: str) -> None:
     assert f"  {url}/ is a playground" in announced(info, 81, **settings)[3]
+
+
+def test_metrics_port_is_announced(info: ModelInfo) -> None:
+    lines = announced(info, 81, 9090, host="10.0.0.7", ssl_certfile=Path("cert.pem"), metrics_port=9090)
+    assert lines[4] == "  metrics: http://10.0.0.7:9090/metrics"
+    assert announced(info, 81, 82, metrics_port=0, metrics_host="::1")[4] == "  metrics: http://[::1]:82/metrics"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from ...waiting import until
 
 @pytest.fixture
 def worker() -> HttpProcess:
-    return HttpProcess(0, Mock(return_value=Mock(models=())), Mock(), Mock(), Mock(), 60.0)
+    return HttpProcess(0, Mock(return_value=Mock(models=())), [Mock()], Mock(), Mock(), 60.0)
 
 
 @pytest.fixture
