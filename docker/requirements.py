@@ -1,20 +1,17 @@
 """Print what an image installs beside penstock itself: its dependencies as pyproject.toml names them, and extras."""
 
-import re
 import sys
 import tomllib
 from pathlib import Path
 
-# The native kernels run encoders without these; everything else runs on torch, and transformers knows its forms.
-TORCH_PATH = ("torch", "transformers")
-# What flags of `penstock serve` need: --cache-dir, --otlp-traces-endpoint.
 EXTRAS = ("cache", "otel")
+"""For --cache-dir and --otlp-traces-endpoint of `penstock serve`."""
 
 
 def requirements(project: dict, *, slim: bool) -> list[str]:
-    """Return the requirements of a `[project]` table, with EXTRAS; a slim image has no torch."""
-    wanted = project["dependencies"] + [one for extra in EXTRAS for one in project["optional-dependencies"][extra]]
-    return [one for one in wanted if not (slim and re.match(r"[\w.-]+", one)[0] in TORCH_PATH)]
+    """Return the requirements of a `[project]` table, with EXTRAS; an image that is not slim has the extra `torch`."""
+    extras = EXTRAS if slim else (*EXTRAS, "torch")
+    return project["dependencies"] + [one for extra in extras for one in project["optional-dependencies"][extra]]
 
 
 def main(arguments: list[str]) -> int:

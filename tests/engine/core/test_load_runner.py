@@ -50,6 +50,17 @@ def test_c_library_runs_the_models_that_it_supports(save_folder: SaveFolder, mon
         assert load(folder, device="auto") is ArrayRunner
 
 
+@pytest.mark.parametrize(("driver", "device"), [(True, "auto"), (True, "cpu"), (False, "auto")])
+def test_gpu_without_torch_is_a_warning(
+    driver: bool, device: str, save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(load_runner, "has_gpu_driver", lambda: driver)
+    monkeypatch.setattr(load_runner, "may_have_gpu", lambda: False)
+    monkeypatch.setattr(load_runner, "find_spec", lambda _: None)
+    assert load(save_folder(), device=device) is ArrayRunner
+    assert ("pip install 'penstock[torch]'" in caplog.text) == (driver and device == "auto")
+
+
 @pytest.mark.parametrize("given", [None, *ALLOCATOR])
 def test_gpu_settings_of_the_operator_are_kept(
     given: str | None, save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch
