@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from penstock.kernels.cpu import BatchPages, CpuForward, CpuLibrary, PagedKvCache
+from penstock.kernels.cpu import BatchBlocks, CpuForward, CpuLibrary, PagedKvCache
 
 from ..checkpoint.views import Floats
 from ..executors.cpu.array_encoder import ArrayEncoder, ArrayOutput
@@ -86,7 +86,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         self.num_lanes = encoder.library.num_lanes
         self.limits = DeviceLimits(min_batch_tokens=max(_MIN_BATCH_PARTS * encoder.min_part_tokens, _MIN_BATCH_TOKENS))
         self._encoder = encoder
-        self._kv_blocks: PagedKvCache | None = None
+        self._kv_cache: PagedKvCache | None = None
         self._times: list[ForwardTime] = []
         self._ended_s = 0.0  # end of the last forward
         if encoder.cache_spec is not None and self._uses_chunks():
@@ -133,10 +133,10 @@ class ArrayRunner(PoolingRunner[Floats]):
             if not has_allocation(chunks):
                 batch = PackedArrays.build([c.sequence.prompt for c in chunks], adapters=self._adapters(chunks))
                 return self._begin(chunks, batch, began_s)
-            assert self._kv_blocks is not None, "only a runner with KV blocks runs chunks"
-            past = BatchPages(self._kv_blocks, *KvSlots.of(chunks, self._config.cache.kv_block_size))
+            assert self._kv_cache is not None, "only a runner with KV blocks runs chunks"
+            kv_blocks = BatchBlocks(self._kv_cache, *KvSlots.of(chunks, self._config.cache.kv_block_size))
             starts, adapters = [c.start for c in chunks], self._adapters(chunks)
-            batch = PackedArrays.build([c.tokens for c in chunks], starts, past, adapters)
+            batch = PackedArrays.build([c.tokens for c in chunks], starts, kv_blocks, adapters)
             if chunk_tokens:
                 self._meter.begin()
             outputs = self._begin(chunks, batch, began_s).outputs()
@@ -160,7 +160,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         return times
 
     def _begin(self, chunks: Sequence[PrefillChunk], batch: PackedArrays, began_s: float) -> ArrayForward:
-        metadata = self._pooling_metadata(chunks, batch, in_chunks=batch.past is not None)
+        metadata = self._pooling_metadata(chunks, batch, in_chunks=batch.kv_blocks is not None)
         running = self._encoder.begin(batch, need_attention=self._pooler.needs_attention(metadata.params))
         chunk_tokens = num_long_tokens(chunks)
         whole_tokens = batch.num_tokens - chunk_tokens
@@ -187,12 +187,12 @@ class ArrayRunner(PoolingRunner[Floats]):
 
         The end of a forward without KV blocks may overlap a batch with KV blocks: it neither reads nor writes blocks.
         """
-        spec, itemsize = self._encoder.cache_spec, self._encoder.page_itemsize
+        spec, itemsize = self._encoder.cache_spec, self._encoder.kv_itemsize
         assert spec is not None, "only decoders have KV blocks"
         plan = self._make_pool(spec, itemsize, self._gauge.available())
         if plan is None:
             return
         layer = spec.kv_layers[0]
         shape = (plan.num_blocks, self._config.cache.kv_block_size, layer.num_kv_heads, layer.head_size)
-        self._kv_blocks = PagedKvCache.allocate(len(spec.kv_layers), shape, itemsize)
+        self._kv_cache = PagedKvCache.allocate(len(spec.kv_layers), shape, itemsize)
         self.num_lanes = 1

@@ -14,14 +14,14 @@ from .encoder_weights import (
     LowRankWeights,
     NormWeights,
 )
-from .kv_cache import BatchPages, PagedKvCache
+from .kv_cache import BatchBlocks, PagedKvCache
 from .library import ActivationCode, CpuKernelError, CpuLibrary, Format, PoolingCode, has_exact_products, shared_library
 
 __all__ = [
     "ADAPTED_MAPS",
     "ActivationCode",
     "AdapterWeights",
-    "BatchPages",
+    "BatchBlocks",
     "CpuEncoder",
     "CpuForward",
     "CpuKernelError",

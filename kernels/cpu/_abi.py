@@ -104,13 +104,13 @@ class Encoder(Structure):
     ]
 
 
-class Pages(Structure):
+class KvBlocks(Structure):
     """See types.h."""
 
     _fields_ = [
         ("keys", c_void_p),
         ("values", c_void_p),
-        ("page_size", c_int64),
+        ("block_size", c_int64),
         ("context_lens", c_void_p),
         ("tables", c_void_p),
         ("table_width", c_int64),
@@ -127,7 +127,7 @@ class Batch(Structure):
         ("starts", c_void_p),
         ("visible", c_void_p),
         ("num_seqs", c_int64),
-        ("pages", POINTER(Pages)),
+        ("kv_blocks", POINTER(KvBlocks)),
         ("hidden", c_void_p),
         ("first_weights", c_void_p),
         ("adapters", c_void_p),

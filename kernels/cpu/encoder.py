@@ -26,7 +26,7 @@ from .encoder_weights import (
     LowRankWeights,
     NormWeights,
 )
-from .kv_cache import BatchPages
+from .kv_cache import BatchBlocks
 from .library import CpuKernelError, CpuLibrary, Format, PackedProduct, address_of, aligned
 
 _CALIBRATION_RUNS: Final = 5
@@ -111,7 +111,7 @@ class CpuEncoder:
 
     Attributes:
         hidden_size: D.
-        page_itemsize: Bytes per number in the pages of a decoder: 4 if attention computes in float32, 2 for bfloat16.
+        kv_itemsize: Bytes per number in the KV blocks of a decoder: 4 if attention computes in float32, 2 for bfloat16.
 
     Raises:
         CpuKernelError: The library does not support these formats.
@@ -142,7 +142,7 @@ class CpuEncoder:
         self._adapters = (_abi.Adapter * len(spec.adapters))(*map(self._adapter, spec.adapters))
         terms = [term for adapter in spec.adapters for layer in adapter.layers for term in layer.values()]
         uses_dot = attention is Format.DOT and head_size % 2 == 0
-        self.page_itemsize = 2 if uses_dot else 4
+        self.kv_itemsize = 2 if uses_dot else 4
         self._struct = _abi.Encoder(
             width=self.hidden_size,
             num_layers=len(layers),
@@ -201,7 +201,7 @@ class CpuEncoder:
         visible_N: NDArray[np.int32] | None = None,
         adapters_N: NDArray[np.int32] | None = None,
         need_attention: bool = False,
-        past: BatchPages | None = None,
+        kv_blocks: BatchBlocks | None = None,
     ) -> CpuForward:
         """Starts a forward. Several may run at once.
 
@@ -214,11 +214,11 @@ class CpuEncoder:
             adapters_N: [N] int32, index of each sequence's adapter in EncoderWeights.adapters, -1: no adapter; None: no
                 sequence has one.
             need_attention: Also return the attention weights. Encoders only.
-            past: Pages of chunks of sequences. Decoders only. None: all sequences are whole, and no keys or values are
-                stored.
+            kv_blocks: Blocks of chunks of sequences. Decoders only. None: all sequences are whole, and no keys or
+                values are stored.
 
         Raises:
-            ValueError: An id, a position or a page is out of range, a sequence is longer than the tables of a layer,
+            ValueError: An id, a position or a block is out of range, a sequence is longer than the tables of a layer,
                 array shapes do not match, or an argument is for encoders or decoders only.
             MemoryError: There is not enough memory.
         """
@@ -229,11 +229,12 @@ class CpuEncoder:
         _check_rows("ids", ids_T, num_tokens, self._vocab_size)
         if self._num_positions is not None:
             _check_rows("positions", positions_T, num_tokens, self._num_positions)
-        if past is not None:
-            self._check_past(past, len(lengths_N), num_tokens)
+        if kv_blocks is not None:
+            self._check_blocks(kv_blocks, len(lengths_N), num_tokens)
         if self._struct.is_decoder and (need_attention or visible_N is not None):
             raise ValueError("visible_N and need_attention are not supported by decoders")
-        if (longest := int((lengths_N if past is None else lengths_N + past.context_lens).max())) > self._max_length:
+        ends_N = lengths_N if kv_blocks is None else lengths_N + kv_blocks.context_lens
+        if (longest := int(ends_N.max())) > self._max_length:
             raise ValueError(f"a sequence has {longest} tokens; the limit is {self._max_length}")
         if visible_N is not None and (
             visible_N.shape != lengths_N.shape or (visible_N < 0).any() or (visible_N > lengths_N).any()
@@ -252,20 +253,20 @@ class CpuEncoder:
             None if visible_N is None else np.ascontiguousarray(visible_N, np.int32),
             None if adapters_N is None else np.ascontiguousarray(adapters_N, np.int32),
         )
-        pages, page_arrays = (None, ()) if past is None else past.struct()
+        blocks, block_arrays = (None, ()) if kv_blocks is None else kv_blocks.struct()
         batch = _abi.Batch(
             ids=address_of(arrays[0]),
             positions=address_of(arrays[1]),
             starts=address_of(arrays[2]),
             visible=address_of(arrays[3]),
             num_seqs=len(starts) - 1,
-            pages=None if pages is None else ctypes.pointer(pages),
+            kv_blocks=None if blocks is None else ctypes.pointer(blocks),
             hidden=address_of(hidden_TD),
             first_weights=address_of(weights_TH),
             adapters=address_of(arrays[4]),
         )
         handle = self._library.begin(self._struct, batch)
-        return CpuForward(self._library, handle, hidden_TD, weights_TH, (self, arrays, pages, page_arrays, past))
+        return CpuForward(self._library, handle, hidden_TD, weights_TH, (self, arrays, blocks, block_arrays, kv_blocks))
 
     def _layer(self, spec: LayerWeights) -> _abi.Layer:
         left, right = spec.window or (-1, -1)
@@ -300,12 +301,12 @@ class CpuEncoder:
             softcap=spec.softcap,
         )
 
-    def _check_past(self, past: BatchPages, num_seqs: int, num_tokens: int) -> None:
-        struct, pages = self._struct, past.pages
-        expected = (struct.num_layers, struct.num_kv_heads, struct.head_size, self.page_itemsize)
-        if not struct.is_decoder or expected != (pages.num_layers, pages.num_kv_heads, pages.head_size, pages.itemsize):
-            raise ValueError("the pages do not fit this model")
-        past.check(num_seqs, num_tokens)
+    def _check_blocks(self, blocks: BatchBlocks, num_seqs: int, num_tokens: int) -> None:
+        struct, cache = self._struct, blocks.cache
+        expected = (struct.num_layers, struct.num_kv_heads, struct.head_size, self.kv_itemsize)
+        if not struct.is_decoder or expected != (cache.num_layers, cache.num_kv_heads, cache.head_size, cache.itemsize):
+            raise ValueError("the KV cache does not fit this model")
+        blocks.check(num_seqs, num_tokens)
 
     def _product(self, spec: LinearWeights | None, form: Format | None = None) -> _abi.Product:
         if spec is None:

@@ -149,7 +149,7 @@ class EncoderWeights:
         num_heads: H.
         num_kv_heads: G, a divisor of H; None: H.
         pre_norm: The norms are before attention and MLP, not after the residual sums.
-        is_decoder: Attention reads keys block by block, and supports pages. Requires `pre_norm` and layers without a
+        is_decoder: Attention reads keys tile by tile, and supports a KV cache. Requires `pre_norm` and layers without a
             bias by distance.
         word_embeddings: [V, E] word embeddings, float32 or uint16 (bits of bfloat16).
         position_embeddings: [P, E] float32 added to the word embeddings; None: no position embeddings.

@@ -143,7 +143,7 @@ def _kv_slots(chunks: Sequence[PrefillChunk], num_new: int, block_size: int) -> 
     kv = KvSlots.of(chunks, block_size)
     stored = np.flatnonzero(kv.slots >= 0)
     return {
-        "block_tables": torch.from_numpy(kv.tables[num_new:]),
+        "block_tables": torch.from_numpy(kv.block_tables[num_new:]),
         "continued_context_lens_on_device": torch.from_numpy(kv.context_lens[num_new:]),
         "store_rows": None if len(stored) == len(kv.slots) else _indices(stored),
         "store_slots": _indices(kv.slots[stored]),

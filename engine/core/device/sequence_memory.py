@@ -24,13 +24,13 @@ class KvSlots(NamedTuple):
 
     Attributes:
         context_lens: [N] int32, tokens of each sequence before its chunk.
-        tables: [N, B] int32, block table of each sequence up to the end of its chunk, padded with zeros; zeros for
-            chunks that start a sequence.
+        block_tables: [N, B] int32, block table of each sequence up to the end of its chunk, padded with zeros; zeros
+            for chunks that start a sequence.
         slots: [T] int64, block * block size + offset of the keys and values of each token; -1: not stored.
     """
 
     context_lens: NDArray[np.int32]
-    tables: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
     slots: NDArray[np.int64]
 
     @classmethod

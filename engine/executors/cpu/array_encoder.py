@@ -88,7 +88,7 @@ class ArrayEncoder:
     Attributes:
         vocabulary_head: Maps hidden states [R, D] to vocabulary logits [R, V]; None unless ModelInfo.sparse needs it.
         cache_spec: Keys and values of the model; None if sequences cannot run in chunks.
-        page_itemsize: Bytes of a number in the pages: 4 for float32, 2 for bfloat16.
+        kv_itemsize: Bytes of a number in the KV blocks: 4 for float32, 2 for bfloat16.
 
     Raises:
         WeightError: A tensor is missing, has another shape, or contains NaN or inf.
@@ -113,7 +113,7 @@ class ArrayEncoder:
         )
         steps = read_head(spec, weights)
         head = None if steps is None else ArrayHead(library, steps)
-        self.page_itemsize = self._encoder.page_itemsize
+        self.kv_itemsize = self._encoder.kv_itemsize
         self.vocabulary_head: ArrayHead | None = None
         if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
             self.vocabulary_head = ArrayHead(library, read_vocabulary_head(spec, info, weights))
@@ -139,7 +139,7 @@ class ArrayEncoder:
 
         Raises:
             MemoryError: Memory is short.
-            ValueError: An id, a position or a page is out of range.
+            ValueError: An id, a position or a block is out of range.
         """
         return self._encoder.begin(
             batch.input_ids,
@@ -148,7 +148,7 @@ class ArrayEncoder:
             visible_N=None if batch.num_hidden is None else batch.lengths - batch.num_hidden,
             adapters_N=batch.adapters,
             need_attention=need_attention,
-            past=batch.past,
+            kv_blocks=batch.kv_blocks,
         )
 
     def forward(self, batch: PackedArrays, *, need_attention: bool = False) -> ArrayOutput:

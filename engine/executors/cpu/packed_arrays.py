@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import BatchPages
+from penstock.kernels.cpu import BatchBlocks
 
 from ...protocol.request import TokenizedInput
 
@@ -26,7 +26,7 @@ class PackedArrays:
         skip_tokens: [N] int32, tokens at the start of each sequence that pooling leaves out; None: no tokens.
         num_hidden: [N] int32, tokens at the end of each sequence that no token attends to; None: no tokens.
         adapters: [N] int32, number of each sequence's adapter, -1: no adapter; None: no sequence has one.
-        past: Pages of keys and values; None if all sequences are whole and nothing is stored.
+        kv_blocks: Blocks of keys and values; None if all sequences are whole and nothing is stored.
     """
 
     input_ids: NDArray[np.int64]
@@ -37,14 +37,14 @@ class PackedArrays:
     skip_tokens: NDArray[np.int32] | None = None
     num_hidden: NDArray[np.int32] | None = None
     adapters: NDArray[np.int32] | None = None
-    past: BatchPages | None = None
+    kv_blocks: BatchBlocks | None = None
 
     @classmethod
     def build(
         cls,
         inputs: Sequence[TokenizedInput],
         starts: Sequence[int] | None = None,
-        past: BatchPages | None = None,
+        kv_blocks: BatchBlocks | None = None,
         adapters: NDArray[np.int32] | None = None,
     ) -> PackedArrays:
         """Packs `inputs` in their order.
@@ -52,7 +52,7 @@ class PackedArrays:
         Args:
             inputs: At least one. Whole sequences or chunks, not empty.
             starts: Position of each chunk in its sequence; None: all begin at 0.
-            past: See the attribute.
+            kv_blocks: See the attribute.
             adapters: See the attribute.
         """
         lengths = np.array([len(i) for i in inputs], np.int32)
@@ -81,7 +81,7 @@ class PackedArrays:
             skip_tokens=skips,
             num_hidden=num_hidden,
             adapters=adapters,
-            past=past,
+            kv_blocks=kv_blocks,
         )
 
     @property

@@ -1,6 +1,6 @@
 /* Compiled once per instruction set (see build.py); ISA is its name and the suffix of the table. */
 #include "compute/attention.h"
-#include "compute/blocks.h"
+#include "compute/causal.h"
 #include "isa.h"
 #include "compute/norm.h"
 #include "compute/pooling.h"
@@ -38,7 +38,7 @@ const Isa JOIN(isa_, ISA) = {
     .attention_bytes = attention_bytes,
     .run_attention = run_attention,
     .prepare_row = prepare_row,
-    .blocks_bytes = blocks_bytes,
+    .strip_bytes = strip_bytes,
     .strip_tokens = strip_tokens,
     .run_strip = run_strip,
     .run_pooling = run_pooling,

@@ -21,7 +21,7 @@ typedef struct {
     void (*run_attention)(const AttentionCall *call, long start, long length, long visible, long kv_head,
                           void *scratch);
     void (*prepare_row)(const AttentionCall *call, long row, long position, int64_t slot);
-    long (*blocks_bytes)(long heads, long kv_heads, long head_size);
+    long (*strip_bytes)(long heads, long kv_heads, long head_size);
     long (*strip_tokens)(long heads, long kv_heads);
     void (*run_strip)(const AttentionCall *call, const Chunk *chunk, long kv_head, long first, long count,
                       void *scratch);

@@ -131,29 +131,29 @@ static void step_norm_add(LaneContext *context, const Norm *norm, float *y, long
 /* Attention of a decoder: prepares the heads of every token, then runs strips of queries over the keys. */
 static void step_decoder_attention(LaneContext *context, AttentionCall *call) {
     const Batch *batch = context->batch;
-    const Pages *pages = batch->pages;
+    const KvBlocks *blocks = batch->kv_blocks;
     const Part *part = context->part;
     const Isa *isa = context->isa;
     long index = call->layer - context->encoder->layers, first, last, unit = 0;
     long step = isa->strip_tokens(call->heads, call->kv_heads);
-    if (pages) {
-        call->page_keys = pages->keys[index];
-        call->page_values = pages->values[index];
-        call->page_size = pages->page_size;
+    if (blocks) {
+        call->cache_keys = blocks->keys[index];
+        call->cache_values = blocks->values[index];
+        call->block_size = blocks->block_size;
     }
     share(context, part->rows, &first, &last);
     for (long s = part->first; s < part->last; s++) {
-        long start = batch->starts[s] - part->start, context_len = pages ? pages->context_lens[s] : 0;
+        long start = batch->starts[s] - part->start, context_len = blocks ? blocks->context_lens[s] : 0;
         for (long row = start; row < batch->starts[s + 1] - part->start; row++)
             if (row >= first && row < last)
-                isa->prepare_row(call, row, context_len + row - start, pages ? pages->slots[part->start + row] : -1);
+                isa->prepare_row(call, row, context_len + row - start, blocks ? blocks->slots[part->start + row] : -1);
     }
     barrier(context);
     for (long s = part->first; s < part->last; s++) {
         Chunk chunk = {.start = batch->starts[s] - part->start, .length = batch->starts[s + 1] - batch->starts[s]};
-        if (pages) {
-            chunk.context_len = pages->context_lens[s];
-            chunk.table = pages->tables + s * pages->table_width;
+        if (blocks) {
+            chunk.context_len = blocks->context_lens[s];
+            chunk.table = blocks->tables + s * blocks->table_width;
         }
         for (long i = 0; i < chunk.length; i += step)
             for (long head = 0; head < call->kv_heads; head++, unit++)
@@ -286,7 +286,7 @@ void run_part(LaneContext *context) {
 
 long lane_bytes(const Isa *isa, const Encoder *encoder, long longest) {
     long heads = encoder->is_decoder
-                     ? isa->blocks_bytes(encoder->num_heads, encoder->num_kv_heads, encoder->head_size)
+                     ? isa->strip_bytes(encoder->num_heads, encoder->num_kv_heads, encoder->head_size)
                      : isa->attention_bytes(longest, encoder->head_size, encoder->layers->num_distances);
     long widest = encoder->projection.in;
     for (long i = 0; i < encoder->num_layers; i++) {

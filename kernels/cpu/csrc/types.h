@@ -120,7 +120,7 @@ typedef struct {
     int32_t pre_norm;
     int32_t table_is_bf16; /* type of `word_embeddings` */
     int32_t attention_dot; /* attention computes in FORMAT_DOT (even head sizes only), else in float32 */
-    int32_t is_decoder;    /* pre-norm, attention by blocks of keys (blocks.h); no bias by distance, no Batch.visible */
+    int32_t is_decoder;    /* pre-norm, attention by tiles of keys (causal.h); no bias by distance, no Batch.visible */
     const void *word_embeddings;      /* [V, E] float32 or bfloat16 */
     const float *position_embeddings; /* [P, E] float32 sums of position and token type embeddings, or NULL */
     int64_t embedding_width; /* E */
@@ -133,17 +133,17 @@ typedef struct {
     int64_t min_part_tokens; /* fewer tokens take a lane as long, because it reads all weights */
 } Encoder;
 
-/* Paged KV cache, [pages, page size, kv heads, head size] per layer, in the type that attention computes in. Keys are
+/* Paged KV cache, [blocks, block size, kv heads, head size] per layer, in the type that attention computes in. Keys are
  * stored after norm and rotary embedding. */
 typedef struct {
     void *const *keys;      /* [layers] */
     void *const *values;    /* [layers] */
-    int64_t page_size;      /* tokens */
+    int64_t block_size;     /* tokens */
     const int32_t *context_lens; /* [S] tokens before the chunk */
-    const int32_t *tables;  /* [S, table_width] pages of these tokens, page_size tokens per page */
+    const int32_t *tables;  /* [S, table_width] blocks of these tokens, block_size tokens per block */
     int64_t table_width;
-    const int64_t *slots;   /* [T] page * page size + row for a token's key and value; -1: not stored */
-} Pages;
+    const int64_t *slots;   /* [T] block * block size + row for a token's key and value; -1: not stored */
+} KvBlocks;
 
 /* Input and output of one forward: T packed tokens of S sequences, or (decoders) of S chunks of sequences. */
 typedef struct {
@@ -152,7 +152,7 @@ typedef struct {
     const int32_t *starts;    /* [S + 1], prefix sums of the lengths */
     const int32_t *visible;   /* [S] leading tokens that attention may read; NULL: all */
     int64_t num_seqs;
-    const Pages *pages;       /* decoders; NULL: sequences are whole, and nothing is stored */
+    const KvBlocks *kv_blocks; /* decoders; NULL: sequences are whole, and nothing is stored */
     float *hidden;            /* [T, D] the result */
     float *first_weights;     /* [T, H] attention weights of each sequence's first token, last layer; or NULL */
     const int32_t *adapters;  /* [S] index in Encoder.adapters, -1: no adapter; NULL: no sequence has one */
@@ -183,16 +183,16 @@ typedef struct {
     const void *qkv;       /* [T, (heads + 2 * kv_heads) * head_size] */
     void *out;             /* [T, heads * head_size] */
     float *first_weights;  /* [T, heads] or NULL */
-    char *page_keys;       /* decoders: [pages, page size, kv_heads, head_size] */
-    char *page_values;
-    int64_t page_size;
+    char *cache_keys;      /* decoders: [blocks, block size, kv_heads, head_size] */
+    char *cache_values;
+    int64_t block_size;
 } AttentionCall;
 
 /* Chunk of one sequence in a batch of a decoder. */
 typedef struct {
     long start, length;    /* rows */
     long context_len;      /* tokens before the chunk */
-    const int32_t *table;  /* pages of these tokens */
+    const int32_t *table;  /* blocks of these tokens */
 } Chunk;
 
 /* Pooling of the rows of a sequence to one row. */

@@ -15,9 +15,9 @@ from penstock.engine.executors.cpu.array_encoder import ArrayEncoder, read_spec
 from penstock.engine.executors.cpu.heads import ArrayHead
 from penstock.engine.executors.cpu.packed_arrays import PackedArrays
 from penstock.engine.executors.torch.base import Head, ModelOutput, PackedModel
-from penstock.engine.executors.torch.packed_batch import KvCache, PackedBatch
+from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.protocol.model_info import ModelInfo
-from penstock.kernels.cpu import CpuLibrary, PagedKvCache
+from penstock.kernels.cpu import CpuLibrary
 
 
 def load_model(info: ModelInfo, *, library: CpuLibrary | None = None, **options: Any) -> PackedModel:
@@ -34,8 +34,7 @@ class ArrayModel(PackedModel):
         self._encoder = encoder
         self.hidden_size = encoder.hidden_size
         self.cache_spec = encoder.cache_spec
-        self.cache_dtype = torch.bfloat16 if encoder.page_itemsize == 2 else torch.float32
-        self._pages: tuple[KvCache, PagedKvCache] | None = None
+        self.cache_dtype = torch.bfloat16 if encoder.kv_itemsize == 2 else torch.float32
         self.sequence_head = _between_tensors(encoder.sequence_head)
         self.token_head = _between_tensors(encoder.token_head)
 
@@ -57,7 +56,7 @@ class ArrayModel(PackedModel):
             lengths=np.array(batch.seq_lens, np.int32),
             num_hidden=_num_hidden(batch),
             adapters=_adapters(batch),
-            past=None,
+            kv_blocks=None,
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from penstock.kernels.cpu import (
     ADAPTED_MAPS,
     AdapterWeights,
-    BatchPages,
+    BatchBlocks,
     CpuEncoder,
     CpuLibrary,
     EncoderWeights,
@@ -101,18 +101,18 @@ def test_bits_of_an_adapter_do_not_depend_on_batch_and_lanes(three_lane_library:
 def test_chunks_with_an_adapter_equal_the_whole(library: CpuLibrary) -> None:
     spec, texts, size = with_adapters(make_spec(DECODERS[0])), make_texts([90]), 37
     encoder, adapters = CpuEncoder(library, spec, Format.F32), np.array([0], np.int32)
-    pages = PagedKvCache.allocate(2, (3, 40, 2, 32), encoder.page_itemsize)
+    cache = PagedKvCache.allocate(2, (3, 40, 2, 32), encoder.kv_itemsize)
     rows = []
     for first in range(0, 90, size):
         at = np.arange(first, min(first + size, 90))
-        past = BatchPages(
-            pages=pages,
+        kv_blocks = BatchBlocks(
+            cache=cache,
             context_lens=np.array([first], np.int32),
-            tables=np.arange(3, dtype=np.int32)[None],
+            block_tables=np.arange(3, dtype=np.int32)[None],
             slots=at.astype(np.int64),
         )
         starts = np.array([0, len(at)], np.int32)
-        rows.append(encoder.begin(texts.ids[at], at, starts, adapters_N=adapters, past=past).result()[0])
+        rows.append(encoder.begin(texts.ids[at], at, starts, adapters_N=adapters, kv_blocks=kv_blocks).result()[0])
     assert np.array_equal(np.concatenate(rows), run(encoder, texts, adapters))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.cpu import BatchPages, CpuEncoder, CpuLibrary, Format, PagedKvCache
+from penstock.kernels.cpu import BatchBlocks, CpuEncoder, CpuLibrary, Format, PagedKvCache
 
 from ...conftest import ISAS
 from ..assertions import assert_close
@@ -22,7 +22,7 @@ TOLERANCE = 5e-6
 CAUSAL = [shape for shape in DECODERS if shape.window is not None and shape.window[1] == 0]
 MPNET = next(shape for shape in SHAPES if shape.distance_bias)
 FAR_APART = [(256, 1), (300, 128)]
-"""Chunks of many pages, and chunks of parts of pages."""
+"""Chunks of many KV blocks, and chunks of parts of blocks."""
 
 every_shape = pytest.mark.parametrize("shape", [*SHAPES, *DECODERS], ids=lambda shape: shape.name)
 
@@ -95,14 +95,14 @@ def test_bits_do_not_depend_on_batch_and_lanes(three_lane_library: CpuLibrary, s
                     assert weights is None or torch.equal(weights, torch.cat([alone[i][1] for i in order]))
 
 
-def check_chunks(library: CpuLibrary, shape: Shape, size: int, page_size: int) -> None:
+def check_chunks(library: CpuLibrary, shape: Shape, size: int, block_size: int) -> None:
     spec = make_spec(shape)
     lengths = [1, 31, 300, 2, 513, 64, 257]
     texts = make_texts([length for length in lengths if length < 30 * size + 80], 3)
     for form, attention in format_pairs(library):
         decoder = CpuEncoder(library, spec, form, attention=attention)
-        assert decoder.page_itemsize == (2 if attention is Format.DOT and shape.head_size % 2 == 0 else 4)
-        chunked = ChunkedDecoder(decoder, spec, texts, page_size).run(size)
+        assert decoder.kv_itemsize == (2 if attention is Format.DOT and shape.head_size % 2 == 0 else 4)
+        chunked = ChunkedDecoder(decoder, spec, texts, block_size).run(size)
         assert np.array_equal(chunked, run(decoder, texts)[0]), form.name
 
 
@@ -186,16 +186,16 @@ def test_value_outside_the_tables_is_rejected(
         run(encoder, replace(make_texts([2, 3]), **changes))
 
 
-def test_invalid_pages_are_rejected(three_lane_library: CpuLibrary) -> None:
+def test_invalid_kv_blocks_are_rejected(three_lane_library: CpuLibrary) -> None:
     spec, texts = make_spec(DECODERS[0]), make_texts([4, 3])
     decoder = CpuEncoder(three_lane_library, spec, Format.F32)
     with pytest.raises(ValueError, match="not supported by decoders"):
         run(decoder, texts, need_attention=True)
-    pages = ChunkedDecoder(decoder, spec, make_texts([40, 3]), 16).pages
-    valid = BatchPages(
-        pages=pages,
+    cache = ChunkedDecoder(decoder, spec, make_texts([40, 3]), 16).cache
+    valid = BatchBlocks(
+        cache=cache,
         context_lens=np.array([20, 0], np.int32),
-        tables=np.array([[1, 0], [-1, -1]], np.int32),
+        block_tables=np.array([[1, 0], [-1, -1]], np.int32),
         slots=np.full(7, -1, np.int64),
     )
     narrow = [np.zeros((4, 16, 2, 31), np.float32)] * 2
@@ -203,24 +203,24 @@ def test_invalid_pages_are_rejected(three_lane_library: CpuLibrary) -> None:
     for changes, message in (
         ({"context_lens": np.array([-1, 0])}, "context_lens must be 2 numbers of at least 0"),
         ({"context_lens": np.array([20])}, "context_lens must be 2 numbers"),
-        ({"context_lens": np.array([33, 0])}, "the pages of 2 sequences"),
-        ({"tables": np.array([[1, 0]])}, "the pages of 2 sequences"),
-        ({"tables": np.array([[1, pages.num_pages], [0, 0]])}, "pages from 0 to 6"),
-        ({"tables": np.array([[1, -1], [0, 0]])}, "pages from 0 to 6"),
+        ({"context_lens": np.array([33, 0])}, "the blocks of 2 sequences"),
+        ({"block_tables": np.array([[1, 0]])}, "the blocks of 2 sequences"),
+        ({"block_tables": np.array([[1, cache.num_blocks], [0, 0]])}, "blocks from 0 to 6"),
+        ({"block_tables": np.array([[1, -1], [0, 0]])}, "blocks from 0 to 6"),
         ({"slots": np.full(7, 7 * 16)}, "slots must be 7 numbers from -1 to 111"),
         ({"slots": np.full(7, -2)}, "slots must be 7 numbers"),
         ({"slots": np.full(6, 0)}, "slots must be 7 numbers"),
-        ({"pages": PagedKvCache(narrow, narrow)}, "do not fit this model"),
-        ({"pages": PagedKvCache(halves, halves)}, "do not fit this model"),
+        ({"cache": PagedKvCache(narrow, narrow)}, "does not fit this model"),
+        ({"cache": PagedKvCache(halves, halves)}, "does not fit this model"),
         (
-            {"context_lens": np.array([LONGEST - 3, 0]), "tables": np.zeros((2, 40), np.int32)},
+            {"context_lens": np.array([LONGEST - 3, 0]), "block_tables": np.zeros((2, 40), np.int32)},
             "514 tokens; the limit is 513",
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            decoder.begin(texts.ids, texts.positions, texts.starts, past=replace(valid, **changes))
+            decoder.begin(texts.ids, texts.positions, texts.starts, kv_blocks=replace(valid, **changes))
     decoder.begin(
-        texts.ids, texts.positions, texts.starts, past=replace(valid, context_lens=np.zeros(2, np.int32))
+        texts.ids, texts.positions, texts.starts, kv_blocks=replace(valid, context_lens=np.zeros(2, np.int32))
     ).result()
     with pytest.raises(ValueError, match="contiguous arrays of one shape"):
         PagedKvCache(narrow, halves)

@@ -1,17 +1,17 @@
 /* Causal attention of decoders: softmax(q k^T) v of the tokens of a chunk over earlier tokens and themselves.
  *
- * Keys of earlier chunks are in pages, keys of the chunk in the rows of the batch. They are read in blocks that start at
- * multiples of KEYS in the whole sequence. Each block is packed once per strip of queries, which keep a running maximum
- * and sum (Dao et al., FlashAttention, arXiv 2205.14135). Memory therefore does not grow with these tokens, and the result
- * of a query has the same bits for all chunk sizes. Both products use the tiles of tile.h, as in attention.h.
+ * Keys of earlier chunks are in KV blocks, keys of the chunk in the rows of the batch. They are read in tiles of KEYS keys,
+ * which start at multiples of KEYS in the whole sequence. Each tile is packed once per strip of queries, which keep a
+ * running maximum and sum (Dao et al., FlashAttention, arXiv 2205.14135). Memory therefore does not grow with these
+ * tokens, and the result of a query has the same bits for all chunk sizes. Products use tile.h, as in attention.h.
  */
-#ifndef PENSTOCK_BLOCKS_H
-#define PENSTOCK_BLOCKS_H
+#ifndef PENSTOCK_CAUSAL_H
+#define PENSTOCK_CAUSAL_H
 
 #include "attention.h"
 #include "norm.h"
 
-/* Keys per block, a multiple of every PANEL. The panels of its keys and values fit in the L2 cache. */
+/* Keys per tile, a multiple of every PANEL. The panels of its keys and values fit in the L2 cache. */
 #define KEYS 256
 /* Rows of a strip over all heads that share keys: enough to amortise packing the keys. */
 #define STRIP_ROWS 1024
@@ -49,7 +49,7 @@ static long assign_strip_buffers(long heads, long kv_heads, long size, char *mem
 }
 
 /* Bytes of scratch per lane. */
-static long blocks_bytes(long heads, long kv_heads, long size) {
+static long strip_bytes(long heads, long kv_heads, long size) {
     Strip strip;
     return assign_strip_buffers(heads, kv_heads, size, NULL, &strip);
 }
@@ -66,9 +66,9 @@ static void rotate(float *head, long size, const float *cosines) {
 }
 
 /* Prepares q, k and v of one token for attention, in place: norm, rotary embedding and, if attention computes in
- * bfloat16, rounding (written to the first half of the row). Then copies k and v to the page of the token.
+ * bfloat16, rounding (written to the first half of the row). Then copies k and v to the KV block of the token.
  *
- * `slot`: page * page size + row in the page; -1: not stored.
+ * `slot`: block * block size + row in the block; -1: not stored.
  */
 static void prepare_row(const AttentionCall *call, long row, long position, int64_t slot) {
     const Layer *layer = call->layer;
@@ -82,17 +82,17 @@ static void prepare_row(const AttentionCall *call, long row, long position, int6
     if (call->dot) convert_rows(FORMAT_DOT, q, 1, width, q, NULL);
     if (slot < 0) return;
     const char *kept = (const char *)q + queries * bytes;
-    memcpy((char *)call->page_keys + slot * keys * bytes, kept, (size_t)(keys * bytes));
-    memcpy((char *)call->page_values + slot * keys * bytes, kept + keys * bytes, (size_t)(keys * bytes));
+    memcpy((char *)call->cache_keys + slot * keys * bytes, kept, (size_t)(keys * bytes));
+    memcpy((char *)call->cache_values + slot * keys * bytes, kept + keys * bytes, (size_t)(keys * bytes));
 }
 
-/* Address of the key (or value: `is_value`) of a position: in a page for tokens before the chunk, else in the batch. */
+/* Address of the key (or value: `is_value`) of a position, in a KV block before the chunk, else in the batch. */
 INLINE const void *find_head(const AttentionCall *call, const Chunk *chunk, long position, long kv_head, int is_value) {
     long size = call->head_size, bytes = call->dot ? 2 : 4;
     if (position < chunk->context_len) {
-        const char *pages = is_value ? call->page_values : call->page_keys;
-        long slot = (long)chunk->table[position / call->page_size] * call->page_size + position % call->page_size;
-        return pages + (slot * call->kv_heads + kv_head) * size * bytes;
+        const char *cache = is_value ? call->cache_values : call->cache_keys;
+        long slot = (long)chunk->table[position / call->block_size] * call->block_size + position % call->block_size;
+        return cache + (slot * call->kv_heads + kv_head) * size * bytes;
     }
     long row = chunk->start + position - chunk->context_len, width = (call->heads + 2 * call->kv_heads) * size;
     long head = call->heads + (is_value ? call->kv_heads : 0) + kv_head;
@@ -102,12 +102,12 @@ INLINE const void *find_head(const AttentionCall *call, const Chunk *chunk, long
 /* Keys of the positions `base` to `base + count`. */
 typedef struct {
     long base, count;
-} KeyBlock;
+} KeyTile;
 
-/* Packs the keys and values of a block. */
-static void pack_block(const AttentionCall *call, const Chunk *chunk, const KeyBlock *block, long kv_head,
-                       const Strip *strip) {
-    const long base = block->base, count = block->count;
+/* Packs the keys and values of a tile. */
+static void pack_key_tile(const AttentionCall *call, const Chunk *chunk, const KeyTile *keys, long kv_head,
+                          const Strip *strip) {
+    const long base = keys->base, count = keys->count;
     long size = call->head_size, words = call->dot ? size / 2 : size; /* 32-bit values per key */
     int32_t rows[WIDTH][words];
     for (long first = 0; first < count; first += WIDTH) {
@@ -126,10 +126,10 @@ INLINE vf cap_of(vf score, float cap) {
     return v_mul(v_set(cap), tanh_of(v_mul(score, v_set(1.0f / cap))));
 }
 
-/* Like softmax, for the keys `low` to `high` of a block: updates the running largest score and total. Returns the
- * factor for the sums of earlier blocks. */
-INLINE float softmax_block(float *scores, long begin, long end, long low, long high, float cap, float *largest,
-                          float *total, uint16_t *rounded) {
+/* Like softmax, for the keys `low` to `high` of a tile: updates the running largest score and total. Returns the
+ * factor for the sums of earlier tiles. */
+INLINE float softmax_key_tile(float *scores, long begin, long end, long low, long high, float cap, float *largest,
+                             float *total, uint16_t *rounded) {
     long last = round_to(high, WIDTH);
     if (cap > 0)
         for (long j = begin; j < last; j += WIDTH) v_store(scores + j, cap_of(v_load(scores + j), cap));
@@ -151,8 +151,8 @@ typedef struct {
     long strip_row; /* row of the first query in the strip */
 } StripTile;
 
-/* Attention of a tile of queries over a packed block of keys. */
-static void attend_tile(const AttentionCall *call, const Chunk *chunk, const Strip *strip, const KeyBlock *block,
+/* Attention of a tile of queries over a packed tile of keys. */
+static void attend_tile(const AttentionCall *call, const Chunk *chunk, const Strip *strip, const KeyTile *keys,
                         const StripTile *tile) {
     const Layer *layer = call->layer;
     const int rows = tile->rows;
@@ -163,8 +163,8 @@ static void attend_tile(const AttentionCall *call, const Chunk *chunk, const Str
         long i = chunk->context_len + tile->first + r;
         long from = layer->left >= 0 && i > layer->left ? i - layer->left : 0;
         long to = layer->right >= 0 && i + layer->right + 1 < total ? i + layer->right + 1 : total;
-        low[r] = from > block->base ? from - block->base : 0;
-        high[r] = to < block->base + block->count ? to - block->base : block->count;
+        low[r] = from > keys->base ? from - keys->base : 0;
+        high[r] = to < keys->base + keys->count ? to - keys->base : keys->count;
         if (low[r] >= high[r]) continue;
         begin = low[r] < begin ? low[r] : begin;
         end = high[r] > end ? high[r] : end;
@@ -182,9 +182,9 @@ static void attend_tile(const AttentionCall *call, const Chunk *chunk, const Str
         float *scores = strip->scores + r * KEYS;
         uint16_t *rounded = call->dot ? strip->rounded + r * KEYS : NULL;
         if (low[r] < high[r])
-            factors[r] = softmax_block(scores, begin, end, low[r], high[r], layer->softcap,
-                                       strip->largest + tile->strip_row + r, strip->totals + tile->strip_row + r,
-                                       rounded);
+            factors[r] = softmax_key_tile(scores, begin, end, low[r], high[r], layer->softcap,
+                                          strip->largest + tile->strip_row + r,
+                                          strip->totals + tile->strip_row + r, rounded);
         else if (rounded) /* the row of the product is discarded */
             memset(rounded + begin, 0, (size_t)(end - begin) * 2);
         else
@@ -218,14 +218,14 @@ static void run_strip(const AttentionCall *call, const Chunk *chunk, long kv_hea
     memset(strip.totals, 0, (size_t)(count * group) * sizeof(float));
     for (long row = 0; row < count * group; row++) strip.largest[row] = -INFINITY;
     for (long base = from / KEYS * KEYS; base < to; base += KEYS) {
-        KeyBlock block = {.base = base, .count = to - base < KEYS ? to - base : KEYS};
-        pack_block(call, chunk, &block, kv_head, &strip);
+        KeyTile keys = {.base = base, .count = to - base < KEYS ? to - base : KEYS};
+        pack_key_tile(call, chunk, &keys, kv_head, &strip);
         for (long member = 0; member < group; member++)
             for (long i = 0, rows; i < count; i += rows) {
                 rows = product_rows(call->dot ? FORMAT_DOT : FORMAT_F32, count - i);
                 StripTile tile = {.head = kv_head * group + member, .first = first + i, .rows = (int)rows,
                                   .strip_row = member * count + i};
-                attend_tile(call, chunk, &strip, &block, &tile);
+                attend_tile(call, chunk, &strip, &keys, &tile);
             }
     }
     Target target = {.out = call->out, .out_is_bf16 = call->out_is_bf16, .width = call->heads * size};
