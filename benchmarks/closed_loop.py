@@ -6,7 +6,8 @@ from urllib.parse import urlsplit
 
 from loads import Load
 
-from penstock.server.bench.load_generator import Address, Round, run_round as run_requests
+from penstock.server.bench.load_generator import Round, run_round as run_requests
+from penstock.server.target_server import Address
 
 __all__ = ["Round", "run_round"]
 

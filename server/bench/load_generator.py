@@ -15,7 +15,6 @@ import itertools
 import math
 import random
 import re
-import ssl
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,26 +23,14 @@ from typing import Final, NamedTuple
 
 import httptools
 
+from ..target_server import Address
+
 _TOKENS: Final = re.compile(rb'"(?:prompt_tokens|input_tokens|total_tokens|prompt_eval_count)"\s*:\s*(\d+)')
 _USAGE_BYTES: Final = 2048
 """Bytes at both ends of a response that may contain the usage."""
 _PAUSE_S: Final = 0.1
 """Pause of a connection after a transport error, so that a lost server gets no flood of connections."""
 UNSENT: Final = "not sent: all connections were busy"
-
-
-class Address(NamedTuple):
-    """TCP address of a server.
-
-    Attributes:
-        host: Name or IP address.
-        port: TCP port.
-        is_tls: Whether to use TLS.
-    """
-
-    host: str
-    port: int
-    is_tls: bool = False
 
 
 @dataclass(slots=True)
@@ -195,9 +182,8 @@ class _Connection(asyncio.Protocol):
 
     async def open(self) -> None:
         """Connects. Raises OSError."""
-        tls = ssl.create_default_context() if self._address.is_tls else None
         self._transport, _ = await asyncio.get_running_loop().create_connection(
-            lambda: self, self._address.host, self._address.port, ssl=tls
+            lambda: self, self._address.host, self._address.port, ssl=self._address.tls
         )
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from .. import penstock_version
 from ..settings import BenchSettings, CommandError, UsageError, public_values
 from .load_generator import Round, run_round
 from .report import Point, Result, pairs_of, ratios, table
-from .target import Target, find_target
+from .target import Target
 from .workload import Workload
 
 _DRAW_EVERY_S: Final = 0.5
@@ -48,11 +48,7 @@ class Sweep:
         self._workload = Workload.open(settings.load, settings.batch_size, settings.max_words)
         if settings.json is not None and not settings.json.absolute().parent.is_dir():
             raise UsageError(f"--json: the folder {settings.json.parent} does not exist")
-        key = settings.key()
-        self._targets = [
-            find_target(url, settings.dialect, settings.task, settings.model, settings.encoding_format, key)
-            for url in urls
-        ]
+        self._targets = [Target.find(url, settings) for url in urls]
         for target in self._targets:
             target.check([self._workload.longest()] * settings.batch_size, self._workload.query(0))
         self._points = [Point(max(settings.connections), rate) for rate in settings.rate] or [
@@ -83,10 +79,11 @@ class Sweep:
     def report(self) -> str:
         """Returns the servers and the table of results."""
         several = len(self._targets) > 1
-        names = {target.url: f", {'ab'[i]}" if several else "" for i, target in enumerate(self._targets)}
+        names = {target.server.url: f", {'ab'[i]}" if several else "" for i, target in enumerate(self._targets)}
         form = f"{self._settings.load}, {self._settings.batch_size} per request"
         lines = [
-            f"{'ab'[i] + ': ' if several else ''}{target.url}, {target.dialect} {target.path}, {target.model}"
+            f"{'ab'[i] + ': ' if several else ''}{target.server.url}, {target.model.dialect} {target.path}, "
+            f"{target.model.name}"
             for i, target in enumerate(self._targets)
         ]
         rounds = f"{self._settings.rounds} rounds of {self._settings.seconds:g} s"
@@ -95,12 +92,12 @@ class Sweep:
 
     async def _measure(self) -> None:
         for point in self._points:
-            own = {target.url: Result(point, target.url) for target in self._targets}
+            own = {target.server.url: Result(point, target.server.url) for target in self._targets}
             self.results += own.values()
             for number in range(self._settings.rounds):
                 texts, query = self._workload.requests(number), self._workload.query(number)
                 for target in self._targets if number % 2 == 0 else reversed(self._targets):
-                    label = f"{point}, round {number + 1} of {self._settings.rounds}, {target.url}"
+                    label = f"{point}, round {number + 1} of {self._settings.rounds}, {target.server.url}"
                     requests = [target.request(each, query) for each in texts]
                     if self._settings.warm_up:
                         await self._round(target, point, requests, self._settings.warm_up, Round())
@@ -110,12 +107,12 @@ class Sweep:
                             await self._round(target, point, requests, self._settings.seconds, counted)
                     finally:
                         if counted.latencies_s or counted.errors:
-                            own[target.url].rounds.append(counted)
+                            own[target.server.url].rounds.append(counted)
 
     async def _round(self, target: Target, point: Point, requests: list[bytes], seconds: float, counted: Round) -> None:
         try:
             await run_round(
-                target.address,
+                target.server.address,
                 requests,
                 self._settings.batch_size,
                 connections=point.connections,
@@ -125,11 +122,16 @@ class Sweep:
                 result=counted,
             )
         except OSError as error:
-            raise CommandError(f"{target.url} does not accept connections any more: {error}") from error
+            raise CommandError(f"{target.server.url} does not accept connections any more: {error}") from error
 
     def _as_json(self, started_at: datetime) -> dict[str, Any]:
         servers = [
-            {"url": target.url, "dialect": target.dialect, "path": target.path, "model": target.model}
+            {
+                "url": target.server.url,
+                "dialect": target.model.dialect,
+                "path": target.path,
+                "model": target.model.name,
+            }
             for target in self._targets
         ]
         found = [

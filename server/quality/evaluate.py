@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import base64
-import re
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,12 +14,9 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ..settings import CommandError, EvalSettings, UsageError
+from ..target_server import TargetModel, TargetServer
 from .tasks import DEPTH, InputType, RetrievalTask, SimilarityTask, Task, read_task
 
-MAX_WAIT_S: Final = 300
-"""Seconds that a request waits in total if the server is full (429) or starts (503)."""
-_TIMEOUT_S: Final = 660
-"""Longer than the server's default timeout of a request, whose 504 states the reason."""
 _DECIMALS: Final = 5
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -41,13 +34,12 @@ def evaluate(url: str, folders: Sequence[Path], settings: EvalSettings) -> Itera
         UsageError: The URL, a folder or a flag cannot be used.
         CommandError: A request failed. The message has the server's reason.
     """
-    if not re.match(r"https?://[^\s/]", url):
-        raise UsageError(f"URL: must begin with http:// or https:// and name a host (got {url!r})")
+    server = TargetServer(url, settings)
     tasks = [(folder, read_task(folder)) for folder in folders]
     wrong = [str(folder) for folder, task in tasks if settings.rerank and not isinstance(task, RetrievalTask)]
     if wrong:
         raise UsageError(f"--rerank: {wrong[0]} has no retrieval task; leave --rerank or the folder out")
-    client = EvalClient(url, settings)
+    client = EvalClient(server, settings)
     for folder, task in tasks:
         yield {"data": folder.resolve().name, **_report(task, client, settings)}
 
@@ -77,31 +69,39 @@ class EvalClient:
     """Embeds and reranks over HTTP, with several requests in flight and a progress bar on a terminal.
 
     Args:
-        url: Address of the server.
+        server: The server.
         settings: Settings of the command.
 
     Attributes:
-        model: Name of the model in the last response; empty before.
-        dimensions: Number of dimensions of its vectors; 0 before.
+        model: Name of the model in the last response; before it, the name in requests.
+        dimensions: Number of dimensions of its vectors; 0 before the first response.
+
+    Raises:
+        CommandError: The server cannot be reached, needs a key, or lists no model.
     """
 
-    def __init__(self, url: str, settings: EvalSettings) -> None:
-        self._url, self._settings = url.rstrip("/").removesuffix("/v1"), settings
-        self.model, self.dimensions = "", 0
+    def __init__(self, server: TargetServer, settings: EvalSettings) -> None:
+        self._server, self._settings = server, settings
+        self._target: TargetModel = server.find_model("embed", ("openai",))
+        self.model, self.dimensions = self._target.name, 0
 
     def embed(self, texts: Sequence[str], input_type: InputType) -> NDArray[np.float32]:
         """Returns [N, D] float32. The server puts the model's prompt for `input_type` before each text."""
-        fields: dict[str, Any] = {"input_type": input_type, "encoding_format": "base64", "truncate_prompt_tokens": -1}
-        if self._settings.model is not None:
-            fields["model"] = self._settings.model
+        fields: dict[str, Any] = {
+            "model": self._target.name,
+            "input_type": input_type,
+            "encoding_format": "base64",
+            "truncate_prompt_tokens": -1,
+        }
         if self._settings.dimensions is not None:
             fields["dimensions"] = self._settings.dimensions
 
         def send(part: Sequence[str]) -> NDArray[np.float32]:
-            response = self._post("/v1/embeddings", {**fields, "input": part})
-            self.model = response["model"]
-            rows = [np.frombuffer(base64.b64decode(row["embedding"]), "<f4") for row in response["data"]]
-            return np.stack(rows)
+            return self._post("/v1/embeddings", {**fields, "input": part}, parse)
+
+        def parse(answer: dict[str, Any]) -> NDArray[np.float32]:
+            self.model = answer["model"]
+            return np.stack([_vector(row["embedding"]) for row in answer["data"]])
 
         parts = _parts(texts, self._settings.texts_per_request)
         vectors = np.concatenate(list(self._in_parallel(send, parts, len(texts), f"{input_type} texts")))
@@ -116,9 +116,12 @@ class EvalClient:
             relevance = list[float]()
             for part in _parts(documents, self._settings.texts_per_request):
                 body = {"model": self._settings.rerank, "query": query, "documents": part, "return_documents": False}
-                results = sorted(self._post("/v1/rerank", body)["results"], key=lambda result: int(result["index"]))
-                relevance += [result["relevance_score"] for result in results]
+                relevance += self._post("/v1/rerank", body, parse)
             return np.array(relevance, np.float64)
+
+        def parse(answer: dict[str, Any]) -> list[float]:
+            results = sorted(answer["results"], key=lambda result: int(result["index"]))
+            return [float(result["relevance_score"]) for result in results]
 
         return list(self._in_parallel(send, requests, sum(len(documents) for _, documents in requests), "reranked"))
 
@@ -134,36 +137,24 @@ class EvalClient:
                 bar.update(len(result))  # type: ignore[arg-type]  # an array
                 yield result
 
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if self._settings.api_key:
-            headers["Authorization"] = f"Bearer {self._settings.api_key[0]}"
-        request = urllib.request.Request(self._url + path, orjson.dumps(body), headers)  # noqa: S310 - checked above
-        waited_s = 0.0
-        while True:
-            try:
-                with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310
-                    answer: dict[str, Any] = orjson.loads(response.read())
-                    return answer
-            except urllib.error.HTTPError as error:
-                wait_s = float(error.headers.get("retry-after") or 1)
-                if error.code not in (429, 503) or waited_s + wait_s > MAX_WAIT_S:
-                    raise CommandError(f"{request.full_url}: {error.code}: {_reason(error.read())}") from error
-                time.sleep(wait_s)
-                waited_s += wait_s
-            except OSError as error:  # URLError and timeouts, too
-                raise CommandError(f"{request.full_url}: {error}; is the server running?") from error
-            except ValueError as error:
-                raise CommandError(f"{request.full_url}: the response is no JSON; check the address") from error
+    def _post(self, route: str, body: dict[str, Any], parse: Callable[[dict[str, Any]], ResultT]) -> ResultT:
+        """Sends a request and returns its parsed response. Raises CommandError, also if `parse` fails."""
+        path = self._server.path(route, self._target)
+        answer = self._server.post(path, orjson.dumps(body))
+        try:
+            return parse(answer)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CommandError(
+                f"{self._server.url}: POST {path} returned an unexpected response ({error!r}); check the URL"
+            ) from error
+
+
+def _vector(encoded: str | list[float]) -> NDArray[np.float32]:
+    """Decodes a vector: base64 of float32, or numbers of a server that ignores `encoding_format`."""
+    if isinstance(encoded, str):
+        return np.frombuffer(base64.b64decode(encoded), "<f4")
+    return np.array(encoded, np.float32)
 
 
 def _parts(texts: Sequence[str], size: int) -> Iterator[Sequence[str]]:
     return (texts[start : start + size] for start in range(0, len(texts), size))
-
-
-def _reason(body: bytes) -> str:
-    """Returns the message of an error body, or the start of another body."""
-    try:
-        return str(orjson.loads(body)["message"])
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode(errors="replace")

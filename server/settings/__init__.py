@@ -14,6 +14,7 @@ from .declarations import (
     InfoSettings,
     ModelSettings,
     ServerSettings,
+    TargetSettings,
 )
 from .load import (
     ENV_PREFIX,
@@ -43,6 +44,7 @@ __all__ = [
     "InfoSettings",
     "ModelSettings",
     "ServerSettings",
+    "TargetSettings",
     "UsageError",
     "declared_settings",
     "environment_variable",

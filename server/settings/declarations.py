@@ -146,12 +146,56 @@ class EmbedSettings(CommandSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalSettings:
-    """Settings of `penstock eval`, a client of a running server."""
+class TargetSettings:
+    """Settings of the commands that send requests to a running server: `penstock bench` and `penstock eval`."""
 
     model: str | None = setting(
-        None, "Name of the served model to evaluate. Default: the server's default model.", "Input and output", "NAME"
+        None,
+        "Name of the model in requests. Default: the first model for the task that the server lists.",
+        "Model",
+        "NAME",
     )
+    api_key: tuple[str, ...] = setting(
+        (),
+        "API key of the server; of several keys the first is sent. Default: the first key of --api-key-file, or the "
+        "variable OPENAI_API_KEY, or none.",
+        "HTTP",
+        "KEY",
+        parse=_parse_keys,
+        is_secret=True,
+    )
+    api_key_file: Path | None = setting(None, "File with the API key in its first line.", "HTTP", "FILE")
+    ca_file: Path | None = setting(
+        None,
+        "PEM file with further certificates to trust for https://, such as a self-signed one.",
+        "HTTP",
+        "FILE",
+    )
+
+    def __post_init__(self) -> None:
+        """Raises ValueError with the field and its value."""
+        check_settings(self)
+
+    def key(self) -> str:
+        """Returns the API key; "" for none.
+
+        Raises:
+            UsageError: The key file cannot be read or is empty.
+        """
+        if self.api_key:
+            return self.api_key[0]
+        if self.api_key_file is None:
+            return os.environ.get("OPENAI_API_KEY", "")
+        try:
+            return self.api_key_file.read_text("utf-8").split()[0]
+        except (OSError, UnicodeDecodeError, IndexError) as error:
+            raise UsageError(f"--api-key-file: {self.api_key_file} cannot be read or is empty: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings(TargetSettings):
+    """Settings of `penstock eval`."""
+
     rerank: str | None = setting(
         None, "Name of a served model that reranks the documents found by retrieval.", "Input and output", "NAME"
     )
@@ -167,13 +211,6 @@ class EvalSettings:
     )
     texts_per_request: int = setting(64, "Texts or documents in one request.", "HTTP", "N", min_value=1)
     concurrency: int = setting(4, "Requests in flight.", "HTTP", "N", min_value=1, max_value=256)
-    api_key: tuple[str, ...] = setting(
-        (), "API key of the server. Default: no key is sent.", "HTTP", "KEY", parse=_parse_keys, is_secret=True
-    )
-
-    def __post_init__(self) -> None:
-        """Raises ValueError with the field and its value."""
-        check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,7 +495,7 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings:
+class BenchSettings(TargetSettings):
     """Settings of `penstock bench`."""
 
     dialect: str = setting(
@@ -469,9 +506,6 @@ class BenchSettings:
         choices=("auto", "openai", "tei", "cohere", "ollama"),
     )
     task: str = setting("embed", "Kind of requests.", "Load test", choices=("embed", "rerank", "classify"))
-    model: str | None = setting(
-        None, "Name of the model in requests. Default: the first model that the server lists.", "Load test", "MODEL"
-    )
     load: str = setting(
         "queries",
         "Texts: queries (10 words), documents (200 words), mixed (1 word to --max-words), or a file with one text per "
@@ -517,33 +551,4 @@ class BenchSettings:
         "float", "Format of vectors in the dialects openai and cohere.", "Load test", choices=("float", "base64")
     )
     timeout: float = setting(120.0, "Seconds after which a request counts as failed.", "Load test", "SECONDS", above=0)
-    api_key: tuple[str, ...] = setting(
-        (),
-        "API key for the servers; of several keys the first is sent. Default: the first key of --api-key-file, or the "
-        "variable OPENAI_API_KEY, or none.",
-        "HTTP",
-        "KEY",
-        parse=_parse_keys,
-        is_secret=True,
-    )
-    api_key_file: Path | None = setting(None, "File with the API key in its first line.", "HTTP", "FILE")
     json: Path | None = setting(None, "File for the results of every round as JSON.", "Input and output", "FILE")
-
-    def __post_init__(self) -> None:
-        """Raises ValueError with the field and its value."""
-        check_settings(self)
-
-    def key(self) -> str:
-        """Returns the API key; "" for none.
-
-        Raises:
-            UsageError: The key file cannot be read or is empty.
-        """
-        if self.api_key:
-            return self.api_key[0]
-        if self.api_key_file is None:
-            return os.environ.get("OPENAI_API_KEY", "")
-        try:
-            return self.api_key_file.read_text("utf-8").split()[0]
-        except (OSError, UnicodeDecodeError, IndexError) as error:
-            raise UsageError(f"--api-key-file: {self.api_key_file} cannot be read or is empty: {error}") from error

@@ -1,10 +1,8 @@
 """A server on a network: HTTPS, a file of API keys, web pages of one origin, and no secrets in its log."""
 
 import os
-import shutil
 import signal
 import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,26 +18,6 @@ from ..waiting import wait_until
 
 PAGE = "https://app.example.com"
 BODY = {"input": "a private text"}
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A self-signed certificate for localhost, and its key."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl to make a certificate")
-    folder = tmp_path_factory.mktemp("tls")
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        [
-            *(openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
-            *("-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return certificate, key
 
 
 def is_engine(pid: int) -> bool:

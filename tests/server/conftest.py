@@ -3,7 +3,7 @@
 import asyncio
 import re
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
@@ -38,6 +38,8 @@ from penstock.engine.tokenization.chat_renderer import ChatRenderer
 from penstock.server.app import Application, create_app
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, load
+
+from .fake_server import Serve, serving as serving_fakes
 
 WIDTH = 8
 VOCAB_SIZE = 1000
@@ -285,6 +287,13 @@ async def client_of(app: Application) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         yield http
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Start a small HTTP server: `serve(answer, certificate)` returns its URL."""
+    with serving_fakes() as start:
+        yield start
 
 
 Serving = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]

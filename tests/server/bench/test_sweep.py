@@ -2,80 +2,43 @@
 
 import asyncio
 import json
+import signal
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from penstock.server.bench.load_generator import UNSENT, Address, Round, run_round
+from penstock.server.bench.load_generator import UNSENT, Round, run_round
 from penstock.server.bench.report import Point, Result, ratios
 from penstock.server.bench.workload import BUILT_IN, Workload
+from penstock.server.target_server import Address
 
 from ...servers import COMMAND
+from ..fake_server import Answered, Received, Serve, openai_server
 
-Answer = Callable[[str, dict[str, object]], tuple[int, bytes]]
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Lists a model and answers POST requests with the server's `answer`, in chunks."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        self.send((200, b'{"data":[{"id":"m"}]}') if self.path == "/v1/models" else (404, b"{}"))
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.send(self.server.answer(self.path, body))  # type: ignore[attr-defined]
-
-    def send(self, answer: tuple[int, bytes]) -> None:
-        self.send_response(answer[0])
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        half = len(answer[1]) // 2
-        for part in (answer[1][:half], answer[1][half:], b""):
-            self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
-
-    def log_message(self, *_: object) -> None:
-        pass
+SHORT = ("--seconds", "0.2", "--warm-up", "0", "--rounds", "1", "--connections", "1")
 
 
-@pytest.fixture
-def serve() -> Iterator[Callable[[Answer], str]]:
-    servers = []
-
-    def start(answer: Answer) -> str:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.answer = answer  # type: ignore[attr-defined]
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers.append(server)
-        return f"http://127.0.0.1:{server.server_port}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-def embeddings(_: str, body: dict[str, object]) -> tuple[int, bytes]:
-    texts = body["input"]
-    assert isinstance(texts, list)
-    return 200, json.dumps({"data": [{"embedding": [0.5]}] * len(texts), "usage": {"prompt_tokens": 7}}).encode()
+@pytest.fixture(autouse=True)
+def _no_key_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, "bench", *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_two_servers_are_compared_in_alternating_rounds(serve: Callable[[Answer], str], tmp_path: Path) -> None:
-    urls, file = [serve(embeddings), serve(embeddings)], tmp_path / "result.json"
+def test_two_servers_are_compared_in_alternating_rounds(serve: Serve, tmp_path: Path) -> None:
+    urls, file = [serve(openai_server), serve(openai_server)], tmp_path / "result.json"
     short = ("--seconds", "0.3", "--warm-up", "0", "--rounds", "2", "--batch-size", "3")
     done = bench(*urls, *short, "--connections", "1,2", "--json", str(file))
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
+    assert found["is_complete"] is True
+    assert found["servers"][0] == {"url": urls[0], "dialect": "openai", "path": "/v1/embeddings", "model": "m"}
+    assert found["settings"]["batch_size"] == 3
+    assert "api_key" not in found["settings"]
     assert [(r["url"], r["connections"]) for r in found["results"]] == [(url, n) for n in (1, 2) for url in urls]
     for result in found["results"]:
         assert result["texts"] == 3 * result["requests"] > 0
@@ -87,14 +50,85 @@ def test_two_servers_are_compared_in_alternating_rounds(serve: Callable[[Answer]
     assert [line.rpartition(", ")[2] for line in rounds[:4]] == [urls[0], urls[1], urls[1], urls[0]]
 
 
-def test_failed_requests_are_counted_by_status(serve: Callable[[Answer], str], tmp_path: Path) -> None:
+def test_failed_requests_are_counted_by_status(serve: Serve, tmp_path: Path) -> None:
     calls, file = iter(range(10**9)), tmp_path / "result.json"
-    url = serve(lambda path, body: embeddings(path, body) if next(calls) < 5 else (429, b"{}"))
-    done = bench(url, "--seconds", "0.2", "--warm-up", "0", "--rounds", "1", "--connections", "1", "--json", str(file))
+    # The first two requests are the list of models and the check before the load.
+    url = serve(lambda received: openai_server(received) if next(calls) < 6 else Answered({}, 429))
+    done = bench(url, *SHORT, "--json", str(file))
     (result,) = json.loads(file.read_text())["results"]
     assert done.returncode == 0, done.stderr
-    assert result["requests"] == 4  # the fifth was the check before the load
+    assert result["requests"] == 4
     assert list(result["errors"]) == ["status 429"]
+
+
+def others(received: Received) -> Answered:
+    """Answers like TEI, Ollama and Cohere."""
+    path, body = received.path, received.body
+    replies: dict[str, Callable[[], object]] = {
+        "/tei/info": lambda: {"model_id": "t"},
+        "/tei/rerank": lambda: [{"index": i, "score": 0.5} for i in range(len(body["texts"]))],
+        "/ollama/api/tags": lambda: {"models": [{"name": "o"}]},
+        "/ollama/api/embed": lambda: {"embeddings": [[1.0]] * len(body["input"]), "prompt_eval_count": 5},
+        "/cohere/v1/models": lambda: {"models": [{"name": "c", "endpoints": ["classify"]}, {"name": "d"}]},
+        "/cohere/v2/embed": lambda: {"embeddings": {"float": [[1.0]] * len(body["texts"])}},
+        "/infinity/models": lambda: {"data": [{"id": "i"}]},
+        "/infinity/embeddings": lambda: {"data": [{}] * len(body["input"]), "usage": {"total_tokens": 3}},
+    }
+    return Answered(replies[path]()) if path in replies else Answered({}, 404)
+
+
+@pytest.mark.parametrize(
+    ("server", "flags", "line"),
+    [
+        ("tei", ("--task", "rerank"), "tei /tei/rerank, t"),
+        ("ollama", (), "ollama /ollama/api/embed, o"),
+        ("cohere", ("--dialect", "cohere", "--model", "d"), "cohere /cohere/v2/embed, d"),
+        ("infinity", (), "openai /infinity/embeddings, i"),
+    ],
+)
+def test_each_kind_of_server_is_measured(serve: Serve, server: str, flags: tuple[str, ...], line: str) -> None:
+    url = f"{serve(others)}/{server}"
+    done = bench(url, *SHORT, *flags)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == f"{url}, {line}"
+
+
+def test_tls_and_key_reach_every_request(serve: Serve, certificate: tuple[Path, Path], tmp_path: Path) -> None:
+    def answer(received: Received) -> Answered:
+        return openai_server(received) if received.headers.get("Authorization") == "Bearer k" else Answered({}, 401)
+
+    url, key = serve(answer, certificate), tmp_path / "key"
+    key.write_text("k\n")
+    file = tmp_path / "result.json"
+    tls = ("--ca-file", str(certificate[0]))
+    done = bench(url, *SHORT, *tls, "--api-key-file", str(key), "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(file.read_text())["results"]
+    assert result["requests"] > 0
+    assert result["errors"] == {}
+    done = bench(url, *SHORT, *tls)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "returned 401: {}; set --api-key or --api-key-file" in done.stderr
+
+
+def test_interrupted_run_prints_the_rounds_so_far(serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    flags = ("--seconds", "0.2", "--warm-up", "0", "--rounds", "1000", "--connections", "1", "--json", str(file))
+    process = subprocess.Popen(
+        [*COMMAND, "bench", serve(openai_server), *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    assert "round 1 of 1000" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    shown, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "penstock: interrupted"
+    assert "1000 rounds of 0.2 s; interrupted, with the rounds so far" in shown
+    assert "1 connection " in shown
+    found = json.loads(file.read_text())
+    assert found["is_complete"] is False
+    assert found["results"][0]["requests"] > 0
+    assert 1 <= len(found["results"][0]["rounds"]) <= 3
 
 
 @pytest.mark.parametrize(
@@ -108,10 +142,13 @@ def test_failed_requests_are_counted_by_status(serve: Callable[[Answer], str], t
         (("--connections", "0"), "must be whole numbers above 0"),
     ],
 )
-def test_unusable_server_or_flag_ends_with_one_line(
-    serve: Callable[[Answer], str], flags: tuple[str, ...], message: str
-) -> None:
-    url = serve(lambda path, _: (200, b'{"data": [1, 2]}') if path == "/v1/embeddings" else (400, b"no such task"))
+def test_unusable_server_or_flag_ends_with_one_line(serve: Serve, flags: tuple[str, ...], message: str) -> None:
+    def answer(received: Received) -> Answered:
+        known = {"/v1/models": {"data": [{"id": "m"}]}, "/v1/embeddings": {"data": [1, 2]}}
+        found = known.get(received.path)
+        return Answered(b"no such task", 404 if received.body is None else 400) if found is None else Answered(found)
+
+    url = serve(answer)
     done = bench(url, *flags)
     assert done.returncode in (1, 2)
     assert done.stdout == ""

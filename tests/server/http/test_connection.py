@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 import ssl
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -196,19 +195,6 @@ async def test_rest_of_an_unread_body_is_read_for_a_limited_time(
                     await asyncio.sleep(0.02)
         writer.close()
         await all_closed(server)
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("tls")
-    files = folder / "cert.pem", folder / "key.pem"
-    subject = ["-subj", "/CN=localhost", "-days", "1", "-nodes"]
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", *subject]
-    try:
-        subprocess.run([*command, "-out", str(files[0]), "-keyout", str(files[1])], check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("there is no openssl to make a certificate with")
-    return files
 
 
 async def test_idle_tls_connections_do_not_delay_shutdown(

@@ -1,0 +1,177 @@
+"""The client of `penstock bench` and `penstock eval`, against small fake servers."""
+
+from collections.abc import Callable
+from email.message import Message
+from email.utils import formatdate
+from pathlib import Path
+
+import pytest
+
+from penstock.server import target_server
+from penstock.server.settings import CommandError, TargetSettings, UsageError
+from penstock.server.target_server import TargetServer, retry_after_s
+
+from .fake_server import Answered, Received, Serve, openai_server
+
+DIALECTS = ("openai", "tei", "ollama")
+NOW_S = 1_700_000_000.0
+
+
+@pytest.fixture(autouse=True)
+def _no_key_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def listing(path: str, content: object) -> Callable[[Received], Answered]:
+    return lambda received: Answered(content) if received.path == path else Answered({"detail": "none"}, 404)
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "dialect", "name", "route"),
+    [
+        ("/v1/models", {"data": [{"id": "a"}, {"id": "b"}]}, "openai", "a", "/v1/embeddings"),  # vLLM, llama.cpp
+        ("/models", {"data": [{"id": "a"}]}, "openai", "a", "/embeddings"),  # Infinity
+        ("/info", {"model_id": "a", "model_type": {}}, "tei", "a", "/v1/embeddings"),
+        ("/api/tags", {"models": [{"name": "a:latest"}]}, "ollama", "a:latest", "/v1/embeddings"),
+    ],
+)
+def test_dialect_and_model_follow_the_list(
+    serve: Serve, path: str, content: object, dialect: str, name: str, route: str
+) -> None:
+    server = TargetServer(serve(listing(path, content)), TargetSettings())
+    model = server.find_model("embed", DIALECTS)
+    assert (model.dialect, model.name, server.path("/v1/embeddings", model)) == (dialect, name, route)
+
+
+def test_first_model_with_the_task_is_chosen(serve: Serve) -> None:
+    cards = [{"id": "ranker", "endpoints": ["rerank"]}, {"id": "embedder", "endpoints": ["embed", "rerank"]}]
+    url = serve(listing("/v1/models", {"data": cards}))
+    server = TargetServer(url, TargetSettings())
+    chosen = {task: server.find_model(task, DIALECTS).name for task in ("embed", "rerank", "classify")}
+    assert chosen == {"embed": "embedder", "rerank": "ranker", "classify": "ranker"}
+    named = TargetServer(url, TargetSettings(model="other")).find_model("embed", DIALECTS)
+    assert (named.name, named.listed) == ("other", ("ranker", "embedder"))
+
+
+def test_server_without_list_needs_a_model_name(serve: Serve) -> None:
+    url = serve(lambda _: Answered(b"<html>", 404))
+    with pytest.raises(CommandError, match=r"lists no model: GET /p/v1/models returned 404.* or set --model"):
+        TargetServer(f"{url}/p/v1/", TargetSettings()).find_model("embed", ("openai",))
+    server = TargetServer(f"{url}/p/v1/", TargetSettings(model="m"))
+    model = server.find_model("embed", ("openai",))
+    assert (model.name, server.path("/v1/embeddings", model)) == ("m", "/p/v1/embeddings")
+
+
+@pytest.mark.parametrize("source", ["setting", "file", "variable"])
+def test_key_is_sent_and_its_lack_is_explained(
+    serve: Serve, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(received: Received) -> Answered:
+        has_key = received.headers.get("Authorization") == "Bearer secret"
+        return openai_server(received) if has_key else Answered({"message": "no key"}, 401)
+
+    url, file = serve(answer), tmp_path / "key"
+    with pytest.raises(CommandError, match="GET /v1/models returned 401: no key; set --api-key or --api-key-file"):
+        TargetServer(url, TargetSettings()).find_model("embed", DIALECTS)
+    file.write_text("secret\n")
+    if source == "variable":
+        monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    settings = {"setting": TargetSettings(api_key=("secret", "b")), "file": TargetSettings(api_key_file=file)}
+    server = TargetServer(url, settings.get(source, TargetSettings()))
+    assert server.find_model("embed", DIALECTS).name == "m"
+    assert server.post("/v1/embeddings", b'{"model": "m", "input": ["a"]}')["model"] == "m"
+
+
+def test_self_signed_certificate_needs_ca_file(serve: Serve, certificate: tuple[Path, Path]) -> None:
+    url = serve(openai_server, certificate)
+    with pytest.raises(CommandError, match=r"not trusted \(self-signed certificate\); name its issuer with --ca-file"):
+        TargetServer(url, TargetSettings()).find_model("embed", DIALECTS)
+    assert TargetServer(url, TargetSettings(ca_file=certificate[0])).find_model("embed", DIALECTS).name == "m"
+    with pytest.raises(UsageError, match=r"--ca-file: .* is no PEM file with certificates"):
+        TargetServer(url, TargetSettings(ca_file=Path(__file__)))
+
+
+@pytest.mark.parametrize(
+    ("url", "settings", "message"),
+    [
+        ("localhost:8000", {}, "URL: must begin with http:// or https:// and name a host"),
+        ("http://:8000", {}, "URL: must begin"),
+        ("http://a:port", {}, "URL: Port could not be cast"),
+        ("http://a", {"ca_file": Path("cert.pem")}, "--ca-file: needs a URL with https://"),
+        ("http://a", {"api_key_file": Path("/missing/key")}, "--api-key-file: /missing/key cannot be read"),
+    ],
+)
+def test_wrong_url_or_file_is_a_usage_error(url: str, settings: dict[str, Path], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        TargetServer(url, TargetSettings(**settings))
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "date", "seconds"),
+    [
+        ("7", None, 7),
+        (" 0.5", None, 0.5),
+        ("0", None, 0.1),
+        (None, None, 1),
+        ("soon", None, 1),
+        ("nan", None, 1),
+        ("-3", None, 1),
+        (formatdate(NOW_S + 12, usegmt=True), None, 12),
+        (formatdate(NOW_S - 12, usegmt=True), None, 0.1),
+        (formatdate(NOW_S + 500, usegmt=True), formatdate(NOW_S + 497, usegmt=True), 3),  # the server's clock is ahead
+    ],
+)
+def test_retry_after_is_seconds_or_a_date(retry_after: str | None, date: str | None, seconds: float) -> None:
+    headers = Message()
+    for name, value in (("Retry-After", retry_after), ("Date", date)):
+        if value is not None:
+            headers[name] = value
+    assert retry_after_s(headers, NOW_S) == seconds
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_full_server_is_asked_again(serve: Serve, status: int) -> None:
+    waits = iter(["0", formatdate(0, usegmt=True)])
+
+    def answer(received: Received) -> Answered:
+        wait = next(waits, None)
+        return openai_server(received) if wait is None else Answered({}, status, (("Retry-After", wait),))
+
+    server = TargetServer(serve(answer), TargetSettings())
+    assert server.post("/v1/embeddings", b'{"model": "m", "input": ["a"]}')["model"] == "m"
+    assert next(waits, None) is None
+
+
+def test_wait_ends_before_it_exceeds_the_maximum(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_server, "MAX_WAIT_S", 0.15)
+    statuses = []
+
+    def answer(_: Received) -> Answered:
+        statuses.append(429)
+        return Answered({"error": {"message": "queue full"}}, 429, (("Retry-After", "0.1"),))
+
+    with pytest.raises(CommandError, match="POST /x returned 429: queue full"):
+        TargetServer(serve(answer), TargetSettings()).post("/x", b"{}")
+    assert len(statuses) == 2
+
+
+@pytest.mark.parametrize(
+    ("answered", "message"),
+    [
+        (Answered({"error": {"message": "a"}, "message": "b"}, 400), "returned 400: a$"),
+        (Answered({"message": "b"}, 404), "returned 404: b$"),
+        (Answered({"error": "c", "error_type": "Validation"}, 413), "returned 413: c$"),
+        (Answered({"detail": [1]}, 422), r'returned 422: {"detail": \[1\]}$'),
+        (Answered(b"x" * 400, 500), r"returned 500: x{297}\.\.\.$"),
+        (Answered(b"<html>"), "returned no JSON object; check the URL"),
+        (Answered([1]), "returned no JSON object; check the URL"),
+    ],
+)
+def test_rejected_request_states_the_reason(serve: Serve, answered: Answered, message: str) -> None:
+    with pytest.raises(CommandError, match=message):
+        TargetServer(serve(lambda _: answered), TargetSettings()).post("/x", b"{}")
+
+
+def test_unreachable_server_is_named() -> None:
+    with pytest.raises(CommandError, match=r"http://127.0.0.1:9 cannot be reached: .*Connection refused"):
+        TargetServer("http://127.0.0.1:9", TargetSettings()).exchange("GET", "/")
