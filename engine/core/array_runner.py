@@ -12,7 +12,7 @@ from penstock.kernels.cpu import BatchBlocks, CpuForward, CpuLibrary, PagedKvCac
 
 from ..checkpoint.views import Floats
 from ..executors.cpu.array_encoder import ArrayEncoder, ArrayOutput
-from ..executors.cpu.heads import ArrayHead
+from ..executors.cpu.array_head import ArrayHead
 from ..executors.cpu.packed_arrays import PackedArrays
 from ..pooling import PoolingMetadata, TokenMaps
 from ..pooling.array_ops import array_pooler

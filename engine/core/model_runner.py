@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from ..executors.torch.base import PackedModel
-from ..executors.torch.heads import Dense
+from ..executors.torch.model_heads import Dense
 from ..executors.torch.packed_batch import PackedBatch
 from ..pooling import TokenMaps
 from ..pooling.output import OutputCopy

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..pooling import ChunkedPoolingManager, ModelPooler, PoolingMetadata
-from ..pooling.heads import R
+from ..pooling.row_ops import R
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec

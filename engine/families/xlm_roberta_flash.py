@@ -1,7 +1,7 @@
 """XLM-RoBERTa with the weight names of jinaai/xlm-roberta-flash-implementation: jina-embeddings-v3, jina-reranker-v2.
 
 jina-embeddings-v3 has rotary positions, jina-reranker-v2 has learned ones. transformers 5.23 implements
-jina-embeddings-v3 as `jina_embeddings_v3`. executors/lora.py reads its adapters.
+jina-embeddings-v3 as `jina_embeddings_v3`. executors/read_adapters.py reads its adapters.
 
 Source: Sturua et al., jina-embeddings-v3 (arXiv 2409.10173). Defaults are those of the two implementations.
 

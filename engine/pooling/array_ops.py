@@ -16,12 +16,12 @@ from penstock.kernels.cpu import CpuLibrary, Format, PoolingCode
 
 from ..checkpoint.views import Floats
 from ..executors.cpu.array_encoder import ArrayEncoder
-from ..executors.cpu.heads import ArrayHead
+from ..executors.cpu.array_head import ArrayHead
 from ..protocol.model_info import Activation, ModelInfo
 from ..protocol.tasks import PoolingType
-from .heads import VectorTransform
 from .metadata import IntArray, PickedRows, PoolingMetadata, prefix_sums
 from .model_pooler import ModelPooler, TokenMaps
+from .row_ops import VectorTransform
 
 _POOLINGS: Final = {
     PoolingType.CLS: PoolingCode.CLS,

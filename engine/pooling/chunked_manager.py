@@ -11,8 +11,9 @@ import numpy as np
 
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
-from .heads import R, RowOps, token_rows
+from .heads import token_rows
 from .metadata import PoolingCursor, PoolingMetadata, prefix_sums
+from .row_ops import R, RowOps
 from .states import PoolingStates, Strategy, finalize_states, update_states
 
 if TYPE_CHECKING:

@@ -17,20 +17,10 @@ from ..protocol.multi_vector import SparseKind
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
 from .chunked_manager import ChunkedPoolingManager
-from .heads import (
-    ClassifierPoolerHead,
-    EmbeddingPoolerHead,
-    R,
-    RowMap,
-    RowOps,
-    VectorFilter,
-    VectorTransform,
-    check_attention_head,
-    compare,
-    token_rows,
-)
+from .heads import ClassifierPoolerHead, EmbeddingPoolerHead, VectorFilter, check_attention_head, compare, token_rows
 from .metadata import ChunkSpans, PoolingMetadata, check_gap, rows_between
 from .output import OutputBlock, PoolerOutput
+from .row_ops import R, RowMap, RowOps, VectorTransform
 from .sparse import SparsePooler
 
 R_co = TypeVar("R_co", covariant=True)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..protocol.batch_outputs import ArrayBlock, Arrays, BatchOutputs
-from .heads import R, Rows
+from .row_ops import R, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor

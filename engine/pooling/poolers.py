@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..protocol.tasks import PoolingType
-from .heads import VectorTransform, check_attention_head, token_rows
+from .heads import check_attention_head, token_rows
 from .metadata import PoolingMetadata
+from .row_ops import VectorTransform
 from .tensor_ops import TensorOps, as_rows
 
 Array = Tensor | NDArray[Any]

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..protocol.multi_vector import SparseKind, SparsePooling
 from ..protocol.tasks import PoolingType
-from .heads import R, RowMap, RowOps, VectorTransform
 from .metadata import IntArray, PoolingMetadata, prefix_sums
+from .row_ops import R, RowMap, RowOps, VectorTransform
 
 _MAX_VALUES: Final = 1 << 25
 """Most float32 values of the pooled rows [N, V] in memory."""

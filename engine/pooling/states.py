@@ -13,8 +13,8 @@ from typing import Any, Final, Generic, cast
 import numpy as np
 
 from ..protocol.tasks import PoolingType
-from .heads import R, RowOps, VectorTransform
 from .metadata import IntArray, PoolingMetadata, check_gap, prefix_sums, ranges, rows_between
+from .row_ops import R, RowOps, VectorTransform
 
 Strategy = str | Sequence[str]
 

@@ -18,12 +18,12 @@ from penstock.kernels.maxsim import maxsim
 from penstock.kernels.pooling import PoolingKind, pool
 
 from ..executors.torch.base import PackedModel
-from ..executors.torch.heads import BLOCK_ROWS
+from ..executors.torch.model_heads import BLOCK_ROWS
 from ..protocol.model_info import Activation, ModelInfo
 from ..protocol.tasks import PoolingType
-from .heads import RowMap, VectorTransform
 from .metadata import IntArray, PickedRows, PoolingMetadata
 from .model_pooler import ModelPooler, TokenMaps
+from .row_ops import RowMap, VectorTransform
 
 _KINDS: Final[dict[PoolingType, PoolingKind]] = {
     PoolingType.CLS: "cls",

@@ -16,8 +16,8 @@ from penstock.kernels.cpu import CpuKernelError, CpuLibrary, Format, LinearWeigh
 from ...checkpoint.files import Checkpoint, OpenFile, open_checkpoint
 from ...checkpoint.views import Array, ArrayWeights, Floats, holds_arrays, open_arrays
 from ...executors.cpu.array_encoder import ArrayEncoder, read_spec
-from ...executors.cpu.heads import ArrayHead, read_dense
-from ...executors.lora import read_adapters
+from ...executors.cpu.array_head import ArrayHead, read_dense
+from ...executors.read_adapters import read_adapters
 from ...families.registry import has_own_code
 from ...pooling import TokenMaps
 from ...protocol.config import EngineConfig

@@ -28,11 +28,11 @@ from ...checkpoint.files import (
     quoted_names,
 )
 from ...checkpoint.views import Array, ArrayWeights, GgufFile
-from ...executors.lora import read_adapters
+from ...executors.read_adapters import read_adapters
 from ...executors.torch.base import PackedModel
-from ...executors.torch.heads import Dense, VocabularyHead
 from ...executors.torch.layers.linear import Linear, limit_cached_kernels
 from ...executors.torch.layers.weights import Fusion, Weights, are_finite
+from ...executors.torch.model_heads import Dense, VocabularyHead
 from ...executors.torch.spec_model import SpecModel
 from ...families.registry import find_family, has_own_code
 from ...families.spec import linear

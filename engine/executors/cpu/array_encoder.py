@@ -19,7 +19,7 @@ from ...families.spec import EmbeddingSpec, ModelSpec
 from ...protocol.errors import UnsupportedTaskError
 from ...protocol.model_info import ModelInfo, ModelKind
 from ...protocol.multi_vector import SparseKind
-from .heads import ArrayHead
+from .array_head import ArrayHead
 from .packed_arrays import PackedArrays
 from .read_weights import has_kernels, read_encoder, read_head, read_vocabulary_head
 

@@ -30,7 +30,7 @@ from ...families.spec import (
 from ...protocol.errors import WeightError
 from ...protocol.model_info import ModelInfo
 from ...protocol.tasks import PoolingType
-from .heads import HeadSteps
+from .array_head import HeadSteps
 
 # Names as in executors/torch/layers/linear.py. Models with other activations run on torch.
 _ACTIVATIONS: Final[dict[str, ActivationCode]] = {

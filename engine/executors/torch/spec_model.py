@@ -23,7 +23,6 @@ from ...families.spec import AlibiSpec, EmbeddingSpec, LayerSpec, ModelSpec, Nor
 from ...protocol.errors import UnsupportedTaskError
 from ...protocol.model_info import ModelInfo
 from .base import ModelOutput, PackedModel
-from .heads import load_head
 from .layers.attention import Attention, BatchPlan
 from .layers.distances import Distances
 from .layers.experts import SparseExperts
@@ -33,6 +32,7 @@ from .layers.mixers import load_mixer
 from .layers.norm import AddingMap, LayerNorm, Residual, RmsNorm, load_norm
 from .layers.rotary import RotaryEmbedding, Rotation
 from .layers.weights import Fusion, Weights
+from .model_heads import load_head
 
 if TYPE_CHECKING:
     from .packed_batch import PackedBatch

@@ -13,7 +13,7 @@ from penstock.engine.executors.torch.base import ModelOutput, PackedModel
 from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.pooling import ModelPooler, PoolerOutput, PoolingMetadata
 from penstock.engine.pooling.array_ops import ArrayOps
-from penstock.engine.pooling.heads import RowOps
+from penstock.engine.pooling.row_ops import RowOps
 from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams

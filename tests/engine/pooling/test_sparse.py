@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.pooling import sparse
-from penstock.engine.pooling.heads import RowOps
+from penstock.engine.pooling.row_ops import RowOps
 from penstock.engine.pooling.sparse import SparsePooler
 from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.multi_vector import SparseKind, SparsePooling, SparseVector

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.engine.pooling import PoolerFactory, PoolingStates
 from penstock.engine.pooling.array_ops import ArrayOps
-from penstock.engine.pooling.heads import RowOps
+from penstock.engine.pooling.row_ops import RowOps
 from penstock.engine.pooling.states import update_states
 from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.tasks import PoolingType

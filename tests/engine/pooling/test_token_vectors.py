@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.engine.executors.torch.base import ModelOutput
 from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, TokenMaps
-from penstock.engine.pooling.heads import RowOps
+from penstock.engine.pooling.row_ops import RowOps
 from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.multi_vector import MultiVector, maxsim_score
 from penstock.engine.protocol.params import PoolingParams

@@ -18,7 +18,7 @@ from ....protocol.model_info import ModelInfo, ModelKind
 from ....protocol.request import TokenizedInput
 from ....protocol.tasks import PoolingType
 from ..base import ModelOutput, PackedModel
-from ..heads import AnswerHead
+from ..model_heads import AnswerHead
 from ..packed_batch import PackedBatch
 from .network import Network, Sharing, in_float32
 from .packed_attention import NAME, NotPackableError, register

@@ -18,7 +18,7 @@ from penstock.engine.client.queue_admission import LookupRateLimit
 from penstock.engine.client.vector_cache import model_cache
 from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.engine.client.vector_cache.model_cache import ModelCache, truncate_embeddings
-from penstock.engine.pooling.heads import VectorTransform
+from penstock.engine.pooling.row_ops import VectorTransform
 from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import (

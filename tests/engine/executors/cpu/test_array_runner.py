@@ -16,7 +16,7 @@ from penstock.engine.core.loading.cpu_kernels import load_array_dense, load_arra
 from penstock.engine.core.loading.weights_loader import load_dense, load_model, load_token_maps
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import DeviceMemoryError
-from penstock.engine.executors.cpu.heads import DENSE_ACTIVATIONS
+from penstock.engine.executors.cpu.array_head import DENSE_ACTIVATIONS
 from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import UnsupportedModelError
