@@ -36,7 +36,7 @@ from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.client.replica import Replica
 from penstock.engine.core import worker
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.runner import EndedForward, ForwardTime, Runner
+from penstock.engine.core.runner import CompletedForward, ForwardTime, Runner
 from penstock.engine.executors.cpu.packed_arrays import PackedArrays
 from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
@@ -87,13 +87,13 @@ class PackingRunner(Runner):
     def warm_up(self) -> None:
         """See Runner."""
 
-    def begin(self, chunks: Sequence[PrefillChunk]) -> EndedForward:
+    def begin(self, chunks: Sequence[PrefillChunk]) -> CompletedForward:
         """See Runner."""
         batch = PackedArrays.build([chunk.sequence.prompt for chunk in chunks])
         time.sleep(self._forward_s)
         self._times.append(ForwardTime(0, batch.num_tokens, self._forward_s))
         values = np.full((len(chunks), WIDTH), WIDTH**-0.5, np.float32)
-        return EndedForward(BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=values)]))
+        return CompletedForward(BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=values)]))
 
     def set_wakeup_fd(self, fd: int | None) -> None:
         """See Runner. Nothing is ever waited for."""

@@ -32,7 +32,7 @@ from machine import machine
 from simulated_device import CountedDevice, WallDevice
 
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.runner import EndedForward, ForwardTime, Runner
+from penstock.engine.core.runner import CompletedForward, ForwardTime, Runner
 from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.messages import ClientMessageBuilder, Frame, FromCore, StepResults, SubmitRequest
@@ -101,7 +101,7 @@ class SimulatedRunner(Runner):
         """See Runner."""
         return self._num_begun - self.device.num_ended() < self._num_under_way
 
-    def begin(self, chunks: Sequence[PrefillChunk]) -> SimulatedForward | EndedForward:
+    def begin(self, chunks: Sequence[PrefillChunk]) -> SimulatedForward | CompletedForward:
         """See Runner."""
         self.device.spend(self.half_s)
         done = [index for index, chunk in enumerate(chunks) if chunk.is_last]
@@ -109,7 +109,7 @@ class SimulatedRunner(Runner):
         self.device.submit()
         self._num_begun += 1
         forward = SimulatedForward(self, self._num_begun - 1, BatchOutputs.of(len(chunks), [block]))
-        return EndedForward(forward.outputs()) if self._num_under_way == 1 else forward
+        return CompletedForward(forward.outputs()) if self._num_under_way == 1 else forward
 
     def warm_up(self) -> None:
         """See Runner."""

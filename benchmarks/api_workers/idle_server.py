@@ -19,7 +19,7 @@ import numpy as np
 from penstock.engine.client import engine_process
 from penstock.engine.core import worker
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
-from penstock.engine.core.runner import EndedForward, ForwardTime, Runner
+from penstock.engine.core.runner import CompletedForward, ForwardTime, Runner
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import EngineConfig
@@ -45,10 +45,10 @@ class IdleRunner(Runner):
     def warm_up(self) -> None:
         """See Runner."""
 
-    def begin(self, chunks: Sequence[PrefillChunk]) -> EndedForward:
+    def begin(self, chunks: Sequence[PrefillChunk]) -> CompletedForward:
         """See Runner."""
         values = np.repeat(self._row, len(chunks), axis=0)
-        return EndedForward(BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=values)]))
+        return CompletedForward(BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=values)]))
 
     def set_wakeup_fd(self, fd: int | None) -> None:
         """See Runner. Nothing is ever waited for."""

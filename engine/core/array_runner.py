@@ -26,9 +26,9 @@ from .loading.cpu_kernels import load_array_dense, load_array_encoder, load_arra
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
 from .runner import (
+    CompletedForward,
     DeviceLimits,
     DeviceMemoryError,
-    EndedForward,
     ForwardTime,
     PoolingRunner,
     has_allocation,
@@ -121,28 +121,28 @@ class ArrayRunner(PoolingRunner[Floats]):
         """See Runner."""
         self._encoder.library.set_wakeup_fd(fd)
 
-    def begin(self, chunks: Sequence[PrefillChunk]) -> ArrayForward | EndedForward:
+    def begin(self, chunks: Sequence[PrefillChunk]) -> ArrayForward | CompletedForward:
         """See Runner.
 
         A batch with KV blocks has ended when this returns, because another sequence may get the blocks of a cancelled
         request at once.
         """
-        began_s = time.perf_counter()
+        started_s = time.perf_counter()
         chunk_tokens = num_long_tokens(chunks)
         try:
             if not has_allocation(chunks):
                 batch = PackedArrays.build([c.sequence.prompt for c in chunks], adapters=self._adapters(chunks))
-                return self._begin(chunks, batch, began_s)
+                return self._begin(chunks, batch, started_s)
             assert self._kv_cache is not None, "only a runner with KV blocks runs chunks"
             kv_blocks = BatchBlocks(self._kv_cache, *KvSlots.of(chunks, self._config.cache.kv_block_size))
             starts, adapters = [c.start for c in chunks], self._adapters(chunks)
             batch = PackedArrays.build([c.tokens for c in chunks], starts, kv_blocks, adapters)
             if chunk_tokens:
                 self._meter.begin()
-            outputs = self._begin(chunks, batch, began_s).outputs()
+            outputs = self._begin(chunks, batch, started_s).outputs()
             if chunk_tokens:
                 self._meter.end(batch.num_tokens)
-            return EndedForward(outputs)
+            return CompletedForward(outputs)
         except MemoryError as error:
             raise DeviceMemoryError(str(error)) from error
 
@@ -159,15 +159,15 @@ class ArrayRunner(PoolingRunner[Floats]):
         times, self._times = self._times, []
         return times
 
-    def _begin(self, chunks: Sequence[PrefillChunk], batch: PackedArrays, began_s: float) -> ArrayForward:
+    def _begin(self, chunks: Sequence[PrefillChunk], batch: PackedArrays, started_s: float) -> ArrayForward:
         metadata = self._pooling_metadata(chunks, batch, in_chunks=batch.kv_blocks is not None)
         running = self._encoder.begin(batch, need_attention=self._pooler.needs_attention(metadata.params))
         chunk_tokens = num_long_tokens(chunks)
         whole_tokens = batch.num_tokens - chunk_tokens
-        return ArrayForward(running, partial(self._finish, running, metadata, began_s, chunk_tokens, whole_tokens))
+        return ArrayForward(running, partial(self._finish, running, metadata, started_s, chunk_tokens, whole_tokens))
 
     def _finish(
-        self, running: CpuForward, metadata: PoolingMetadata, began_s: float, chunk_tokens: int, whole_tokens: int
+        self, running: CpuForward, metadata: PoolingMetadata, started_s: float, chunk_tokens: int, whole_tokens: int
     ) -> BatchOutputs:
         """Waits for a forward, pools its rows and records its time."""
         try:
@@ -178,7 +178,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         self._chunks.commit(metadata)
         now_s = time.perf_counter()
         # The time of overlapping forwards counts from the end of the previous one.
-        self._times.append(ForwardTime(chunk_tokens, whole_tokens, now_s - max(began_s, self._ended_s)))
+        self._times.append(ForwardTime(chunk_tokens, whole_tokens, now_s - max(started_s, self._ended_s)))
         self._ended_s = now_s
         return outputs
 

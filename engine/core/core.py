@@ -47,7 +47,7 @@ from ..protocol.model_info import ModelInfo
 from ..protocol.tasks import PoolingTask, PoolingType
 from ..scheduling import Allocation, Batch, InputSequence, PrefillChunk, Request, Scheduler, SequencePool, block_keys
 from .make_scheduler import make_scheduler
-from .runner import DeviceLostError, DeviceMemoryError, EndedForward, Forward, Runner
+from .runner import CompletedForward, DeviceLostError, DeviceMemoryError, Forward, Runner
 from .step_watch import Step, StepWatch
 from .waker import Waker
 
@@ -296,12 +296,12 @@ class EngineCore:
         started_s = time.monotonic()
         with self._watch.during(step):
             try:
-                forward = self._runner.begin(batch.chunks) if batch.chunks else EndedForward(BatchOutputs.of(0, ()))
+                forward = self._runner.begin(batch.chunks) if batch.chunks else CompletedForward(BatchOutputs.of(0, ()))
             except DeviceLostError:
                 raise
             except Exception as error:  # noqa: BLE001 - `_run_halves` finds the sequences that caused it
                 clear_frames(error.__traceback__)  # the frames refer to tensors of the forward
-                forward = EndedForward(error)
+                forward = CompletedForward(error)
         self._running.append(RunningBatch(batch, forward, started_s, step, ran_alone=not self._running))
         self._watch.in_flight.append(step)
         if batch.num_long and not forward.is_done:
@@ -329,8 +329,8 @@ class EngineCore:
             forwards = self._run_halves(chunks, failure, ran_alone=running.ran_alone)
         ended_s = time.monotonic()
         if failure is None:
-            began_s = max(running.started_s, self._ended_s) if self._runner.keeps_order else running.started_s
-            self._watch.record(step, ended_s - began_s)
+            started_s = max(running.started_s, self._ended_s) if self._runner.keeps_order else running.started_s
+            self._watch.record(step, ended_s - started_s)
         self._deliver(running.batch, forwards, running.started_s, ended_s)
 
     def _cancel(self, request_id: int, *, drop_cached_blocks: bool = False) -> Request | None:

@@ -36,7 +36,7 @@ from .loading.cpu_dtype import load_fastest
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
 from .loading.weights_loader import load_dense, load_model, load_token_maps, torch_dtype
-from .runner import EndedForward, ForwardTime, PoolingRunner, has_allocation, num_long_tokens
+from .runner import CompletedForward, ForwardTime, PoolingRunner, has_allocation, num_long_tokens
 from .warm_up import GpuWarmUp, SampleBatches, warm_up
 
 logger = logging.getLogger("penstock.engine")
@@ -151,7 +151,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
         """See Runner."""
         self._watch.set_wakeup_fd(fd)
 
-    def begin(self, chunks: Sequence[PrefillChunk]) -> EndedForward | DeviceForward:
+    def begin(self, chunks: Sequence[PrefillChunk]) -> CompletedForward | DeviceForward:
         """See Runner. On CUDA returns after queueing the work, while earlier forwards may run."""
         with device_errors():
             return self._begin(chunks)
@@ -189,7 +189,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
                 self.take_times()  # discards them: they include compilation
 
     @torch.inference_mode()
-    def _begin(self, chunks: Sequence[PrefillChunk]) -> EndedForward | DeviceForward:
+    def _begin(self, chunks: Sequence[PrefillChunk]) -> CompletedForward | DeviceForward:
         cache, adapters = None, self._adapters(chunks)
         if has_allocation(chunks):
             assert self._memory is not None, "only a runner with memory for chunks runs chunks"
@@ -217,7 +217,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
         if chunk_tokens:
             self._meter.end(batch.num_tokens)  # torch counts allocations when they are requested
         if isinstance(result, BatchOutputs):
-            return EndedForward(result)
+            return CompletedForward(result)
         self._in_flight.append(ended)
         self._watch.add(ended)
         return DeviceForward(result, ended, self._watch)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..protocol.batch_outputs import ArrayBlock, BatchOutputs
 from ..scheduling import Allocation, InputSequence, PrefillChunk
-from .runner import EndedForward, Forward, ForwardTime, Runner
+from .runner import CompletedForward, Forward, ForwardTime, Runner
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +92,7 @@ class RoutedRunner(Runner):
             return self._documents.begin(chunks)
         queries = self._queries.execute([chunks[i] for i in query_indices])
         if len(query_indices) == len(chunks):
-            return EndedForward(queries)
+            return CompletedForward(queries)
         is_query = set(query_indices)
         documents = [i for i in range(len(chunks)) if i not in is_query]
         return _RoutedForward(self._documents.begin([chunks[i] for i in documents]), documents, queries, query_indices)

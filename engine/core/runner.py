@@ -156,8 +156,8 @@ class Runner(ABC):
         """Returns the times of the forwards that have ended since the last call."""
 
 
-class EndedForward:
-    """A forward that ended before `Runner.begin` returned.
+class CompletedForward:
+    """A forward that is complete when `Runner.begin` returns.
 
     Args:
         result: Its outputs, or its error.

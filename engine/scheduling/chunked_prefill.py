@@ -163,8 +163,8 @@ class ChunkedPrefillManager:
         if num_cached_tokens >= sequence.num_tokens:
             message = f"request {request_id!r} has {sequence.num_tokens} tokens; the last one must run."
             raise InvalidRequestError(message, param="num_cached_tokens")
-        self._metrics.cached_tokens += max(num_cached_tokens - sequence.num_done, 0)
-        sequence.num_done = max(num_cached_tokens, sequence.num_done)
+        self._metrics.cached_tokens += max(num_cached_tokens - sequence.num_computed_tokens, 0)
+        sequence.num_computed_tokens = max(num_cached_tokens, sequence.num_computed_tokens)
 
     def peek(self) -> InputSequence | None:
         """Returns the next prompt to run; None if no chunk may run."""
@@ -224,7 +224,7 @@ class ChunkedPrefillManager:
         if chunk is sequence.chunk:
             sequence.chunk = None
         sequence.earlier_chunks = sequence.earlier_chunks[1:]
-        chunk.state, sequence.num_done = ChunkState.COMPLETED, chunk.end
+        chunk.state, sequence.num_computed_tokens = ChunkState.COMPLETED, chunk.end
         sequence.num_failures, sequence.error = 0, None
         if output is not None:
             sequence.outputs += (output,)
@@ -261,7 +261,7 @@ class ChunkedPrefillManager:
         """
         sequence = self._find_unfinished(request_id)
         sequence.drop_chunks(ChunkState.PENDING)
-        sequence.num_done, sequence.outputs, sequence.kv_cache = 0, (), None
+        sequence.num_computed_tokens, sequence.outputs, sequence.kv_cache = 0, (), None
         del self.requests[request_id]
         self._metrics.preemptions += 1
 
@@ -295,7 +295,7 @@ class ChunkedPrefillManager:
         """
         sequence = self._find(request_id)
         if not sequence.is_complete:
-            done = f"{sequence.num_done} of {sequence.num_tokens} tokens are completed"
+            done = f"{sequence.num_computed_tokens} of {sequence.num_tokens} tokens are completed"
             raise ChunkStateError(f"request {request_id!r} is not complete: {done}.")
         outputs = sequence.outputs
         if outputs and all(isinstance(output, np.ndarray) for output in outputs):

@@ -188,7 +188,7 @@ class Scheduler:
             if sequence.is_long:
                 self.prefill.complete_chunk(chunk.chunk_id)
             else:
-                sequence.num_done = chunk.end
+                sequence.num_computed_tokens = chunk.end
             sequence.num_pooled = max(sequence.num_pooled, chunk.end)
             if sequence.allocation is not None:
                 self._pool.commit(sequence.allocation, chunk.end)
@@ -306,8 +306,8 @@ class Scheduler:
         sequence.allocation = allocation
         self.prefill.add(sequence)
         # A preempted sequence keeps its SSM states, so it continues after the pooled tokens.
-        num_done = allocation.num_cached_tokens if allocation.block_ids else sequence.num_pooled
-        self.prefill.skip_cached(sequence.sequence_id, num_done)
+        num_computed = allocation.num_cached_tokens if allocation.block_ids else sequence.num_pooled
+        self.prefill.skip_cached(sequence.sequence_id, num_computed)
         return True
 
     def _preempt_for(self, sequence: InputSequence, batch: Batch) -> bool:

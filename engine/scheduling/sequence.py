@@ -84,7 +84,7 @@ class InputSequence:
         block_keys: Keys of its full blocks in the prefix cache; empty if it does not use the cache.
         is_long: Whether it runs in chunks, with memory for its whole length.
         is_queued: Whether it is in the waiting queue.
-        num_done: Tokens at the start that are computed or cached.
+        num_computed_tokens: Tokens at the start that are computed or cached.
         num_pooled: Pooled tokens. They stay pooled if the sequence is preempted and runs them again.
         chunk: The last chunk that is scheduled or runs. The next chunk must wait for it.
         earlier_chunks: Chunks that run before `chunk`, in order; see ChunkedPrefillManager.allow_next_chunk.
@@ -106,7 +106,7 @@ class InputSequence:
     is_long: bool = False
     status: Status = Status.WAITING
     is_queued: bool = False
-    num_done: int = 0
+    num_computed_tokens: int = 0
     num_pooled: int = 0
     chunk: PrefillChunk | None = None
     earlier_chunks: tuple[PrefillChunk, ...] = ()
@@ -121,7 +121,7 @@ class InputSequence:
     @property
     def is_complete(self) -> bool:
         """Whether every token is done."""
-        return self.num_done == self.num_tokens
+        return self.num_computed_tokens == self.num_tokens
 
     @property
     def chunks_in_flight(self) -> tuple[PrefillChunk, ...]:
@@ -132,7 +132,7 @@ class InputSequence:
     def num_scheduled(self) -> int:
         """Tokens at the start that are done or in flight: its next chunk starts after them."""
         in_flight = self.chunks_in_flight
-        return in_flight[-1].end if in_flight else self.num_done
+        return in_flight[-1].end if in_flight else self.num_computed_tokens
 
     @property
     def is_ready(self) -> bool:

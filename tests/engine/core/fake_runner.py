@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.runner import DeviceMemoryError, EndedForward, Forward, ForwardTime, Runner
+from penstock.engine.core.runner import CompletedForward, DeviceMemoryError, Forward, ForwardTime, Runner
 from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.messages import (
@@ -118,7 +118,7 @@ class FakeRunner(Runner):
         self.wakeup_fds.append(fd)
 
     def begin(self, chunks: Sequence[PrefillChunk]) -> Forward:
-        return EndedForward(self.execute(chunks))
+        return CompletedForward(self.execute(chunks))
 
     def execute(self, chunks: Sequence[PrefillChunk]) -> BatchOutputs:
         order = [(chunk.start > 0, chunk.num_tokens) for chunk in chunks]

@@ -227,7 +227,7 @@ def test_chunk_is_scheduled_then_running_then_completed(manager: ChunkedPrefillM
     assert manager.start_chunk(chunk.chunk_id) is chunk
     assert (chunk.state, chunk.started_s) == (ChunkState.RUNNING, clock.now_s)
     assert not manager.complete_chunk(chunk.chunk_id, kv_cache="cache")
-    assert (chunk.state, sequence.num_done, sequence.kv_cache) == (ChunkState.COMPLETED, 8, "cache")
+    assert (chunk.state, sequence.num_computed_tokens, sequence.kv_cache) == (ChunkState.COMPLETED, 8, "cache")
     run(manager)
     assert sequence.kv_cache == "cache"
     chunk = schedule(manager)
@@ -289,7 +289,11 @@ def test_failed_chunk_runs_again_after_the_completed_ones(manager: ChunkedPrefil
         chunk = manager.start_chunk(schedule(manager).chunk_id)
         assert manager.fail_chunk(chunk.chunk_id, ValueError("bad"))
         assert (chunk.state, sequence.chunk) == (ChunkState.PENDING, None)
-        assert (sequence.num_failures, sequence.error, sequence.num_done) == (1, "ValueError: bad", 8 * number)
+        assert (sequence.num_failures, sequence.error, sequence.num_computed_tokens) == (
+            1,
+            "ValueError: bad",
+            8 * number,
+        )
         assert manager.fail_chunk(schedule(manager).chunk_id, "bad")  # the second failure in a row
         assert run(manager).start == 8 * number
         assert (sequence.num_failures, sequence.error) == (0, None)
@@ -325,7 +329,7 @@ def test_preempted_prompt_starts_again_when_it_is_added(manager: ChunkedPrefillM
     chunk = manager.start_chunk(schedule(manager).chunk_id)
     sequence.kv_cache = "cache"
     manager.preempt("a")
-    assert (chunk.state, sequence.chunk, sequence.num_done) == (ChunkState.PENDING, None, 0)
+    assert (chunk.state, sequence.chunk, sequence.num_computed_tokens) == (ChunkState.PENDING, None, 0)
     assert sequence.kv_cache is None
     assert not manager.requests
     with pytest.raises(ChunkStateError, match="'a' is unknown"):
@@ -352,7 +356,7 @@ def test_cached_tokens_are_skipped(manager: ChunkedPrefillManager) -> None:
     assert bounds([chunk]) == [(12, 20)]
     for num_tokens in (25, 25, 7, 0):
         manager.skip_cached("a", num_tokens)
-        assert manager.requests["a"].num_done == 25
+        assert manager.requests["a"].num_computed_tokens == 25
     run(manager, output=[2])
     assert manager.merge_chunks("a") == [1, 2]
     assert (manager.statistics().cached_tokens, manager.statistics().completed_tokens) == (17, 13)

@@ -230,21 +230,21 @@ def test_preempted_prompt_continues_after_its_cached_blocks() -> None:
     checked.add(100, priority=1)
     for _ in range(3):
         checked.step(0.0)
-    num_done = checked.requests[0].sequences[0].num_done
+    num_computed = checked.requests[0].sequences[0].num_computed_tokens
     checked.add(48, token_id=1)
     batch = checked.step(0.0)
     assert (preempted(batch), request_ids(batch)) == ([0], {1})
     start, _ = spans(checked.run_all(), 0)[0]
-    assert start == num_done // BLOCK * BLOCK
+    assert start == num_computed // BLOCK * BLOCK
 
 
 def test_preempted_ssm_sequence_continues_after_its_last_chunk() -> None:
     checked = CheckedScheduler(Setup(num_blocks=0, num_slots=1))
     checked.add(100, priority=1)
-    num_done = [checked.step(0.0) for _ in range(2)][-1].chunks[0].end
+    num_computed = [checked.step(0.0) for _ in range(2)][-1].chunks[0].end
     checked.add(40)
-    assert [(s.sequence_id, s.num_pooled) for s, _ in checked.step(0.0).preempted] == [((0, 0), num_done)]
-    assert spans(checked.run_all(), 0)[0][0] == num_done
+    assert [(s.sequence_id, s.num_pooled) for s, _ in checked.step(0.0).preempted] == [((0, 0), num_computed)]
+    assert spans(checked.run_all(), 0)[0][0] == num_computed
 
 
 # Failures
@@ -294,7 +294,7 @@ def test_failed_chunks_add_nothing_to_the_prefix_cache(num_tokens: int) -> None:
     assert len(batch.chunks) == 1
     assert prefixes.num_cached == 0
     checked.step()
-    assert prefixes.num_cached == checked.requests[0].sequences[0].num_done // BLOCK
+    assert prefixes.num_cached == checked.requests[0].sequences[0].num_computed_tokens // BLOCK
     checked.run_all()
     checked.add(100, token_id=1)
     num_cached = prefixes.num_cached
@@ -414,4 +414,4 @@ def test_budget_has_a_lower_bound() -> None:
     for _ in range(19):
         checked.add(1)
         checked.step()
-    assert checked.requests[0].sequences[0].num_done >= 4 * 9  # chunks and short sequences take turns
+    assert checked.requests[0].sequences[0].num_computed_tokens >= 4 * 9  # chunks and short sequences take turns
