@@ -19,6 +19,7 @@ import uvloop
 from .. import penstock_version
 from ..settings import BenchSettings, CommandError, UsageError, public_values
 from .load_generator import Round, run_round
+from .plot import check_plot, plot
 from .report import Point, Result, pairs_of, ratios, table
 from .target import Target
 from .workload import Workload
@@ -48,6 +49,8 @@ class Sweep:
         self._workload = Workload.open(settings.load, settings.batch_size, settings.max_words)
         if settings.json is not None and not settings.json.absolute().parent.is_dir():
             raise UsageError(f"--json: the folder {settings.json.parent} does not exist")
+        if settings.plot is not None:
+            check_plot(settings.plot)
         self._targets = [Target.find(url, settings) for url in urls]
         for target in self._targets:
             target.check([self._workload.longest()] * settings.batch_size, self._workload.query(0))
@@ -76,19 +79,36 @@ class Sweep:
         if not any(result.total.latencies_s for result in self.results):
             raise CommandError("no request succeeded")
 
+    def draw(self) -> None:
+        """Writes the file of `--plot`; nothing without the flag or without a successful request.
+
+        Raises:
+            CommandError: The file cannot be written.
+        """
+        if self._settings.plot is None or not any(result.total.latencies_s for result in self.results):
+            return
+        names = {target.server.url: f"{target.model.name}, {target.server.url}" for target in self._targets}
+        try:
+            plot(self.results, names, f"penstock bench: {self._conditions()}", self._settings.plot)
+        except OSError as error:
+            raise CommandError(f"--plot: {self._settings.plot} cannot be written: {error}") from error
+
     def report(self) -> str:
         """Returns the servers and the table of results."""
         several = len(self._targets) > 1
         names = {target.server.url: f", {'ab'[i]}" if several else "" for i, target in enumerate(self._targets)}
-        form = f"{self._settings.load}, {self._settings.batch_size} per request"
         lines = [
             f"{'ab'[i] + ': ' if several else ''}{target.server.url}, {target.model.dialect} {target.path}, "
             f"{target.model.name}"
             for i, target in enumerate(self._targets)
         ]
-        rounds = f"{self._settings.rounds} rounds of {self._settings.seconds:g} s"
+        return "\n".join([*lines, self._conditions(), "", table(self.results, names)])
+
+    def _conditions(self) -> str:
+        settings = self._settings
+        rounds = f"{settings.rounds} round{'s' * (settings.rounds > 1)} of {settings.seconds:g} s"
         note = "" if self._is_complete else "; interrupted, with the rounds so far"
-        return "\n".join([*lines, f"{form}, {rounds}{note}", "", table(self.results, names)])
+        return f"{settings.load}, {settings.batch_size} per request, {rounds}{note}"
 
     async def _measure(self) -> None:
         for point in self._points:

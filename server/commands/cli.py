@@ -233,6 +233,7 @@ def _bench(arguments: dict[str, Any]) -> int:
         signal.signal(signal.SIGTERM, before)
         if sweep.results:
             print(sweep.report(), flush=True)
+            sweep.draw()
     return 0
 
 

@@ -552,3 +552,9 @@ class BenchSettings(TargetSettings):
     )
     timeout: float = setting(120.0, "Seconds after which a request counts as failed.", "Load test", "SECONDS", above=0)
     json: Path | None = setting(None, "File for the results of every round as JSON.", "Input and output", "FILE")
+    plot: Path | None = setting(
+        None,
+        "Image of latency against throughput, such as .png or .svg (extra `plot`).",
+        "Input and output",
+        "FILE",
+    )

@@ -2,16 +2,20 @@
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from penstock.server.bench.load_generator import UNSENT, Round, run_round
+from penstock.server.bench.plot import check_plot
 from penstock.server.bench.report import Point, Result, ratios
 from penstock.server.bench.workload import BUILT_IN, Workload
+from penstock.server.settings import UsageError
 from penstock.server.target_server import Address
 
 from ...servers import COMMAND
@@ -154,6 +158,32 @@ def test_unusable_server_or_flag_ends_with_one_line(serve: Serve, flags: tuple[s
     assert done.stdout == ""
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_plot_names_servers_percentiles_and_loads(serve: Serve, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    urls, file = [serve(openai_server), serve(openai_server)], tmp_path / "plot.svg"
+    done = bench(*urls, *SHORT[:-1], "1,2", "--plot", str(file))
+    assert done.returncode == 0, done.stderr
+    comments = re.findall("<!-- (.*?) -->", file.read_text())  # matplotlib writes each text as a comment
+    assert [text for text in comments if "http" in text] == [f"m, {url}" for url in urls]
+    assert (comments.count("1"), comments.count("2")) == (2, 2)
+    assert {"p50", "p90", "p99", "texts per second", "latency in ms", "numbers: connections"} <= set(comments)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("plot.txt", "--plot: the name of the file must end with"), ("no/plot.png", "does not exist")]
+)
+def test_plot_file_is_checked_before_the_load(name: str, message: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(UsageError, match=message):
+        check_plot(tmp_path / name)
+
+
+def test_missing_matplotlib_names_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UsageError, match=r"run `pip install 'penstock\[plot\]'`"):
+        check_plot(Path("plot.png"))
 
 
 async def test_open_loop_counts_latency_from_the_scheduled_time() -> None:
