@@ -77,7 +77,7 @@ def planned(arguments: dict[str, Any], kind: type[Settings]) -> tuple[Settings, 
     if settings.config is not None:
         file = read_config(settings.config)
         settings = load(kind, arguments, positional=("model",), file=file.settings, file_location=f"{file.path}: ")
-    return settings, plan_models(settings, words if len(words) > 1 else (), file)
+    return settings, plan_models(settings, words, file)
 
 
 def read_config(path: Path) -> ConfigFile:
@@ -109,7 +109,7 @@ def plan_models(settings: ServerSettings, words: Sequence[str | None], file: Con
 
     Args:
         settings: Settings of the server. Its engine settings apply to every model whose table does not set them.
-        words: Models on the command line, if there are several.
+        words: Models on the command line.
         file: The file of --config.
 
     Raises:

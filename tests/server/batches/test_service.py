@@ -13,7 +13,7 @@ from fastapi import HTTPException
 from penstock.engine.protocol.errors import EngineOverloadedError, StorageError, UnknownObjectError
 from penstock.server.admission import LimitError
 from penstock.server.batches.records import BatchRecord, BatchStatus
-from penstock.server.batches.service import MAX_UNFINISHED
+from penstock.server.batches.service import MAX_UNFINISHED, BatchMetrics
 from penstock.server.batches.store import Page
 
 from ...waiting import until
@@ -142,6 +142,25 @@ async def test_oldest_batches_beyond_the_limit_are_removed(running) -> None:
             await until(lambda: not batches.num_unfinished())
         left = [batch.id for batch in await batches.page("me", Page(None, 100))]
         assert left == [batch.id for batch in created[:1:-1]]
+
+
+async def test_metrics_count_batches_and_lines(running) -> None:
+    routes = Routes(lambda number: 400 if number == 1 else 200)
+    async with running(routes) as batches:
+        await until_status(batches, await begin(batches, lines(range(3))), BatchStatus.COMPLETED)
+        await until(lambda: not batches.num_unfinished())
+        routes.gate.clear()
+        batch = await begin(batches, lines(range(2)))
+        await until_status(batches, batch, BatchStatus.IN_PROGRESS)
+        samples = [sample for metric in BatchMetrics(batches).collect() for sample in metric.samples]
+        found = {(sample.name, *sample.labels.values()): sample.value for sample in samples if sample.value}
+        assert found == {
+            ("penstock_batches", "in_progress"): 1,
+            ("penstock_batches_ended_total", "completed"): 1,
+            ("penstock_batch_lines_total", "completed"): 2,
+            ("penstock_batch_lines_total", "failed"): 1,
+        }
+        routes.gate.set()
 
 
 async def test_database_of_version_1_is_migrated(running, tmp_path: Path, clock) -> None:

@@ -40,6 +40,19 @@ def is_empty(files: Files) -> bool:
     return not list(files.path("x").parent.iterdir())
 
 
+async def test_invalid_boundary_is_rejected(files: Files) -> None:
+    with pytest.raises(InvalidRequestError, match="The form cannot be read: "):
+        await files.receive(f"multipart/form-data; boundary={'b' * 300}", in_parts(b"", 1), "me")
+    assert is_empty(files)
+
+
+async def test_file_above_the_limit_is_rejected(files: Files) -> None:
+    await receive(files, HEAD + FILE + bytes(100_000) + END)
+    with pytest.raises(HTTPException, match=r"larger than the limit of 100000 bytes \(--max-file-bytes\)") as rejected:
+        await receive(files, HEAD + FILE + bytes(100_001) + END)
+    assert (rejected.value.status_code, rejected.value.headers) == (413, {"connection": "close"})
+
+
 @pytest.mark.parametrize("size", [1, 7, 10**6])
 async def test_file_is_stored_unchanged(files: Files, size: int, monkeypatch) -> None:
     monkeypatch.setattr("penstock.server.batches.uploads._PIECE_BYTES", size)

@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,52 @@ def test_models_and_urls_are_announced(info: ModelInfo) -> None:
     assert announced(info, dtype="float32", device="cpu")[2].startswith(
         "    on cpu (--device) by torch, in float32 (--dtype);"
     )
+
+
+def test_models_without_engine_are_announced_with_the_reason() -> None:
+    entries = [ModelEntry(ServedModel((name,), None), lambda _: None) for name in ("later", "broken")]
+    entries[1].error = RuntimeError("no")
+    lines = announcement(entries, load(ServerSettings, {}), (8000,)).splitlines()
+    assert lines[1:3] == ["  later: is loaded when a request names it", "  broken: could not be loaded; see above"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sources", "settings", "text"),
+    [
+        ({"num_lanes": 1}, {}, {"devices": ["cpu"]}, "on cpu (--devices) by torch, 1 lane, in "),
+        ({"num_lanes": 2}, {}, {}, "by torch, 2 lanes, in float32"),
+        (
+            {"device": "cuda:0"},
+            {},
+            {},
+            "on cuda:0 (auto: there is a CUDA device) by torch, in float32 (auto: float32 on a GPU);",
+        ),
+        (
+            {"arithmetic": "bfloat16"},
+            {"arithmetic": "a"},
+            {},
+            "in float32 (auto: float32 on a CPU), products in bfloat16 (a);",
+        ),
+        ({"dtype": "int8", "arithmetic": "float32"}, {"arithmetic": "a"}, {}, "on a CPU), attention in float32 (a);"),
+        ({"arithmetic": "float32"}, {"dtype": "measured: x", "arithmetic": "a"}, {}, "in float32 (measured: x); tasks"),
+    ],
+)
+def test_device_and_dtype_are_announced_with_the_reason(
+    info: ModelInfo, fields: dict[str, Any], sources: dict[str, str], settings: dict[str, Any], text: str
+) -> None:
+    changed = dataclasses.replace(info, **fields, sources={**info.sources, **sources})
+    assert text in announced(changed, **settings)[2]
+
+
+def test_replicas_and_labels_are_announced(info: ModelInfo) -> None:
+    one = dataclasses.replace(info, labels=("a",), embedding_size=None)
+    lines = announced(one, placements=["cores 0-3"])
+    assert "1.5M parameters, 1 class, inputs of" in lines[1]
+    assert lines[3] == "    1 replica: cores 0-3"
+    several = dataclasses.replace(info, labels=("a", "b"), dimensions=4)
+    lines = announced(several, placements=["cores 0-3", "cores 4-7"])
+    assert "4 dimensions, 2 classes, inputs of" in lines[1]
+    assert lines[3] == "    2 replicas: cores 0-3; cores 4-7"
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,25 @@ def test_failed_process_prints_one_line_with_code_2(arguments: str, message: str
     assert message.format(folder=tmp_path) in done.stderr
 
 
+def test_output_that_cannot_be_written_ends_with_one_line() -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([*COMMAND, "models"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    message = "penstock: error: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, message)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([*COMMAND, "models"], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (cli.CUT_SHORT, "")
+
+
+def test_flag_of_vllm_is_ignored_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", "--runner", "pooling", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.startswith("penstock: warning: --runner has no effect: ")
+    assert json.loads(shown.out)["parameters"] == 22_713_728
+
+
 @pytest.mark.parametrize("command", ["serve", "embed", "eval", "info", "models"])
 def test_help_imports_no_heavy_package(command: str) -> None:
     code = (

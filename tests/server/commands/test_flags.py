@@ -75,6 +75,7 @@ def test_flags_without_effect_are_dropped_with_a_warning() -> None:
     [
         ("--runner", "generate"),
         ("--tensor-parallel-size", "2"),
+        ("--tensor-parallel-size", "two"),
         ("--cpu-offload-gb", "4"),
         ("--load-format", "dummy"),
     ],

@@ -235,6 +235,36 @@ async def test_model_in_use_is_unloaded_after_its_requests(engines: Engines) -> 
     assert states(manager) == ["ready", "unloaded"]
 
 
+async def test_model_with_long_requests_stays_loaded(engines: Engines) -> None:
+    manager = engines.manager("a", "b", max_loaded=1, drain_timeout_s=0.1, wait_s=0.3)
+    a, b = manager.entries
+    await manager.acquire(a)
+    for_b = asyncio.create_task(manager.load(b))
+    await until(lambda: a.status is ModelStatus.LEAVING)
+    for_a = asyncio.create_task(manager.acquire(a))
+    assert str(await for_b) == "All models in memory are in use."
+    assert await for_a is a.engine
+    assert (states(manager), a.num_in_use, engines.started, engines.closed) == (["ready", "failed"], 2, ["a"], [])
+    await manager.unload(b)
+    assert b.state == "unloaded"
+
+
+async def test_requests_that_outlast_the_drain_are_logged(engines: Engines, caplog) -> None:
+    manager = engines.manager("a")
+    (entry,) = manager.entries
+    await manager.acquire(entry)
+    waited = []
+
+    async def drain(timeout_s: float) -> bool:
+        waited.append(timeout_s)
+        return False
+
+    entry.engine.drain = drain
+    await manager.unload(entry)
+    assert "a was stopped with running requests" in caplog.messages
+    assert (entry.state, engines.closed, waited) == ("unloaded", ["a"], [0.0])
+
+
 async def test_idle_model_is_unloaded_after_its_ttl(engines: Engines) -> None:
     manager = engines.manager(engines.model("a", ttl_s=0.1), "b")
     a, b = manager.entries

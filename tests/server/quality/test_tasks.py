@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 
 from penstock.server.quality.tasks import (
+    DRAWS,
+    EXAMPLES,
     ClassificationTask,
     RetrievalTask,
     SimilarityTask,
     best,
+    draw,
     read_task,
     spearman,
 )
@@ -65,6 +68,32 @@ def test_retrieval_folder_has_judged_queries_and_scores(write: Write) -> None:
     assert list(task.scores({"q": late}).values()) == [0, 0, 0, 0.5, 0]
 
 
+def test_documents_without_judgement_are_thinned(write: Write) -> None:
+    rows = [f'{{"_id": "{number}", "title": null, "text": "t"}}' for number in range(8)]
+    folder = write({**RETRIEVAL, "corpus.jsonl": "\n".join(rows)})
+    assert list(RetrievalTask.read(folder, keep_each=3).corpus) == ["0", "1", "2", "3", "6"]
+    assert RetrievalTask.read(folder).corpus == dict.fromkeys(map(str, range(8)), "t")
+
+
+def test_scores_are_means_over_queries_of_relevant_documents(write: Write) -> None:
+    """Negative judgements count as not relevant, and 100 documents are read for recall_at_100."""
+    queries = '{"_id": "q", "text": "a"}\n{"_id": "r", "text": "b"}'
+    judgements = "query-id\tcorpus-id\tscore\nq\t1\t1\nq\t2\t-1\nr\t3\t1\n"
+    task = RetrievalTask.read(write({**RETRIEVAL, "queries.jsonl": queries, "qrels/test.tsv": judgements}))
+    far = [f"other {number}" for number in range(99)]
+    scores = task.scores({"q": ["2", "1"], "r": [*far, "3"]})
+    assert scores == pytest.approx(
+        {
+            "ndcg_at_10": 1 / np.log2(3) / 2,
+            "map_at_10": 1 / 4,
+            "recall_at_10": 1 / 2,
+            "recall_at_100": 1,
+            "mrr_at_10": 1 / 4,
+        }
+    )
+    assert task.scores({"q": ["1"], "r": [*far, "x", "3"]})["recall_at_100"] == 1 / 2
+
+
 def test_reranker_sorts_only_the_first_documents(write: Write) -> None:
     task = RetrievalTask.read(write(RETRIEVAL))
 
@@ -92,6 +121,32 @@ def test_similarity_cells_keep_quotation_marks(write: Write) -> None:
     assert (task.pairs, task.similarities) == ([('a "b', "c"), ("d", "e")], [1, 0.5])
 
 
+def test_similarity_scores_compare_cosines_with_judgements(write: Write) -> None:
+    rows = (("a", "b", 3), ("a", "c", 2), ("a", "d", 1), ("a", "0", 1.5))
+    lines = "".join(
+        f'{{"sentence1": "{left}", "sentence2": "{right}", "score": {score}}}\n' for left, right, score in rows
+    )
+    task = read_task(write({"test.jsonl": lines}))
+    assert isinstance(task, SimilarityTask)
+    vectors = {"a": (2, 0), "b": (9, 1), "c": (1, 1), "d": (0, 1), "0": (0, 0)}
+
+    def embed(texts: Sequence[str], input_type: str) -> np.ndarray:
+        assert input_type == "similarity"
+        return np.array([vectors[text] for text in texts], np.float32)
+
+    # cosines: the last two are 0 and share rank 1.5
+    assert task.scores(embed)["spearman"] == pytest.approx(spearman(np.array([4, 3, 1, 1]), np.array([3, 2, 1, 1.5])))
+
+
+def test_draws_take_some_examples_of_each_class() -> None:
+    classes = ["a"] * 20 + ["b"] * 5
+    draws = list(draw(classes))
+    assert len(draws) == DRAWS == len({tuple(each) for each in map(np.ndarray.tolist, draws)})
+    for indices in draws:
+        assert [sum(classes[index] == name for index in set(indices)) for name in "ab"] == [EXAMPLES, 5]
+    assert all(map(np.array_equal, draws, draw(classes)))
+
+
 def test_separable_classes_are_classified_without_error(write: Write) -> None:
     rows = "".join(f"{word} {number},{word}\n" for word in ("song", "dam") for number in range(12))
     task = read_task(write({"train.csv": "text,category\n" + rows, "test.csv": "text,category\n" + rows}))
@@ -111,6 +166,15 @@ def test_separable_classes_are_classified_without_error(write: Write) -> None:
         ({"corpus.jsonl": '{"_id": "9", "text": "a"}'}, "none of the documents of qrels/test.tsv"),
         ({"queries.jsonl": '{"_id": "z", "text": "a"}'}, "query 'q' of qrels/test.tsv is missing"),
         ({"qrels/test.tsv": "query-id\tcorpus-id\tscore\nq\t1\thigh\n"}, "line 2: field 'score' must be a number"),
+        ({"qrels/test.tsv": "query-id\tcorpus-id\tscore\nq\t1\tinf\n"}, "line 2: field 'score' must be a number"),
+        ({"qrels/test.tsv": "query-id\tcorpus-id\tscore\n"}, "test.tsv holds no rows"),
+        ({"corpus.jsonl": '{"_id": true, "text": "a"}'}, "line 1: field '_id' must be a text, not True"),
+        ({"corpus.jsonl": "\n[]"}, "corpus.jsonl, line 2: must be a JSON object"),
+        ({"corpus.jsonl": None, "test.tsv": STS + "a\tb\t1\nc\td\t1\n"}, "all rows have the same score"),
+        (
+            {"corpus.jsonl": None, "train.csv": "text,category\na,x\n", "test.csv": "text,category\nb,y\n"},
+            "test.csv: category 'y' has no examples in train.csv",
+        ),
     ],
 )
 def test_wrong_folder_is_rejected_with_file_and_line(files: dict[str, str | None], message: str, write: Write) -> None:

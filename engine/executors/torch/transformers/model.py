@@ -66,11 +66,6 @@ class TransformersModel(PackedModel):
     """
 
     def __init__(self, info: ModelInfo, *, trust_remote_code: bool = False) -> None:
-        multi_vector = info.multi_vector
-        if multi_vector is not None and multi_vector.expansion is not None and not multi_vector.expansion.attends:
-            raise UnsupportedModelError(
-                f"{info.name} hides the tokens after short queries; penstock supports that only in native families."
-            )
         self._name = info.name
         self._device = torch.device(info.device)
         self._network = Network(load_pretrained(info, trust_remote_code=trust_remote_code), gives_logits=False)
