@@ -115,6 +115,17 @@ async def test_request_of_any_form_is_rejected_at_the_head(engine, old: bytes, n
         assert len(engine.calls) == (not is_last)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"Host: x", b"Host: x\r\nX-Request-Timeout: soon"), (b"/v1/embeddings", b"http://[/v1/embeddings")],
+)
+async def test_invalid_head_gets_400_from_a_full_server(engine: FakeEngine, old: bytes, new: bytes) -> None:
+    async with served(engine) as (_, port):
+        engine.failure = FULL
+        ((status, _, _),) = await ask(port, EMBED.replace(old, new))
+        assert status == 400
+
+
 async def test_rejected_expect_100_closes_the_connection(engine: FakeEngine) -> None:
     head = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 500000\r\nExpect: 100-continue\r\n\r\n"
     async with served(engine) as (server, port):

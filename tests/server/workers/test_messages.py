@@ -54,6 +54,34 @@ async def test_messages_of_any_size_arrive_in_order() -> None:
     other.channel.send(WorkerListening())  # ignored: the other end has closed
 
 
+async def test_closed_channel_leaves_no_reader() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        end, descriptor = End(ours), ours.fileno()
+        end.channel.close()
+        end.channel.close()
+        assert not asyncio.get_running_loop().remove_reader(descriptor)
+    assert not end.has_ended.is_set()
+
+
+async def test_invalid_message_ends_the_channel(caplog: pytest.LogCaptureFixture) -> None:
+    one, other = map(End, socket.socketpair())
+    one.channel._connection.send(b"no message")
+    await until(other.has_ended.is_set)
+    await until(one.has_ended.is_set)
+    assert "a message between the server's processes is invalid" in caplog.text
+    assert (one.received, other.received) == ([], [])
+
+
+def test_end_of_the_supervisor_before_the_plan_is_an_error() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ours.sendall(b"\x09")
+        ours.close()
+        with pytest.raises(EOFError, match="the supervising process has ended"):
+            WorkerPlan.receive(theirs)
+
+
 def plan(**settings: object) -> WorkerPlan:
     limits = SchedulerConfig(max_queued_tokens=40_000, max_queue_s=8.0)
     model = WorkerModel(("a", "b"), EngineConfig(model="/models/a", max_queued_chars=1_000, scheduler=limits))
