@@ -318,6 +318,15 @@ def test_known_names_and_the_operator_allow_shorter_vectors(
     assert (info.is_matryoshka, info.matryoshka_dimensions) == (allows, ())
 
 
+@pytest.mark.parametrize(("name", "include_prompt"), [("hkunlp/instructor-large", False), ("hkunlp/other", True)])
+def test_instructor_models_do_not_pool_the_prompt(
+    tmp_path: Path, name: str, include_prompt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / name, {"config.json": BERT})
+    monkeypatch.chdir(tmp_path)
+    assert resolve(Path(name)).include_prompt is include_prompt
+
+
 def test_hf_overrides_change_config_json(tmp_path: Path) -> None:
     write(tmp_path, {"config.json": BERT | {"rope_parameters": {"rope_theta": 1.0, "rope_type": "default"}}})
     overrides = {"matryoshka_dimensions": [8, 16], "rope_parameters": {"rope_theta": 2.0}}
@@ -361,6 +370,7 @@ def test_pooler_config_overrides_the_files(tmp_path: Path) -> None:
         ({"config.json": BERT | {"model_type": None}}, "no model_type"),
         ({"config.json": {"model_type": "bert"}}, "hidden_size None"),
         ({"config.json": None, "modules.json": [TRANSFORMER]}, r"has no config\.json"),
+        ({"modules.json": {"0": TRANSFORMER}}, r"modules\.json must contain a list of modules"),
         ({"modules.json": [POOLING]}, "needs one of Transformer, StaticEmbedding"),
         ({"modules.json": [TRANSFORMER, CNN]}, r"sentence_transformers\.models\.CNN \(1_CNN\)"),
         ({"modules.json": [TRANSFORMER, DENSE | {"path": "../up"}]}, r"'\.\./up'"),
@@ -374,12 +384,18 @@ def test_pooler_config_overrides_the_files(tmp_path: Path) -> None:
             for dense, message in [
                 ({"in_features": 7, "out_features": 3}, "rows of 7, .* have 32"),
                 ({"in_features": 32, "out_features": 3, "activation_function": "os.system"}, r"os\.system"),
+                ({"in_features": 32, "out_features": 0}, "has out_features 0; it must be a positive integer"),
+                ({"in_features": 32, "out_features": 3, "use_residual": True}, "has use_residual, which"),
+                ({"in_features": 32, "out_features": 1, "module_output_name": "scores"}, "a cross-encoder head"),
             ]
         ),
         ({"config.json": CLASSIFIER | {"id2label": {"x": "y"}}}, "column numbers"),
         ({"config.json": CLASSIFIER | {"problem_type": "guess"}}, "problem_type .* 'guess'"),
         ({"config.json": CLASSIFIER | {"sentence_transformers": {"activation_fn": "my.Fn"}}}, "'my.Fn'"),
+        ({"config.json": CLASSIFIER | {"num_labels": 0}}, "num_labels .* is 0; it must be 1 or more"),
         ({"config.json": BERT | {"matryoshka_dimensions": ["8"]}}, "must be a list of widths"),
+        ({"config.json": BERT | {"matryoshka_dimensions": [0]}}, "must be a list of widths"),
+        ({"config.json": BERT | {"is_matryoshka": 1}}, "is_matryoshka is 1; it must be true or false"),
     ],
 )
 def test_unusable_files_are_rejected_with_their_value(tmp_path: Path, files: dict[str, Any], message: str) -> None:
