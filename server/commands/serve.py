@@ -36,6 +36,7 @@ from ..http.http_server import HttpServer, freeze_gc, uvicorn_config
 from ..middleware.auth import ApiKeys
 from ..models.served_model import ModelEntry, ServedModel, check_prompt_name
 from ..models.weight_files import WeightFiles
+from ..observability.metrics import ConnectionMetrics
 from ..settings import (
     BenchSettings,
     EmbedSettings,
@@ -99,6 +100,7 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
     on_slow = partial(app.state.context.metrics.count_rejection, ServerRejectionReason.SLOW_TRANSFER)
     config, limits = uvicorn_config(app, settings), TransferLimits.of(settings)
     server = HttpServer(config, limits, on_slow=on_slow, metrics_app=app.metrics_app)
+    app.state.context.metrics.register(ConnectionMetrics(server.server_state))
     # uvicorn raises the signal again after its shutdown; a requested stop is not a failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     _stop_on_hangup(server)

@@ -14,6 +14,7 @@ import fcntl
 import re
 import termios
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from functools import partial
@@ -23,6 +24,7 @@ import httptools
 from fastapi import Response
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from .streams import INTERIM, INTERIM_AFTER_S, PARSE_BYTES, CloseDelimited, HalfClose, ReadAhead, ResponseWriter
 
@@ -33,6 +35,27 @@ class TransferPart(StrEnum):
     HEAD = "head"
     BODY = "body"
     RESPONSE = "response"
+
+
+class CloseReason(StrEnum):
+    """The reason why the server closed a connection because of its client."""
+
+    INCOMPLETE_HEAD = "incomplete_head"
+    HEAD_TOO_LARGE = "head_too_large"
+    INVALID_HTTP = "invalid_http"
+    SLOW_RESPONSE = "slow_response"
+
+
+class ConnectionState(ServerState):
+    """uvicorn's state of all connections of a server.
+
+    Attributes:
+        num_closed: Number of connections that the server has closed because of their clients, by reason.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_closed: Counter[CloseReason] = Counter(dict.fromkeys(CloseReason, 0))
 
 
 class PendingTransfer(NamedTuple):
@@ -102,6 +125,8 @@ class HeadRejecter(Protocol):
 class Connection(HttpToolsProtocol):
     """One connection of a client. Used by one event loop."""
 
+    server_state: ConnectionState
+
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._read_ahead: ReadAhead
@@ -168,6 +193,7 @@ class Connection(HttpToolsProtocol):
             if self._has_sent_last_response:
                 self.transport.close()
             else:
+                self.server_state.num_closed[CloseReason.INVALID_HTTP] += 1
                 self.send_400_response(self._error_message)
             return
         finally:
@@ -175,6 +201,7 @@ class Connection(HttpToolsProtocol):
         if self._num_overhead > MAX_OVERHEAD_BYTES:
             if self.is_between_requests and not self._has_sent_last_response:
                 self.transport.write(_TOO_LARGE)
+            self.server_state.num_closed[CloseReason.HEAD_TOO_LARGE] += 1
             self.transport.close()
 
     def on_message_begin(self) -> None:

@@ -13,7 +13,7 @@ from math import inf
 from typing import Final
 
 from ..settings import ServerSettings
-from .connection import Connection, PendingTransfer, TransferPart
+from .connection import CloseReason, Connection, PendingTransfer, TransferPart
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +124,10 @@ class ConnectionLimits:
                 continue
             if transfer.part is TransferPart.HEAD:
                 num_without_head += 1
+                connection.server_state.num_closed[CloseReason.INCOMPLETE_HEAD] += 1
             elif transfer.part is TransferPart.RESPONSE:
                 slow[connection.client_text, transfer.part, reason] += 1
+                connection.server_state.num_closed[CloseReason.SLOW_RESPONSE] += 1
                 self._on_slow()
             connection.transport.abort()
         self._pending_transfers = pending_transfers

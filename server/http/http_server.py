@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ..settings import ServerSettings
-from .connection import Connection
+from .connection import Connection, ConnectionState
 from .connection_limits import NO_LIMITS, ConnectionLimits, TransferLimits
 
 # Longer than the idle time of clients' pools (Go: 90 s): clients do not retry a POST on a closed connection.
@@ -79,6 +79,7 @@ class HttpServer(uvicorn.Server):
 
     Attributes:
         metrics_config: Configuration of uvicorn for `metrics_app`.
+        server_state: Connections to both ports.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class HttpServer(uvicorn.Server):
         self._exit_requested = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(config)
+        self.server_state: ConnectionState = ConnectionState()
         enforce = ConnectionLimits(self._connections, limits, on_slow=on_slow).enforce
         config.callback_notify, config.timeout_notify = enforce, max(min(_CHECK_EVERY_S, int(limits.grace_s / 4)), 1)
         self._num_collected = 0  # number of requests before the last collection

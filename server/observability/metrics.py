@@ -20,6 +20,7 @@ from penstock.engine.protocol.request import Stage
 
 from .. import penstock_version
 from ..admission import REJECTION_REASONS, AdmissionController
+from ..http.connection import ConnectionState
 from .timing import REQUEST, RequestRecord
 
 _LATENCY_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -244,14 +245,21 @@ class Metrics(Collector):
             "Seconds of waiting and running work, estimated from the last forwards; 0 before the first estimate.",
             labels=("model",),
         )
+        memory = GaugeMetricFamily(
+            "penstock_engine_resident_memory_bytes",
+            "Resident memory of the engine processes without files such as libraries; 0 with --in-process.",
+            labels=("model",),
+        )
         for engine, model in engines:
             queue.add_metric((model,), engine.queue_s)
+            memory.add_metric((model,), engine.host_bytes())
         ready = GaugeMetricFamily("penstock_engine_ready", "1 if the engine can serve.", labels=_LABELS)
         restarts = CounterMetricFamily("penstock_engine_restarts", "Restarts of the engine.", labels=_LABELS)
         for core in cores:
             ready.add_metric(core.labels, float(core.state is EngineState.READY))
             restarts.add_metric(core.labels, core.num_restarts)
         yield queue
+        yield memory
         yield ready
         yield restarts
 
@@ -304,6 +312,25 @@ class AdmissionMetrics(Collector):
             prefix = f"penstock_{name}_memory"
             yield GaugeMetricFamily(f"{prefix}_bytes", f"Reserved bytes for {name} data.", memory.used)
             yield GaugeMetricFamily(f"{prefix}_limit_bytes", f"Limit of {prefix}_bytes.", memory.limit)
+
+
+class ConnectionMetrics(Collector):
+    """Prometheus metrics of client connections.
+
+    Args:
+        connections: Connections of this process.
+    """
+
+    def __init__(self, connections: ConnectionState) -> None:
+        self._connections = connections
+
+    def collect(self) -> Iterable[Metric]:
+        """Yields the number of open connections, and of those that were closed because of their clients."""
+        text = "Open client connections, also idle ones."
+        yield GaugeMetricFamily("penstock_http_connections", text, len(self._connections.connections))
+        text = "Connections that the server closed because of their clients, by reason."
+        closed = {(reason.value,): number for reason, number in self._connections.num_closed.items()}
+        yield _counted("penstock_http_closed_connections", text, ("reason",), closed)
 
 
 class _Gathered(CollectorRegistry):

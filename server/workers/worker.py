@@ -38,7 +38,7 @@ from ..http.connection_limits import NO_LIMITS, TransferLimits, raise_file_limit
 from ..http.http_server import HttpServer, freeze_gc, uvicorn_config
 from ..models import manager
 from ..models.served_model import ServedModel
-from ..observability.metrics import Metrics
+from ..observability.metrics import ConnectionMetrics, Metrics
 from ..settings import UsageError
 from .handover import METRICS
 from .messages import (
@@ -348,7 +348,10 @@ def main() -> None:
         raise SystemExit(error.exit_code) from error
     on_slow = partial(app.state.context.metrics.count_rejection, ServerRejectionReason.SLOW_TRANSFER)
     config, limits = uvicorn_config(app, settings), TransferLimits.of(settings)
-    WorkerServer(link, control, config, connections, limits, on_slow=on_slow, metrics_app=app.metrics_app).run()
+    named = {"on_slow": on_slow, "metrics_app": app.metrics_app}
+    server = WorkerServer(link, control, config, connections, limits, **named)
+    app.state.context.metrics.register(ConnectionMetrics(server.server_state))
+    server.run()
 
 
 if __name__ == "__main__":

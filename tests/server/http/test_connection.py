@@ -14,7 +14,7 @@ from fastapi import HTTPException
 
 from penstock.server.admission import AdmissionController
 from penstock.server.http import http_server, streams
-from penstock.server.http.connection import MAX_OVERHEAD_BYTES
+from penstock.server.http.connection import MAX_OVERHEAD_BYTES, CloseReason
 from penstock.server.http.http_server import HttpServer
 from penstock.server.http.json_reader import JsonReader
 from penstock.server.settings import ServerSettings
@@ -54,8 +54,9 @@ FILL = b"y" * (MAX_OVERHEAD_BYTES // 2)
 @pytest.mark.parametrize("start", [b"GET /", HEAD, HEAD + b"X: ", b"\r\n"])
 async def test_endless_head_gets_431(start: bytes) -> None:
     fill = b"\r\n" * 20_000 if start == b"\r\n" else b"X: y\r\n" * 6_000 if start == HEAD else FILL
-    async with running(echo) as (_, port):
+    async with running(echo) as (server, port):
         assert (await exchange(port, start, fill, fill, fill)).startswith(b"HTTP/1.1 431 ")
+        assert server.server_state.num_closed[CloseReason.HEAD_TOO_LARGE] == 1
 
 
 @pytest.mark.parametrize("fill", [b"X: y\r\n" * 6_000, b"X: " + FILL])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from penstock.server.http.connection import PendingTransfer, TransferPart
+from penstock.server.http.connection import ConnectionState, PendingTransfer, TransferPart
 from penstock.server.http.connection_limits import HEAD_S, STALL_S, ConnectionLimits, TransferLimits
 from penstock.server.http.http_server import HttpServer
 
@@ -40,6 +40,7 @@ class Transfer:
         self.is_rejected = is_rejected
         self.ended: list[tuple[str, float]] = []
         self.transport = SimpleNamespace(abort=lambda: self.ended.append(("reset", self.clock.now_s)))
+        self.server_state = ConnectionState()
         self._request = object()
 
     def pending_transfer(self) -> PendingTransfer | None:

@@ -10,7 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.engine.protocol.messages import CacheUse, ChunkMetrics
-from penstock.server.observability.metrics import VectorCacheMetrics
+from penstock.server.http.connection import ConnectionState
+from penstock.server.observability.metrics import ConnectionMetrics, VectorCacheMetrics
 
 DOCKER = Path(__file__).resolve().parents[3] / "docker"
 DASHBOARD = json.loads((DOCKER / "grafana" / "penstock.json").read_text())
@@ -34,6 +35,7 @@ async def test_dashboard_and_alerts_use_existing_metrics(serving, engine, monkey
         await client.post("/v1/embeddings", json={"input": "a"})
         text = (await client.get("/metrics")).text
     text += generate_latest(VectorCacheMetrics(VectorCache(1 << 20), list)).decode()
+    text += generate_latest(ConnectionMetrics(ConnectionState())).decode()
     families = list(text_string_to_metric_families(text))
     names = {sample.name: set(sample.labels) for family in families for sample in family.samples}
     # An empty histogram has no samples.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -25,10 +26,13 @@ from penstock.engine.protocol.messages import CacheUse, ChunkMetrics
 from penstock.engine.protocol.request import STAGE_TIMES, Stage
 from penstock.server import penstock_version
 from penstock.server.admission import REJECTION_REASONS
-from penstock.server.observability.metrics import Metrics
+from penstock.server.observability.metrics import ConnectionMetrics, Metrics
 from penstock.server.observability.tracing import Tracing
 
+from ...waiting import until
 from ..bodies import table
+from ..conftest import FakeEngine
+from ..http.sockets import exchange, served
 
 STAGES = {Stage.TOKENIZATION: 0.25, Stage.QUEUE: 0.5, Stage.INFERENCE: 2.0}
 SECRET = "holds back the water"
@@ -323,3 +327,27 @@ async def test_body_rejections_are_counted(serving, engine, settings, content: o
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
         assert (await client.post("/nowhere", json={})).status_code == 404
         assert await rejected(client) == {reason: 1}
+
+
+async def test_open_and_closed_connections_are_counted() -> None:
+    metrics = Metrics(list)
+    async with served(FakeEngine()) as (server, port):
+        metrics.register(ConnectionMetrics(server.server_state))
+        assert (await exchange(port, b"no HTTP\r\n\r\n")).startswith(b"HTTP/1.1 400")
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        await until(lambda: len(server.server_state.connections) == 1)
+        text = (await metrics.scrape()).decode()
+        writer.close()
+    assert samples(text, "penstock_http_connections") == {(): 1}
+    assert samples(text, "penstock_http_closed_connections_total") == {
+        ("incomplete_head",): 0,
+        ("head_too_large",): 0,
+        ("invalid_http",): 1,
+        ("slow_response",): 0,
+    }
+
+
+async def test_memory_of_engine_processes_is_reported(client: httpx.AsyncClient, engine, monkeypatch) -> None:
+    monkeypatch.setattr(engine, "host_bytes", lambda: 3 << 20)
+    text = (await client.get("/metrics")).text
+    assert samples(text, "penstock_engine_resident_memory_bytes") == {("fake-model",): 3 << 20}
