@@ -44,7 +44,7 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 	done
 
 .DEFAULT_GOAL := help
-.PHONY: help install native serve test-server test test-all test-nightly test-faults test-clients test-ray test-schema test-deploy test-image test-arm64 mutants \
+.PHONY: help install native serve examples test-server test test-all test-nightly test-faults test-clients test-ray test-schema test-deploy test-image test-arm64 mutants \
 	test-wheel test-gpu gpu-packages bench-gpu check lint types pyright imports format hooks bench bench-conditions bench-loop bench-overlap bench-peers wheel wheel-arm64 reference docs diagram constraints clean
 
 help: ## List the targets.
@@ -95,6 +95,18 @@ install: $(VENV)/.installed $(LIBRARY) ## Create .venv and install penstock with
 serve: install ## Serve the embedded model on port 8000.
 	@exec $(BIN)/penstock serve $(ARGS)
 
+EXAMPLES := examples/.venv
+
+$(EXAMPLES)/.installed: examples/requirements.txt | $(BIN)/python
+	@echo "Installing the packages of the examples into $(EXAMPLES)"
+	@$(BIN)/python -m venv $(EXAMPLES)
+	@$(EXAMPLES)/bin/python -m pip install --quiet --no-input --requirement examples/requirements.txt
+	@touch $@
+
+# `penstock embed` reads Parquet in one of them: pyarrow is in the extra `test`.
+examples: $(VENV)/.installed-test $(LIBRARY) $(EXAMPLES)/.installed ## Run every example against a server with the embedded model (ARGS=late_chunking.py for one).
+	@$(EXAMPLES)/bin/python examples/run.py $(BIN)/penstock $(ARGS)
+
 # ---- test ------------------------------------------------------------------------------------------------------------
 
 # Each process begins with a part of the tests in their order, so that what a file's tests share is mostly made once.
@@ -111,8 +123,8 @@ test-all: $(VENV)/.installed-test $(LIBRARY) ## Run the quick and the slow tests
 	@$(BIN)/pytest $(SIDE_BY_SIDE) -m 'not gpu' $(TESTS) $(ARGS)
 
 # Without test-image, which needs root. A failing target does not stop the others.
-test-nightly: ## Level 3: run every test that needs no GPU: test-all, real clients, schema, Ray, Helm, the wheel.
-	@$(MAKE) --keep-going test-all test-clients test-schema test-ray test-deploy test-wheel
+test-nightly: ## Level 3: run every test that needs no GPU: test-all, real clients, schema, Ray, Helm, the wheel, examples.
+	@$(MAKE) --keep-going test-all test-clients test-schema test-ray test-deploy test-wheel examples
 
 # PYTHONSAFEPATH would hide the runner's modules from each other.
 test-clients: $(VENV)/.installed-test ## Run real client libraries, each in its own environment, against a real server.
@@ -340,7 +352,7 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	@touch $@
 
 # The pages lie in build/pages as in the checkout, so that relative links work in both. llms.txt links to the sources.
-PAGES := 'docs/*' '*.md' benchmarks/results docker/chart/values.yaml llms.txt
+PAGES := 'docs/*' '*.md' benchmarks/results docker/chart/values.yaml 'examples/*.py' 'examples/*.yaml' llms.txt
 
 docs: $(VENV)/.installed-docs ## Build the documents into build/site; a broken link is an error.
 	@rm -rf build/pages build/site && mkdir -p build/pages
@@ -385,6 +397,6 @@ constraints: ## Renew constraints.txt (on Linux x86-64, with PYTHON=python3.11).
 	@rm -rf $(VENV)-constraints
 
 clean: ## Remove the environment and everything built.
-	rm -rf $(VENV) $(VENV)-wheel $(VENV)-constraints build dist penstock.egg-info
+	rm -rf $(VENV) $(EXAMPLES) $(VENV)-wheel $(VENV)-constraints build dist penstock.egg-info
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	find server engine kernels tests benchmarks docker -name __pycache__ -type d -prune -exec rm -rf {} +
+	find server engine kernels tests benchmarks docker examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -181,7 +181,7 @@ class TargetServer:
         Args:
             task: embed, rerank or classify. Of several models, the first one with this task in `endpoints` is taken.
                 Without `endpoints` it is the first model. `--model` has precedence.
-            dialects: Dialects in the order in which they are tried.
+            dialects: Dialects to try, in this order.
 
         Raises:
             CommandError: The server cannot be reached, needs a key, or lists no model. With --model and one dialect
