@@ -1,0 +1,28 @@
+"""The header of an image file, as the reader of each format returns it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Header:
+    """Contents of a header.
+
+    Attributes:
+        data: The parts of the file that decoding needs.
+        width: Pixels.
+        height: Pixels.
+        exif: EXIF data, which begin with a TIFF header; empty without any.
+        xmp: XMP data; empty without any.
+        orientation: The orientation, if the format has it elsewhere; None: it is in `exif` or `xmp`.
+        num_scans: Passes over the pixels of a progressive JPEG file.
+    """
+
+    data: bytes
+    width: int
+    height: int
+    exif: bytes = b""
+    xmp: bytes = b""
+    orientation: int | None = None
+    num_scans: int = 1

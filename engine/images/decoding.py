@@ -1,0 +1,94 @@
+"""Decodes an image file to RGB, as transformers' image processors see it.
+
+EXIF orientation is applied (transformers' `load_image`). Transparent images are laid on white, other modes are
+converted by Pillow (transformers' `convert_to_rgb`); 16-bit values and floats are converted as Pillow does. Colour
+profiles are ignored.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Final
+
+from PIL import (
+    AvifImagePlugin,
+    BmpImagePlugin,
+    GifImagePlugin,
+    Image,
+    JpegImagePlugin,
+    PngImagePlugin,
+    TiffImagePlugin,
+    UnidentifiedImageError,
+    WebPImagePlugin,
+    features,
+)
+
+from .errors import ImageError
+from .image_file import ImageFile
+
+PLUGINS: Final = (
+    *(AvifImagePlugin, BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, TiffImagePlugin),
+    WebPImagePlugin,
+)
+"""Imported before the first image: otherwise Pillow would import all its plugins then."""
+_OPTIONAL: Final = {"AVIF": "avif", "WEBP": "webp"}
+"""Formats that Pillow may be built without, and their names in PIL.features."""
+_BAND_PIXELS: Final = 1 << 22
+"""Pixels of a transparent image to lay on white at a time."""
+_TRANSPOSES: Final = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_ORIENTATION_TAG: Final = 0x0112
+
+
+def decode(file: ImageFile) -> Image.Image:
+    """Returns the first frame or page of a file as an upright image of mode RGB.
+
+    Raises:
+        ImageError: The file is corrupt, truncated, or has a colour mode that cannot be converted to RGB.
+    """
+    feature = _OPTIONAL.get(file.format)
+    if feature is not None and not features.check(feature):
+        raise ImageError(f"is a {file.format} image, which this server's Pillow cannot read; send PNG or JPEG")
+    try:
+        return _decode(file)
+    except ImageError:
+        raise
+    except Exception as error:  # noqa: BLE001 - Pillow raises errors of many types for corrupt files
+        raise ImageError(f"is a truncated or corrupt {file.format} file ({_reason(error)})") from None
+
+
+def _decode(file: ImageFile) -> Image.Image:
+    with Image.open(io.BytesIO(file.data), formats=[file.format]) as image:
+        if image.width > file.width or image.height > file.height:
+            raise ImageError(f"is a corrupt {file.format} file: its headers contradict each other")
+        image.load()
+        orientation = file.orientation or image.getexif().get(_ORIENTATION_TAG, 1)
+        rgb = _to_rgb(image)
+    transpose = _TRANSPOSES.get(orientation)
+    return rgb if transpose is None else rgb.transpose(transpose)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):  # its message shows an object
+        return "its header is invalid"
+    return str(error) or type(error).__name__
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    width, height = image.size
+    rows = max(_BAND_PIXELS // width, 1)
+    rgb = Image.new("RGB", image.size)
+    for top in range(0, height, rows):
+        part = image.crop((0, top, width, min(top + rows, height))).convert("RGBA")
+        background = Image.new("RGBA", part.size, (255, 255, 255, 255))
+        rgb.paste(Image.alpha_composite(background, part).convert("RGB"), (0, top))
+    return rgb

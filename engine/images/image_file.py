@@ -1,0 +1,310 @@
+"""Reads the headers of image files before anything is decoded.
+
+`read_image_file` finds the format and the size of an image, and copies the parts of the file that decoding needs: one
+image without colour profiles, EXIF data, comments and further frames. So the decoder never sees metadata, and the
+number of pixels is known before memory is allocated.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from .avif import read_avif
+from .container import Header
+from .errors import ImageError
+from .tiff import read_orientation, read_tiff
+
+FORMATS: Final = "PNG, JPEG, WebP, GIF, BMP, TIFF or AVIF"
+_MAX_CHUNKS: Final = 65_536
+"""Chunks of a PNG or WebP file, and markers of a JPEG file. Each takes about a microsecond."""
+_MAX_SCAN_PIXELS: Final = 1_000_000_000
+"""Pixels of a progressive JPEG file times its scans; decoding takes up to 5 ns for each."""
+_SHOWN_BYTES: Final = 12
+"""Bytes of a file in an unknown format to show in the message."""
+_XMP_ORIENTATION: Final = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
+
+_PNG_SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
+_PNG_CHUNKS: Final = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))
+_WEBP_CHUNKS: Final = frozenset((b"VP8X", b"VP8 ", b"VP8L", b"ALPH", b"ANIM", b"ANMF"))
+_SOI, _EOI, _SOS, _TEM = 0xD8, 0xD9, 0xDA, 0x01
+_JPEG_SIZE_MARKERS: Final = frozenset((*range(0xC0, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0)))
+_JPEG_PROGRESSIVE: Final = frozenset((0xC2, 0xC6, 0xCA, 0xCE))
+_JPEG_TABLES: Final = frozenset((0xC4, 0xCC, 0xDB, 0xDC, 0xDD))
+_BMP_RAW, _BMP_BITFIELDS = 0, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLimits:
+    """Limits of an image; each is checked before it is decoded.
+
+    Attributes:
+        max_pixels: Width times height.
+        max_edge: Pixels of the width and of the height.
+    """
+
+    max_pixels: int = 64_000_000
+    max_edge: int = 65_535
+
+    def __post_init__(self) -> None:
+        if not 0 < self.max_pixels <= MAX_PIXELS:
+            raise ValueError(f"max_pixels is {self.max_pixels}; it must be from 1 to {MAX_PIXELS}.")
+
+
+MAX_PIXELS: Final = 89_478_485
+"""Largest ImageLimits.max_pixels: above it Pillow warns of a decompression bomb."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ImageFile:
+    """An image file of known format and size.
+
+    Attributes:
+        format: Pillow's name of the format.
+        data: The parts of the file that decoding needs.
+        width: Pixels, before the orientation is applied.
+        height: Likewise.
+        orientation: The value of the EXIF tag Orientation, 1 to 8; 0: only the decoder knows it (AVIF).
+        num_bytes: Bytes of memory at most while the image is decoded and converted to RGB.
+    """
+
+    format: str
+    data: bytes
+    width: int
+    height: int
+    orientation: int
+    num_bytes: int
+
+
+def read_image_file(data: bytes, limits: ImageLimits) -> ImageFile:
+    """Reads the header of an image file.
+
+    Raises:
+        ImageError: The format is not supported, the header is invalid, or the image exceeds a limit.
+    """
+    reader = next((reader for reader in _READERS if reader.accepts(data)), None)
+    if reader is None:
+        if not data:
+            raise ImageError(f"is empty; send an image file ({FORMATS})")
+        start = data[:_SHOWN_BYTES].decode("latin-1")
+        raise ImageError(f"is not an image in a supported format ({FORMATS}); it begins with {start!a}")
+    try:
+        header = reader.read(data)
+    except (struct.error, IndexError, OverflowError):
+        raise ImageError(f"is a truncated or corrupt {reader.name} file") from None
+    _check_size(header.width, header.height, limits)
+    if header.num_scans * header.width * header.height > _MAX_SCAN_PIXELS:
+        raise ImageError(
+            f"is a progressive JPEG file of {header.width} x {header.height} pixels with {header.num_scans} scans, "
+            "which takes too long to decode; save it with fewer scans"
+        )
+    orientation = header.orientation
+    if orientation is None:
+        orientation = read_orientation(header.exif) or _xmp_orientation(header.xmp) or 1
+    return ImageFile(
+        format=reader.format,
+        data=header.data,
+        width=header.width,
+        height=header.height,
+        orientation=orientation,
+        num_bytes=header.width * header.height * reader.bytes_per_pixel,
+    )
+
+
+def _check_size(width: int, height: int, limits: ImageLimits) -> None:
+    if width < 1 or height < 1:
+        raise ImageError(f"has {width} x {height} pixels; it must have at least one")
+    if max(width, height) > limits.max_edge:
+        raise ImageError(f"has {width} x {height} pixels; an edge may have at most {limits.max_edge}. Make it smaller")
+    if width * height > limits.max_pixels:
+        raise ImageError(
+            f"has {width} x {height} pixels; an image may have at most {limits.max_pixels} in all. Make it smaller"
+        )
+
+
+def _xmp_orientation(xmp: bytes) -> int | None:
+    match = _XMP_ORIENTATION.search(xmp)
+    return int(match[1]) if match else None
+
+
+def _read_png(data: bytes) -> Header:
+    """Keeps the chunks of the image; leaves out text, colour profiles and the frames of an animation."""
+    width, height = struct.unpack_from(">II", data, 16)
+    if data[12:16] != b"IHDR":
+        raise ImageError("is a corrupt PNG file: it does not begin with IHDR")
+    kept, exif, xmp = [data[:8]], b"", b""
+    start, is_after_pixels, has_pixels = 8, False, False
+    for _ in range(_MAX_CHUNKS):
+        if start + 8 > len(data):
+            break
+        length, kind = struct.unpack_from(">I4s", data, start)
+        end = start + 12 + length
+        if kind == b"eXIf":
+            exif = exif or data[start + 8 : end - 4]
+        elif kind == b"iTXt" and data.startswith(b"XML:com.adobe.xmp\0\0", start + 8):
+            xmp = xmp or data[start + 8 : end - 4]
+        elif kind == b"IDAT":
+            has_pixels = True
+        elif has_pixels:  # Pillow ends the image at any other chunk
+            is_after_pixels = True
+        if kind in _PNG_CHUNKS and (kind == b"IEND" or not is_after_pixels):
+            kept.append(data[start:end])
+        if kind == b"IEND":
+            break
+        start = end
+    else:
+        raise ImageError(f"is a PNG file with more than {_MAX_CHUNKS} chunks")
+    return Header(b"".join(kept), width, height, exif=exif, xmp=xmp)
+
+
+def _read_jpeg(data: bytes) -> Header:
+    """Keeps the tables and the pixels; leaves out application data except JFIF's and Adobe's, and comments."""
+    kept, exif, xmp = [data[:2]], list[bytes](), b""
+    size: tuple[int, int] | None = None
+    start, is_progressive = 2, False
+    for _ in range(_MAX_CHUNKS):
+        start = data.find(b"\xff", start)
+        if start < 0:
+            raise ImageError("is a truncated JPEG file: it ends before the pixels")
+        while data[start] == 0xFF:
+            start += 1
+        marker = data[start]
+        start += 1
+        if marker in (0, _SOI, _TEM) or 0xD0 <= marker < _SOI:
+            continue
+        if marker == _EOI:
+            raise ImageError("is a truncated JPEG file: it ends before the pixels")
+        end = start + struct.unpack_from(">H", data, start)[0]
+        if marker == _SOS:
+            if size is None:
+                raise ImageError("is a corrupt JPEG file: its size is missing")
+            kept.append(b"\xff\xda" + data[start:])
+            num_scans = data.count(b"\xff\xda", end) + 1 if is_progressive else 1
+            return Header(b"".join(kept), size[1], size[0], exif=b"".join(exif), xmp=xmp, num_scans=num_scans)
+        segment = data[start + 2 : end]
+        if marker in _JPEG_SIZE_MARKERS:
+            if size is not None:
+                raise ImageError("is a corrupt JPEG file: it has two sizes")
+            size = struct.unpack_from(">HH", segment, 1)
+            is_progressive = marker in _JPEG_PROGRESSIVE
+        elif marker == 0xE1 and segment.startswith(b"Exif\0\0"):
+            exif.append(segment[6:])
+        elif marker == 0xE1 and segment.startswith(b"http://ns.adobe.com/xap/1.0/\0"):
+            xmp = segment
+        is_colour = (marker == 0xE0 and segment.startswith(b"JFIF")) or (
+            marker == 0xEE and segment.startswith(b"Adobe")
+        )
+        if is_colour or marker in _JPEG_TABLES or marker in _JPEG_SIZE_MARKERS:
+            kept.append(b"\xff" + data[start - 1 : end])
+        start = end
+    raise ImageError(f"is a JPEG file with more than {_MAX_CHUNKS} markers before the pixels")
+
+
+def _read_gif(data: bytes) -> Header:
+    """Keeps the palette and the first frame; leaves out comments and application data."""
+    width, height, flags = struct.unpack_from("<HHB", data, 6)
+    start = 13 + (3 << (flags & 7) + 1 if flags & 128 else 0)
+    kept = [data[:start]]
+    for _ in range(_MAX_CHUNKS):
+        if data[start : start + 1] == b",":
+            left, top, frame_width, frame_height = struct.unpack_from("<4H", data, start + 1)
+            kept.append(data[start:])
+            # Pillow enlarges the image if the frame lies outside.
+            return Header(b"".join(kept), max(width, left + frame_width), max(height, top + frame_height))
+        if data[start : start + 1] == b"!":
+            end = start + 2
+            while data[end]:
+                end += data[end] + 1
+                if end - start > _MAX_CHUNKS:
+                    raise ImageError(f"is a GIF file with more than {_MAX_CHUNKS} bytes in an extension")
+            end += 1
+            if data[start + 1] == 0xF9:  # the transparent colour
+                kept.append(data[start:end])
+            start = end
+        elif data[start : start + 1] in (b";", b""):
+            raise ImageError("is a corrupt GIF file: it contains no frame")
+        else:
+            start += 1
+    raise ImageError("is a corrupt GIF file: no frame follows its header")
+
+
+def _read_webp(data: bytes) -> Header:
+    """Keeps the pixels and the first frame of an animation."""
+    kind = data[12:16]
+    if kind == b"VP8X":
+        width, height = (int.from_bytes(data[at : at + 3], "little") + 1 for at in (24, 27))
+        struct.unpack_from("<10s", data, 20)
+    elif kind == b"VP8L":
+        (bits,) = struct.unpack_from("<I", data, 21)
+        width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    elif kind == b"VP8 ":
+        width, height = (edge & 0x3FFF for edge in struct.unpack_from("<HH", data, 26))
+    else:
+        raise ImageError("is a corrupt WebP file: it contains no image")
+    kept, exif, xmp = list[bytes](), b"", b""
+    start, num_frames = 12, 0
+    for _ in range(_MAX_CHUNKS):
+        if start + 8 > len(data):
+            break
+        name, length = struct.unpack_from("<4sI", data, start)
+        end = start + 8 + length + length % 2
+        num_frames += name == b"ANMF"
+        if name == b"EXIF":
+            exif = exif or data[start + 8 : start + 8 + length]
+        elif name == b"XMP ":
+            xmp = xmp or data[start + 8 : start + 8 + length]
+        elif name in _WEBP_CHUNKS and (name != b"ANMF" or num_frames == 1):
+            kept.append(data[start:end])
+        start = end
+    else:
+        raise ImageError(f"is a WebP file with more than {_MAX_CHUNKS} chunks")
+    body = b"".join(kept)
+    return Header(b"RIFF" + struct.pack("<I", len(body) + 4) + b"WEBP" + body, width, height, exif=exif, xmp=xmp)
+
+
+def _read_bmp(data: bytes) -> Header:
+    (header_size,) = struct.unpack_from("<I", data, 14)
+    if header_size == 12:
+        width, height = struct.unpack_from("<HH", data, 18)
+        return Header(data, width, height)
+    width, height, _, _, compression = struct.unpack_from("<iiHHI", data, 18)
+    if compression not in (_BMP_RAW, _BMP_BITFIELDS):
+        raise ImageError("is a compressed BMP file, which is not supported; save it as PNG")
+    return Header(data, width, abs(height))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """A format.
+
+    Attributes:
+        name: Name in messages.
+        format: Pillow's name.
+        read: Reads the header.
+        accepts: Whether a file begins like this format.
+        bytes_per_pixel: Memory of Pillow's decoder and of the conversion to RGB, measured.
+    """
+
+    name: str
+    format: str
+    read: Callable[[bytes], Header]
+    accepts: Callable[[bytes], bool]
+    bytes_per_pixel: int
+
+
+def _begins(*signatures: bytes) -> Callable[[bytes], bool]:
+    return lambda data: data.startswith(signatures)
+
+
+_READERS: Final[Sequence[_Reader]] = (
+    _Reader("PNG", "PNG", _read_png, _begins(_PNG_SIGNATURE), 12),
+    _Reader("JPEG", "JPEG", _read_jpeg, _begins(b"\xff\xd8\xff"), 16),
+    _Reader("GIF", "GIF", _read_gif, _begins(b"GIF87a", b"GIF89a"), 12),
+    _Reader("WebP", "WEBP", _read_webp, lambda data: data.startswith(b"RIFF") and data[8:12] == b"WEBP", 24),
+    _Reader("BMP", "BMP", _read_bmp, _begins(b"BM"), 12),
+    _Reader("TIFF", "TIFF", read_tiff, _begins(b"II*\0", b"MM\0*"), 16),
+    _Reader("AVIF", "AVIF", read_avif, lambda data: data[4:12] in (b"ftypavif", b"ftypavis", b"ftypmif1"), 24),
+)

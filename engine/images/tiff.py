@@ -1,0 +1,168 @@
+"""Reads the first directory of TIFF files, and the orientation in EXIF data, which have the same structure."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from .container import Header
+from .errors import ImageError
+
+_MAX_TAGS: Final = 1_024
+_SIZES: Final = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4}
+"""Bytes of a value, by its type."""
+_INTEGERS: Final = {1: "B", 3: "H", 4: "I"}
+_WIDTH, _HEIGHT, _COMPRESSION, _ORIENTATION, _SAMPLES, _PLANAR = 256, 257, 259, 274, 277, 284
+_STRIP_OFFSETS, _ROWS_PER_STRIP, _STRIP_BYTES = 273, 278, 279
+_TILE_WIDTH, _TILE_HEIGHT, _TILE_OFFSETS, _TILE_BYTES = 322, 323, 324, 325
+_XMP: Final = 700
+_KEPT: Final = frozenset(
+    (
+        *(_WIDTH, _HEIGHT, 258, _COMPRESSION, 262, 266, _STRIP_OFFSETS, _SAMPLES, _ROWS_PER_STRIP, _STRIP_BYTES),
+        *(_PLANAR, 292, 293, 317, 320, _TILE_WIDTH, _TILE_HEIGHT, _TILE_OFFSETS, _TILE_BYTES, 332, 338, 339, 347),
+        *(529, 530, 531, 532),
+    )
+)
+"""Tags that decoding needs: sizes, sample formats, offsets, palette and tables of the compression."""
+_COMPRESSIONS: Final = frozenset((1, 2, 3, 4, 5, 7, 8, 32_773, 32_946, 50_000))
+"""None, CCITT, LZW, JPEG, deflate, PackBits and Zstandard."""
+_RAW: Final = 1
+_MAX_TILE_PIXELS: Final = 1 << 24
+_MAX_SAMPLES: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An entry of a directory.
+
+    Attributes:
+        kind: Type of the values.
+        count: Number of values.
+        data: The values.
+    """
+
+    kind: int
+    count: int
+    data: bytes
+
+
+def read_tiff(data: bytes) -> Header:
+    """Keeps the first page, and of its directory the tags in _KEPT.
+
+    Raises:
+        ImageError: The file is not a supported TIFF file.
+        struct.error: The file is truncated.
+    """
+    order = "<" if data[:1] == b"I" else ">"
+    entries = _read_directory(data, order)
+    width, height = _integer(entries, order, _WIDTH, 0), _integer(entries, order, _HEIGHT, 0)
+    _check_layout(entries, order, width, height, len(data))
+    orientation = _integer(entries, order, _ORIENTATION, 0)
+    xmp = entries[_XMP].data if _XMP in entries else b""
+    kept = {tag: entry for tag, entry in entries.items() if tag in _KEPT}
+    return Header(
+        _with_directory(data, order, kept),
+        width,
+        height,
+        xmp=xmp,
+        orientation=orientation if 1 <= orientation <= 8 else (None if xmp else 1),
+    )
+
+
+def read_orientation(exif: bytes) -> int | None:
+    """Returns the value of the tag Orientation in EXIF data; None if they are invalid or have none."""
+    exif = exif.removeprefix(b"Exif\0\0")
+    if exif[:2] not in (b"II", b"MM"):
+        return None
+    order = "<" if exif[:1] == b"I" else ">"
+    try:
+        (start,) = struct.unpack_from(order + "I", exif, 4)
+        (num_entries,) = struct.unpack_from(order + "H", exif, start)
+        for position in range(min(num_entries, _MAX_TAGS)):
+            tag, kind, count = struct.unpack_from(order + "HHI", exif, start + 2 + 12 * position)
+            if tag == _ORIENTATION and kind in _INTEGERS and count == 1:
+                value: int = struct.unpack_from(order + _INTEGERS[kind], exif, start + 10 + 12 * position)[0]
+                return value
+    except struct.error:
+        return None
+    return None
+
+
+def _read_directory(data: bytes, order: str) -> dict[int, _Entry]:
+    """Returns the first directory. The values together are not larger than the file."""
+    (start,) = struct.unpack_from(order + "I", data, 4)
+    (num_entries,) = struct.unpack_from(order + "H", data, start)
+    if num_entries > _MAX_TAGS:
+        raise ImageError(f"is a TIFF file with more than {_MAX_TAGS} tags")
+    entries: dict[int, _Entry] = {}
+    num_bytes = 0
+    for position in range(num_entries):
+        at = start + 2 + 12 * position
+        tag, kind, count, offset = struct.unpack_from(order + "HHII", data, at)
+        if kind not in _SIZES or tag in entries or (tag not in _KEPT and tag not in (_ORIENTATION, _XMP)):
+            continue
+        size = count * _SIZES[kind]
+        num_bytes += size
+        if num_bytes > len(data):
+            raise ImageError("is a corrupt TIFF file: its tags are larger than the file")
+        first = at + 8 if size <= 4 else offset
+        values = data[first : first + size]
+        if len(values) == size:
+            entries[tag] = _Entry(kind, count, values)
+    return entries
+
+
+def _check_layout(entries: Mapping[int, _Entry], order: str, width: int, height: int, file_size: int) -> None:
+    """Raises ImageError if the strips or tiles are more, or larger, than the image and the file."""
+    compression = _integer(entries, order, _COMPRESSION, _RAW)
+    if compression not in _COMPRESSIONS:
+        raise ImageError(f"is a TIFF file with compression {compression}, which is not supported; save it as PNG")
+    is_tiled = _TILE_OFFSETS in entries and _STRIP_OFFSETS not in entries
+    tile_width = _integer(entries, order, _TILE_WIDTH, 0) if is_tiled else width
+    tile_height = (
+        _integer(entries, order, _TILE_HEIGHT, 0)
+        if is_tiled
+        else min(_integer(entries, order, _ROWS_PER_STRIP, height), height)
+    )
+    if tile_width < 1 or tile_height < 1 or (is_tiled and tile_width * tile_height > _MAX_TILE_PIXELS):
+        raise ImageError(f"is a TIFF file with tiles or strips of {tile_width} x {tile_height} pixels")
+    samples = _integer(entries, order, _SAMPLES, 1)
+    if not 1 <= samples <= _MAX_SAMPLES:
+        raise ImageError(f"is a TIFF file with {samples} samples in a pixel; at most {_MAX_SAMPLES} are supported")
+    num_planes = samples if _integer(entries, order, _PLANAR, 1) == 2 else 1
+    expected = -(-width // tile_width) * -(-height // tile_height) * num_planes
+    offsets = entries.get(_TILE_OFFSETS if is_tiled else _STRIP_OFFSETS)
+    sizes = _integers(entries.get(_TILE_BYTES if is_tiled else _STRIP_BYTES), order)
+    if offsets is None or offsets.count > expected:
+        raise ImageError(f"is a corrupt TIFF file: it needs {expected} strips or tiles")
+    if compression != _RAW and (len(sizes) != offsets.count or sum(sizes) > file_size):
+        raise ImageError("is a corrupt TIFF file: its strips or tiles have no size, or are larger than the file")
+
+
+def _with_directory(data: bytes, order: str, entries: Mapping[int, _Entry]) -> bytes:
+    """Returns the file with a new directory at its end, as the only one."""
+    start = len(data) + len(data) % 2
+    values_start = start + 2 + 12 * len(entries) + 4
+    directory, values = [struct.pack(order + "H", len(entries))], list[bytes]()
+    for tag, entry in sorted(entries.items()):
+        if len(entry.data) <= 4:
+            directory.append(struct.pack(order + "HHI", tag, entry.kind, entry.count) + entry.data.ljust(4, b"\0"))
+        else:
+            directory.append(struct.pack(order + "HHII", tag, entry.kind, entry.count, values_start))
+            values.append(entry.data + bytes(len(entry.data) % 2))
+            values_start += len(values[-1])
+    head = data[:4] + struct.pack(order + "I", start)
+    return b"".join((head, data[8:], bytes(start - len(data)), *directory, bytes(4), *values))
+
+
+def _integer(entries: Mapping[int, _Entry], order: str, tag: int, default: int) -> int:
+    values = _integers(entries.get(tag), order)
+    return values[0] if values else default
+
+
+def _integers(entry: _Entry | None, order: str) -> Sequence[int]:
+    if entry is None or entry.kind not in _INTEGERS:
+        return ()
+    return struct.unpack(f"{order}{entry.count}{_INTEGERS[entry.kind]}", entry.data)

@@ -1,0 +1,85 @@
+"""Decoded images equal what transformers reads from the same files."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from transformers.image_transforms import convert_to_rgb
+
+from penstock.engine.images.decoding import decode
+from penstock.engine.images.image_file import ImageLimits, read_image_file
+
+from .pictures import encoded, picture
+
+_SIZES = [(1, 1), (1, 7), (33, 17), (129, 64)]
+_FILES: list[tuple[str, str, dict[str, Any]]] = [
+    *(("PNG", mode, {}) for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")),
+    ("PNG", "P", {"transparency": 3}),
+    ("PNG", "P", {"transparency": bytes(range(256))}),
+    ("PNG", "L", {"transparency": 3}),
+    ("PNG", "RGB", {"transparency": (1, 2, 3), "icc_profile": b"x" * 70_000}),
+    *(("JPEG", mode, {}) for mode in ("L", "RGB", "CMYK")),
+    ("JPEG", "RGB", {"progressive": True, "comment": b"hello", "icc_profile": b"x" * 70_000}),
+    ("WEBP", "RGB", {}),
+    ("WEBP", "RGBA", {"lossless": True}),
+    *(("GIF", mode, {}) for mode in ("L", "P", "RGB")),
+    ("GIF", "P", {"transparency": 3, "comment": b"x" * 1_000}),
+    *(("BMP", mode, {}) for mode in ("1", "L", "P", "RGB", "RGBA")),
+    *(("TIFF", mode, {}) for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F")),
+    *(("TIFF", "RGBA", {"compression": name}) for name in ("tiff_lzw", "tiff_deflate", "packbits", "zstd")),
+    ("TIFF", "RGB", {"compression": "jpeg"}),
+    ("TIFF", "1", {"compression": "group4"}),
+    ("AVIF", "RGB", {"speed": 10}),
+    ("AVIF", "RGBA", {"speed": 10}),
+]
+
+
+def _decoded(data: bytes) -> NDArray[np.uint8]:
+    return np.asarray(decode(read_image_file(data, ImageLimits())))
+
+
+def _expected(data: bytes) -> NDArray[np.uint8]:
+    pixels: NDArray[np.uint8] = convert_to_rgb(ImageOps.exif_transpose(Image.open(io.BytesIO(data))), return_numpy=True)
+    return pixels
+
+
+@pytest.mark.parametrize(("format", "mode", "options"), _FILES)
+def test_every_mode_equals_transformers(format: str, mode: str, options: dict[str, Any]) -> None:  # noqa: A002
+    for seed, (width, height) in enumerate(_SIZES):
+        data = encoded(picture(mode, width, height, seed), format, **options)
+        np.testing.assert_array_equal(_decoded(data), _expected(data))
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "TIFF", "AVIF"])
+def test_exif_orientation_is_applied(format: str) -> None:  # noqa: A002
+    for orientation in range(1, 9):
+        data = encoded(picture("RGB", 33, 17), format, orientation=orientation)
+        pixels = _decoded(data)
+        assert pixels.shape[:2] == ((17, 33) if orientation < 5 else (33, 17))
+        np.testing.assert_array_equal(pixels, _expected(data))
+
+
+def test_xmp_orientation_is_applied() -> None:
+    for format_ in ("JPEG", "WEBP"):
+        data = encoded(picture("RGB", 33, 17), format_, xmp=b'<x tiff:Orientation="6"/>')
+        np.testing.assert_array_equal(_decoded(data), _expected(data))
+        assert _decoded(data).shape == (33, 17, 3)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+@pytest.mark.parametrize("format", ["PNG", "GIF", "WEBP", "TIFF", "AVIF"])
+def test_first_frame_of_animation_is_read(format: str, mode: str) -> None:  # noqa: A002
+    first, *others = (picture(mode, 33, 17, seed) for seed in range(3))
+    data = encoded(first, format, save_all=True, append_images=others)
+    np.testing.assert_array_equal(_decoded(data), _expected(data))
+
+
+def test_transparent_image_is_laid_on_white_in_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.images.decoding._BAND_PIXELS", 100)
+    data = encoded(picture("RGBA", 33, 17), "PNG")
+    np.testing.assert_array_equal(_decoded(data), _expected(data))

@@ -1,0 +1,152 @@
+"""ImageEncoder: order, errors of one image, memory, cancellation and shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from penstock.engine.images.encoder import ImageEncoder
+from penstock.engine.images.image_file import ImageFile, ImageLimits
+from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError, MachineError
+from penstock.engine.protocol.images import ImageInput, ImagePatches, ImageResize, ImageSpec
+
+from .pictures import encoded, picture
+
+_SPEC = ImageSpec(
+    patch_size=4, resize=ImageResize.EXACT, size=(8, 8), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), max_patches=4
+)
+_PATCHES = ImagePatches(np.zeros((4, 48), np.uint8), (2, 2))
+
+
+def _images(count: int) -> list[ImageInput]:
+    return [ImageInput(encoded(picture("RGB", 9, 7, seed), "PNG")) for seed in range(count)]
+
+
+class _Gate:
+    """Stands for decoding: waits in the worker thread until it is opened, and records the most that ran at once."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+        self.num_begun = self.most_running = self._running = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, file: ImageFile) -> ImagePatches:
+        with self._lock:
+            self.num_begun += 1
+            self._running += 1
+            self.most_running = max(self.most_running, self._running)
+        assert self.is_open.wait(30)
+        with self._lock:
+            self._running -= 1
+        return _PATCHES
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> _Gate:
+    gate = _Gate()
+    monkeypatch.setattr("penstock.engine.images.encoder._load_process", lambda spec: gate)
+    return gate
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+async def test_patches_come_in_the_order_of_the_images() -> None:
+    encoder = ImageEncoder(_SPEC, num_workers=3)
+    images = _images(7)
+    together = await encoder.encode(images)
+    for image, patches in zip(images, together, strict=True):
+        (alone,) = await encoder.encode([image])
+        np.testing.assert_array_equal(patches.pixels, alone.pixels)
+        assert patches.grid == (2, 2)
+    assert len({patches.pixels.tobytes() for patches in together}) == 7
+    assert await encoder.encode([]) == []
+    encoder.close()
+
+
+async def test_corrupt_image_fails_its_request_only() -> None:
+    encoder = ImageEncoder(_SPEC, num_workers=2)
+    images = _images(4)
+    broken = [*images[:3], ImageInput(b'<svg width="1"/>')]
+    failed, succeeded = await asyncio.gather(encoder.encode(broken), encoder.encode(images), return_exceptions=True)
+    assert isinstance(failed, InvalidRequestError)
+    assert failed.param == "input"
+    assert failed.message == (
+        "Input 3 is not an image in a supported format (PNG, JPEG, WebP, GIF, BMP, TIFF or AVIF); it begins with "
+        "'<svg width='."
+    )
+    assert isinstance(succeeded, list)
+    encoder.close()
+
+
+async def test_image_above_pixel_limit_is_rejected() -> None:
+    encoder = ImageEncoder(_SPEC, num_workers=1, limits=ImageLimits(max_pixels=62))
+    with pytest.raises(InvalidRequestError, match=r"^Input 0 has 9 x 7 pixels; an image may have at most 62 in all"):
+        await encoder.encode(_images(1))
+    encoder.close()
+
+
+@pytest.mark.parametrize(("limit", "most_running"), [(1, 1), (2 * 9 * 7 * 12, 2), (1 << 20, 3)])
+async def test_memory_limits_images_that_run_at_once(gate: _Gate, limit: int, most_running: int) -> None:
+    encoder = ImageEncoder(_SPEC, num_workers=3, max_decoding_bytes=limit)
+    task = asyncio.create_task(encoder.encode(_images(9)))
+    await _until(lambda: gate.num_begun == most_running)
+    gate.is_open.set()
+    assert len(await task) == 9
+    assert gate.most_running == most_running
+    encoder.close()
+
+
+async def test_request_leaves_workers_to_others_between_images(gate: _Gate) -> None:
+    encoder = ImageEncoder(_SPEC, num_workers=1)
+    large = asyncio.create_task(encoder.encode(_images(50)))
+    await _until(lambda: gate.num_begun == 1)
+    small = asyncio.create_task(encoder.encode(_images(1)))
+    await asyncio.sleep(0)
+    gate.is_open.set()
+    await small
+    assert gate.num_begun < 50
+    await large
+    encoder.close()
+
+
+async def test_cancelled_request_decodes_no_further_image(gate: _Gate) -> None:
+    encoder = ImageEncoder(_SPEC, num_workers=2)
+    task = asyncio.create_task(encoder.encode(_images(9)))
+    await _until(lambda: gate.num_begun == 2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gate.is_open.set()
+    assert len(await encoder.encode(_images(1))) == 1
+    assert gate.num_begun == 3
+    encoder.close()
+
+
+async def test_closed_encoder_rejects_waiting_and_new_requests(gate: _Gate) -> None:
+    encoder = ImageEncoder(_SPEC, num_workers=1)
+    running = asyncio.create_task(encoder.encode(_images(1)))
+    await _until(lambda: gate.num_begun == 1)
+    waiting = asyncio.create_task(encoder.encode(_images(1)))
+    await asyncio.sleep(0)
+    encoder.close()
+    gate.is_open.set()
+    assert await running == [_PATCHES]
+    for request in (waiting, encoder.encode(_images(2))):
+        with pytest.raises(EngineUnavailableError, match="shutting down"):
+            await request
+
+
+def test_missing_pillow_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    for name in ("decoding", "preprocessing"):
+        monkeypatch.delitem(sys.modules, f"penstock.engine.images.{name}", raising=False)
+    with pytest.raises(MachineError, match=r"needs Pillow .* Run pip install 'penstock\[images\]'"):
+        ImageEncoder(_SPEC, num_workers=1)

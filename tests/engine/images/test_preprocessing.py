@@ -1,0 +1,111 @@
+"""Patches equal the pixel values of transformers' processors on Pillow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
+
+from penstock.engine.images.preprocessing import preprocess
+from penstock.engine.images.resampling import resize_part
+from penstock.engine.protocol.images import ImagePatches, ImageResize, ImageSpec
+
+from .pictures import picture
+
+_SIZES = [(1, 1), (1, 9), (9, 1), (3, 5), (224, 224), (225, 223), (320, 241), (2, 700), (1_500, 3), (513, 400)]
+_CLIP = ImageSpec(
+    patch_size=32,
+    resize=ImageResize.SHORTEST_EDGE,
+    size=(224, 224),
+    crop=(224, 224),
+    mean=(0.48145466, 0.4578275, 0.40821073),
+    std=(0.26862954, 0.26130258, 0.27577711),
+    max_patches=49,
+    num_class_rows=1,
+)
+_HALF: dict[str, Any] = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+
+
+def _normalized(patches: ImagePatches, spec: ImageSpec) -> NDArray[np.float64]:
+    colours = patches.pixels.reshape(-1, 3).astype(np.float64) * spec.rescale
+    return ((colours - spec.mean) / spec.std).reshape(patches.pixels.shape)
+
+
+def _cut(pixel_values: NDArray[np.float32], grid: tuple[int, int], patch_size: int) -> NDArray[np.float32]:
+    """Cuts [3, H, W] into patches with torch's unfold, in the order rows, columns, colours."""
+    import torch
+
+    rows, columns = grid
+    whole = torch.from_numpy(pixel_values[:, : rows * patch_size, : columns * patch_size].copy())
+    columns_first = torch.nn.functional.unfold(whole[None], patch_size, stride=patch_size)[0].T
+    return columns_first.reshape(-1, 3, patch_size * patch_size).transpose(1, 2).reshape(rows * columns, -1).numpy()
+
+
+@pytest.mark.parametrize(
+    ("spec", "processor"),
+    [
+        (_CLIP, CLIPImageProcessorPil()),
+        (  # larger than the resized image: black borders of odd width
+            ImageSpec(
+                patch_size=7, resize=ImageResize.SHORTEST_EDGE, size=(200, 200), crop=(231, 97), resample=1,
+                max_patches=429, **_HALF,
+            ),
+            CLIPImageProcessorPil(
+                size={"shortest_edge": 200}, crop_size={"height": 231, "width": 97}, resample=1,
+                image_mean=[0.5] * 3, image_std=[0.5] * 3,
+            ),
+        ),
+        (  # 48 and 62 are not multiples of 14
+            ImageSpec(patch_size=14, resize=ImageResize.EXACT, size=(48, 62), max_patches=12, **_HALF),
+            SiglipImageProcessorPil(size={"height": 48, "width": 62}),
+        ),
+    ],
+    ids=["clip", "borders", "siglip"],
+)  # fmt: skip
+def test_patches_equal_pixel_values_of_processor(spec: ImageSpec, processor: Any) -> None:
+    for seed, (width, height) in enumerate(_SIZES):
+        image = picture("RGB", width, height, seed)
+        patches = preprocess(image, spec)
+        assert patches.pixels.dtype == np.uint8
+        assert patches.pixels.shape == (spec.max_patches, spec.patch_size**2 * 3)
+        expected = _cut(processor(image, return_tensors="np")["pixel_values"][0], patches.grid, spec.patch_size)
+        np.testing.assert_allclose(_normalized(patches, spec), expected, rtol=0, atol=1e-6)
+
+
+def test_patches_of_siglip2_equal_processor() -> None:
+    spec = ImageSpec(patch_size=16, resize=ImageResize.PATCHES, size=(0, 0), resample=2, max_patches=256, **_HALF)
+    processor = Siglip2ImageProcessorPil()
+    for seed, (width, height) in enumerate([*_SIZES, (1, 65_535), (65_535, 1)]):
+        image = picture("RGB", width, height, seed)
+        patches = preprocess(image, spec)
+        expected = processor(image, return_tensors="np")
+        assert patches.grid == tuple(expected["spatial_shapes"][0])
+        pixel_values = expected["pixel_values"][0][: len(patches.pixels)]
+        np.testing.assert_allclose(_normalized(patches, spec), pixel_values, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("resample", [1, 2, 3])
+def test_part_of_enlarged_image_equals_pillow(resample: int) -> None:
+    rng = np.random.default_rng(resample)
+    for seed in range(60):
+        width, height = (int(edge) for edge in rng.integers(1, 60, 2))
+        larger = width + int(rng.integers(0, 99)), height + int(rng.integers(0, 99))
+        (left, right), (top, bottom) = (sorted(rng.choice(edge + 1, 2, replace=False).tolist()) for edge in larger)
+        image, method = picture("RGB", width, height, seed), Image.Resampling(resample)
+        part = resize_part(image, larger[::-1], (top, bottom), (left, right), method)
+        np.testing.assert_array_equal(part, np.asarray(image.resize(larger, method))[top:bottom, left:right])
+
+
+def test_narrow_image_is_enlarged_inside_the_crop_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = picture("RGB", 3, 1_500)
+    expected = preprocess(image, _CLIP).pixels
+    monkeypatch.setattr("penstock.engine.images.preprocessing._MAX_ENLARGED_PIXELS", 1)
+    np.testing.assert_array_equal(preprocess(image, _CLIP).pixels, expected)
+    monkeypatch.undo()
+    assert preprocess(picture("RGB", 1, 65_535), _CLIP).grid == (7, 7)  # 224 x 14,679,840 pixels as a whole
