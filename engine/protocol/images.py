@@ -45,7 +45,7 @@ class ImageSpec:
     Attributes:
         patch_size: S.
         resize: How an image is resized.
-        size: (height, width) in pixels; unused for PATCHES.
+        size: (height, width) in pixels; (0, 0) for PATCHES. SHORTEST_EDGE needs `crop`.
         crop: (height, width) of the centre to cut out after the resize; None: no crop.
         resample: Filter of the resize, as Pillow's number: 1 Lanczos, 2 bilinear, 3 bicubic.
         rescale: Factor of the pixel values before `mean` and `std`.

@@ -1,0 +1,251 @@
+"""Reads the preprocessing of a model's images: preprocessor_config.json, or processor_config.json of newer models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ..protocol.errors import UnsupportedModelError
+from ..protocol.images import ImageResize, ImageSpec
+from .model_folder import read_object
+
+PROCESSOR_FILE: Final = "processor_config.json"
+IMAGE_PROCESSOR_FILE: Final = "preprocessor_config.json"
+_BILINEAR, _BICUBIC = 2, 3
+_RESAMPLES: Final = (1, _BILINEAR, _BICUBIC)
+_CLASS_SUFFIXES: Final = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
+_MUST_BE_OFF: Final = ("do_pad", "use_square_size", "do_flip_channel_order", "do_image_splitting", "do_thumbnail")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Defaults:
+    """Default values of an image processor of transformers, and of its vision model.
+
+    Attributes:
+        values: Of the processor, by key.
+        image_size: Pixels of the edges; None: images keep their proportions (naflex).
+        patch_size: Pixels of the edges.
+        num_class_rows: See ImageSpec.
+    """
+
+    values: Mapping[str, Any]
+    image_size: int | None
+    patch_size: int
+    num_class_rows: int = 0
+
+
+_ALL_STEPS: Final = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255}
+_HALF: Final = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+_CLIP: Final = _Defaults(
+    values={
+        **_ALL_STEPS,
+        "size": {"shortest_edge": 224},
+        "do_center_crop": True,
+        "crop_size": {"height": 224, "width": 224},
+        "resample": _BICUBIC,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    },
+    image_size=224,
+    patch_size=32,
+    num_class_rows=1,
+)
+_SIGLIP: Final = _Defaults(
+    values={
+        **_ALL_STEPS,
+        **_HALF,
+        "size": {"height": 224, "width": 224},
+        "do_center_crop": False,
+        "resample": _BICUBIC,
+    },
+    image_size=224,
+    patch_size=16,
+)
+_SIGLIP2: Final = _Defaults(
+    values={**_ALL_STEPS, **_HALF, "patch_size": 16, "max_num_patches": 256, "resample": _BILINEAR},
+    image_size=None,
+    patch_size=16,
+)
+_KINDS: Final = {"CLIP": _CLIP, "Siglip": _SIGLIP, "Siglip2": _SIGLIP2}
+"""By the prefix of transformers' class names."""
+_KIND_OF_MODEL: Final = {"clip": "CLIP", "siglip": "Siglip", "siglip2": "Siglip2"}
+"""By the beginning of model_type, for files that name no class."""
+
+
+def read_image_spec(folder: Path, config: Mapping[str, Any]) -> ImageSpec:
+    """Reads the preprocessing of the images of a CLIP, SigLIP or SigLIP 2 model.
+
+    Args:
+        folder: Folder with the files of the processor.
+        config: config.json of the model, or of its vision tower.
+
+    Raises:
+        UnsupportedModelError: There is no such file, or it has a value that penstock does not support.
+        ModelLoadError: A file is not valid JSON.
+    """
+    source = _Source.read(folder)
+    kind = _kind(source, config)
+    defaults = _KINDS[kind]
+    values = source.with_defaults(defaults.values)
+    vision = config.get("vision_config") or config
+    patch_size = values.count("patch_size", _value(vision, "patch_size", defaults.patch_size))
+    if (model_patch_size := _value(vision, "patch_size", defaults.patch_size)) != patch_size:
+        raise values.unsupported("patch_size", f"the patch_size of config.json, {model_patch_size!r}")
+    for key in _MUST_BE_OFF:
+        if values.get(key):
+            raise values.unsupported(key, "false")
+    if not values.get("do_resize"):
+        raise values.unsupported("do_resize", "true")
+    if values.get("resample") not in _RESAMPLES:
+        raise values.unsupported("resample", "1 (Lanczos), 2 (bilinear) or 3 (bicubic)")
+    colours: dict[str, Any] = {
+        "resample": values.get("resample"),
+        "rescale": values.positive("rescale_factor") if values.get("do_rescale") else 1.0,
+        "mean": values.colours("image_mean") if values.get("do_normalize") else (0.0, 0.0, 0.0),
+        "std": values.colours("image_std", must_be_positive=True) if values.get("do_normalize") else (1.0, 1.0, 1.0),
+    }
+    if defaults.image_size is None:
+        return ImageSpec(
+            patch_size=patch_size,
+            resize=ImageResize.PATCHES,
+            size=(0, 0),
+            max_patches=values.count("max_num_patches"),
+            **colours,
+        )
+    image_size = _value(vision, "image_size", defaults.image_size)
+    resize, size = values.size("size")
+    crop = values.size("crop_size", is_crop=True)[1] if values.get("do_center_crop") else None
+    if (crop or size) != (image_size, image_size) or (crop is None and resize is ImageResize.SHORTEST_EDGE):
+        raise values.unsupported(
+            "crop_size" if crop else "size", f"the image_size of config.json, {image_size!r}, for height and width"
+        )
+    return ImageSpec(
+        patch_size=patch_size,
+        resize=resize,
+        size=size,
+        crop=crop,
+        max_patches=(image_size // patch_size) ** 2,
+        num_class_rows=defaults.num_class_rows,
+        **colours,
+    )
+
+
+def _kind(source: _Source, config: Mapping[str, Any]) -> str:
+    """Returns a key of _KINDS."""
+    for key in ("image_processor_type", "feature_extractor_type"):
+        if (name := source.get(key)) is not None:
+            kind = next((kind for kind in _KINDS for suffix in _CLASS_SUFFIXES if name == kind + suffix), None)
+            if kind is None:
+                wanted = ", ".join(f"{kind}ImageProcessor" for kind in _KINDS)
+                raise source.unsupported(key, f"one of {wanted}")
+            return kind
+    model_type = str(config.get("model_type"))
+    kind = _KIND_OF_MODEL.get(model_type.partition("_")[0])
+    if kind is None:
+        raise UnsupportedModelError(
+            f"{source.path} names no image_processor_type, and model_type in config.json is {model_type!r}; penstock "
+            f"reads images for {', '.join(_KIND_OF_MODEL)}."
+        )
+    return kind
+
+
+def _value(vision: Mapping[str, Any], key: str, default: int) -> int:
+    value = vision.get(key)
+    if value is None:
+        return default
+    if not _is_count(value):
+        raise UnsupportedModelError(
+            f"config.json: {key} of the vision model is {value!r}; it must be an integer above 0."
+        )
+    return int(value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 16
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The values of a file.
+
+    Attributes:
+        path: The file.
+        values: Its values.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> _Source:
+        """Reads the file that transformers prefers: image_processor in processor_config.json."""
+        nested = read_object(folder / PROCESSOR_FILE).get("image_processor")
+        if isinstance(nested, dict):
+            return cls(folder / PROCESSOR_FILE, nested)
+        path = folder / IMAGE_PROCESSOR_FILE
+        if not path.exists():
+            raise UnsupportedModelError(
+                f"{path} is missing; penstock needs it to prepare images. Add it to the folder."
+            )
+        return cls(path, read_object(path))
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> _Source:
+        """Returns the values with those of transformers' class for missing ones and null."""
+        return _Source(
+            self.path, {**defaults, **{key: value for key, value in self.values.items() if value is not None}}
+        )
+
+    def get(self, key: str) -> Any:
+        """Returns a value; None if it is missing."""
+        return self.values.get(key)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Returns an integer above 0."""
+        value = self.values.get(key, default)
+        if not _is_count(value):
+            raise self.unsupported(key, "an integer above 0")
+        return int(value)
+
+    def positive(self, key: str) -> float:
+        """Returns a number above 0."""
+        value = self.values[key]
+        if not _is_number(value) or value <= 0:
+            raise self.unsupported(key, "a number above 0")
+        return float(value)
+
+    def colours(self, key: str, *, must_be_positive: bool = False) -> tuple[float, float, float]:
+        """Returns a number for red, green and blue."""
+        value = self.values[key]
+        numbers = value if isinstance(value, list) else [value] * 3
+        if len(numbers) != 3 or not all(_is_number(n) and (n > 0 or not must_be_positive) for n in numbers):
+            raise self.unsupported(key, "three numbers" + (" above 0" if must_be_positive else ""))
+        red, green, blue = map(float, numbers)
+        return red, green, blue
+
+    def size(self, key: str, *, is_crop: bool = False) -> tuple[ImageResize, tuple[int, int]]:
+        """Returns the kind of a size, and its height and width.
+
+        An integer is the shorter edge of the resized image, or both edges of the crop. A list is height and width.
+        """
+        value = self.values[key]
+        if isinstance(value, int):
+            value = {"height": value, "width": value} if is_crop else {"shortest_edge": value}
+        elif isinstance(value, list) and len(value) == 2:
+            value = {"height": value[0], "width": value[1]}
+        if isinstance(value, dict) and all(map(_is_count, value.values())):
+            if value.keys() == {"height", "width"}:
+                return ImageResize.EXACT, (value["height"], value["width"])
+            if value.keys() == {"shortest_edge"} and not is_crop:
+                return ImageResize.SHORTEST_EDGE, (value["shortest_edge"], value["shortest_edge"])
+        raise self.unsupported(key, "height and width" if is_crop else "shortest_edge, or height and width")
+
+    def unsupported(self, key: str, wanted: str) -> UnsupportedModelError:
+        """Returns the error of a value."""
+        return UnsupportedModelError(f"{self.path}: {key} is {self.values.get(key)!r}; penstock supports {wanted}.")

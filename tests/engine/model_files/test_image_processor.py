@@ -1,0 +1,127 @@
+"""The preprocessing of images from the files of a model."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import AutoImageProcessor
+
+from penstock.engine.images.preprocessing import preprocess
+from penstock.engine.model_files.image_processor import read_image_spec
+from penstock.engine.protocol.errors import UnsupportedModelError
+from penstock.engine.protocol.images import ImageResize, ImageSpec
+
+_CLIP_CONFIG = {"model_type": "clip", "vision_config": {"image_size": 224, "patch_size": 32}}
+_SIGLIP_CONFIG = {"model_type": "siglip", "vision_config": {"image_size": 64, "patch_size": 16}}
+_SIGLIP2_CONFIG = {"model_type": "siglip2", "vision_config": {"patch_size": 8}}
+
+
+def _read(
+    folder: Path, values: dict[str, Any], config: dict[str, Any], file: str = "preprocessor_config.json"
+) -> ImageSpec:
+    (folder / file).write_text(json.dumps(values), encoding="utf-8")
+    return read_image_spec(folder, config)
+
+
+@pytest.mark.parametrize(
+    ("values", "config"),
+    [
+        ({"image_processor_type": "CLIPImageProcessor"}, _CLIP_CONFIG),
+        (  # openai/clip-vit-base-patch32
+            {
+                "crop_size": 224, "do_center_crop": True, "do_normalize": True, "do_resize": True,
+                "feature_extractor_type": "CLIPFeatureExtractor", "resample": 3, "size": 224,
+                "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+            },
+            _CLIP_CONFIG,
+        ),
+        (
+            {
+                "image_processor_type": "CLIPImageProcessorFast", "size": {"shortest_edge": 300}, "resample": 2,
+                "crop_size": {"height": 224, "width": 224}, "do_normalize": False, "rescale_factor": 0.01,
+            },
+            _CLIP_CONFIG,
+        ),
+        (
+            {
+                "image_processor_type": "CLIPImageProcessor", "size": {"height": 224, "width": 224},
+                "do_center_crop": False, "do_rescale": False, "image_mean": 100, "image_std": 9.5,
+            },
+            _CLIP_CONFIG,
+        ),
+        ({"image_processor_type": "SiglipImageProcessor", "size": [64, 64]}, _SIGLIP_CONFIG),
+        ({"image_processor_type": "Siglip2ImageProcessor", "patch_size": 8, "max_num_patches": 60}, _SIGLIP2_CONFIG),
+        ({"image_processor_type": "Siglip2ImageProcessor", "resample": 3}, {"model_type": "siglip2"}),
+    ],
+    ids=["clip-defaults", "clip-legacy", "clip-values", "clip-exact", "siglip", "siglip2", "siglip2-defaults"],
+)  # fmt: skip
+def test_file_is_read_like_transformers(tmp_path: Path, values: dict[str, Any], config: dict[str, Any]) -> None:
+    spec = _read(tmp_path, values, config)
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (91, 75, 3), np.uint8))
+    patches = preprocess(image, spec)
+    processor = AutoImageProcessor.from_pretrained(tmp_path, use_fast=False, backend="pil")
+    expected = np.asarray(processor(image, return_tensors="np")["pixel_values"][0], np.float64)
+    actual = (patches.pixels.reshape(-1, 3) * spec.rescale - spec.mean) / spec.std
+    if spec.resize is ImageResize.PATCHES:
+        expected = expected[: math.prod(patches.grid)].reshape(-1, 3)
+    else:
+        rows, columns = patches.grid
+        cut = expected.reshape(3, rows, spec.patch_size, columns, spec.patch_size)
+        expected = cut.transpose(1, 3, 2, 4, 0).reshape(-1, 3)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_patches_and_class_rows_follow_the_vision_model(tmp_path: Path) -> None:
+    spec = _read(tmp_path, {"image_processor_type": "CLIPImageProcessor"}, _CLIP_CONFIG)
+    assert (spec.max_patches, spec.num_class_rows, spec.crop) == (49, 1, (224, 224))
+    vision = {"model_type": "siglip_vision_model", "image_size": 224, "patch_size": 14}
+    spec = _read(tmp_path, {}, vision)
+    assert (spec.max_patches, spec.num_class_rows, spec.patch_size) == (256, 0, 14)
+
+
+def test_processor_config_takes_precedence(tmp_path: Path) -> None:
+    nested = {"image_processor": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 64, "width": 64}}}
+    _read(tmp_path, nested, _SIGLIP_CONFIG, "processor_config.json")
+    assert _read(tmp_path, {"size": 1}, _SIGLIP_CONFIG).size == (64, 64)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"image_processor_type": "ViTImageProcessor"}, "image_processor_type is 'ViTImageProcessor'; penstock supports"),
+        ({"do_resize": False}, "do_resize is False; penstock supports true"),
+        ({"do_pad": True}, "do_pad is True; penstock supports false"),
+        ({"resample": 0}, "resample is 0; penstock supports 1"),
+        ({"size": {"longest_edge": 224}}, "size is {'longest_edge': 224}; penstock supports shortest_edge"),
+        ({"size": {"shortest_edge": 0}}, "size is {'shortest_edge': 0}"),
+        ({"crop_size": {"shortest_edge": 224}}, "crop_size is {'shortest_edge': 224}; penstock supports height"),
+        ({"crop_size": 336}, "crop_size is 336; penstock supports the image_size of config.json, 224"),
+        ({"do_center_crop": False}, "size is {'shortest_edge': 224}; penstock supports the image_size"),
+        ({"image_mean": [0.5, 0.5]}, "image_mean is [0.5, 0.5]; penstock supports three numbers"),
+        ({"image_std": [0.5, 0, 0.5]}, "image_std is [0.5, 0, 0.5]; penstock supports three numbers above 0"),
+        ({"rescale_factor": "x"}, "rescale_factor is 'x'; penstock supports a number above 0"),
+        ({"patch_size": 14}, "patch_size is 14; penstock supports the patch_size of config.json, 32"),
+    ],
+)  # fmt: skip
+def test_unsupported_value_is_named(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        _read(tmp_path, {"image_processor_type": "CLIPImageProcessor"} | values, _CLIP_CONFIG)
+    assert message in str(error.value)
+
+
+def test_missing_file_or_kind_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"preprocessor_config\.json is missing"):
+        read_image_spec(tmp_path, _CLIP_CONFIG)
+    with pytest.raises(
+        UnsupportedModelError, match=r"names no image_processor_type, and model_type in config\.json is 'bert'"
+    ):
+        _read(tmp_path, {}, {"model_type": "bert"})
+    with pytest.raises(UnsupportedModelError, match="image_size of the vision model is 'x'"):
+        _read(tmp_path, {}, {"model_type": "clip", "vision_config": {"image_size": "x"}})
