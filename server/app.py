@@ -138,6 +138,7 @@ def create_app(
     if settings.cors_origins:
         layers, end_request = _cors(layers, settings), _cors(end_request, settings)
     app.layers = RequestMiddleware(layers, routes, observers, rejections, end_request)
+    app.keys = (keys, admin_keys)
     if settings.metrics_port is not None:
         app.metrics_app = _metrics_app(context, observers, rejections)
     return app
@@ -243,10 +244,17 @@ class Application(DocumentedApp):
     Attributes:
         layers: The outermost middleware. The innermost middleware calls `own_layers`.
         metrics_app: The application of --metrics-port; None without that port.
+        keys: API keys and admin keys.
     """
 
     layers: RequestMiddleware
     metrics_app: Application | None = None
+    keys: Sequence[ApiKeys] = ()
+
+    def reload_keys(self) -> None:
+        """Reads the files of API keys and admin keys again."""
+        for keys in self.keys:
+            keys.reload()
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, scope: Scope, receive: Receive, send: Send

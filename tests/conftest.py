@@ -83,13 +83,10 @@ def skip_without(thing: str) -> NoReturn:
     pytest.skip(f"no {thing} in {folders}; set {MODELS_VARIABLE} to its folder")
 
 
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A self-signed certificate for localhost and 127.0.0.1, and its key; skip the test if openssl is missing."""
+def _make_certificate(folder: Path) -> tuple[Path, Path]:
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("no openssl to make a certificate")
-    folder = tmp_path_factory.mktemp("tls")
     certificate, key = folder / "cert.pem", folder / "key.pem"
     subprocess.run(
         [
@@ -101,6 +98,18 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         capture_output=True,
     )
     return certificate, key
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A self-signed certificate for localhost and 127.0.0.1, and its key; skip the test if openssl is missing."""
+    return _make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="session")
+def renewed_certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Another certificate for the same names, and its key."""
+    return _make_certificate(tmp_path_factory.mktemp("renewed"))
 
 
 @pytest.fixture(scope="session")

@@ -9,13 +9,11 @@ import math
 import os
 import signal
 import socket
-import ssl
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 import uvloop
@@ -31,8 +29,9 @@ from penstock.engine.protocol.errors import ModelLoadError
 
 from ..admission import ServerRejectionReason
 from ..app import create_app
+from ..http.certificate import load_certificate
 from ..http.connection_limits import TransferLimits, raise_file_limit
-from ..http.http_server import HttpServer, freeze_gc, uvicorn_config
+from ..http.http_server import RELOAD_MESSAGE, HttpServer, freeze_gc, uvicorn_config
 from ..middleware.auth import ApiKeys
 from ..models.served_model import ModelEntry, ServedModel, check_prompt_name
 from ..models.weight_files import WeightFiles
@@ -59,7 +58,7 @@ class UnusableModelError(UsageError):
 
 
 def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineProcess | None = None) -> None:
-    """Serves until SIGTERM, SIGINT or SIGHUP, then lets running requests finish.
+    """Serves until SIGTERM or SIGINT, then lets running requests finish. SIGHUP reads keys and certificate again.
 
     Args:
         settings: Settings of the server.
@@ -69,7 +68,7 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
     Raises:
         UsageError: The address cannot be bound, or a model's files, the certificate or the keys cannot be used. Raised
             before a model is loaded.
-        SystemExit: With code 0 after SIGTERM or SIGHUP, with another code if the model cannot be loaded (see the log).
+        SystemExit: With code 0 after SIGTERM, with another code if the model cannot be loaded (see the log).
     """
     configure_logging(settings.log_level, settings.log_format)
     for variable in unknown_variables((ServerSettings, EmbedSettings, EvalSettings, BenchSettings)):
@@ -99,11 +98,11 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
     listeners = bound_sockets(settings)
     on_slow = partial(app.state.context.metrics.count_rejection, ServerRejectionReason.SLOW_TRANSFER)
     config, limits = uvicorn_config(app, settings), TransferLimits.of(settings)
-    server = HttpServer(config, limits, on_slow=on_slow, metrics_app=app.metrics_app)
+    server = HttpServer(config, limits, on_slow=on_slow, metrics_app=app.metrics_app, on_reload=app.reload_keys)
     app.state.context.metrics.register(ConnectionMetrics(server.server_state))
     # uvicorn raises the signal again after its shutdown; a requested stop is not a failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    _stop_on_hangup(server)
+    signal.signal(signal.SIGHUP, lambda *_: _reload(server))
     with contextlib.closing(cache) if cache is not None else contextlib.nullcontext():
         server.run(sockets=listeners)
     for error in failures:  # logged last, because users read the end of a log first
@@ -192,17 +191,9 @@ def _log_failure(failure: Exception) -> None:
         logger.error("the engine could not be started", exc_info=failure)
 
 
-def _stop_on_hangup(server: HttpServer) -> None:
-    """Treats a closed terminal like SIGTERM. A server started with nohup ignores it."""
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        return
-
-    def stop(_: int, frame: FrameType | None) -> None:
-        if not server.should_exit:
-            logger.warning("SIGHUP: the terminal was closed; the server finishes running requests and stops")
-        server.handle_exit(signal.SIGTERM, frame)
-
-    signal.signal(signal.SIGHUP, stop)
+def _reload(server: HttpServer) -> None:
+    logger.info(RELOAD_MESSAGE)
+    server.request_reload()
 
 
 def served_models(
@@ -360,8 +351,7 @@ def check_certificate(certificate: Path | None, key: Path | None) -> None:
         if file is not None and not os.access(file, os.R_OK):
             raise UsageError(f"{flag}: {file} cannot be read")
     try:
-        # With an empty password, OpenSSL does not ask for one on the terminal.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+        load_certificate(certificate, key)
     except OSError as error:  # includes ssl.SSLError
         files = certificate if key is None else f"{certificate} and {key}"
         raise UsageError(

@@ -7,6 +7,7 @@ import contextlib
 import gc
 from collections.abc import Callable
 from math import ceil, inf
+from pathlib import Path
 from socket import socket
 from typing import Any, Final
 
@@ -14,11 +15,14 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ..settings import ServerSettings
+from .certificate import Certificate
 from .connection import Connection, ConnectionState
 from .connection_limits import NO_LIMITS, ConnectionLimits, TransferLimits
 
 # Longer than the idle time of clients' pools (Go: 90 s): clients do not retry a POST on a closed connection.
 KEEP_ALIVE_S: Final = 120
+RELOAD_MESSAGE: Final = "SIGHUP: API keys and the certificate are read again; SIGTERM stops the server"
+"""Log message after SIGHUP."""
 _COLLECT_AFTER: Final = 10_000
 """Number of new objects after which the garbage collector runs."""
 _CHECK_EVERY_S: Final = 5
@@ -76,6 +80,7 @@ class HttpServer(uvicorn.Server):
         limits: Minimum speed of clients.
         on_slow: See ConnectionLimits.
         metrics_app: Application of --metrics-port; None without that port.
+        on_reload: Called after `request_reload`. The certificate is then read again too.
 
     Attributes:
         metrics_config: Configuration of uvicorn for `metrics_app`.
@@ -89,10 +94,14 @@ class HttpServer(uvicorn.Server):
         *,
         on_slow: Callable[[], None] = lambda: None,
         metrics_app: ASGIApp | None = None,
+        on_reload: Callable[[], None] = lambda: None,
     ) -> None:
+        self._certificate = _certificate_of(config)
+        self._on_reload = on_reload
+        self._must_reload = False
         self.metrics_config = None if metrics_app is None else plain_config(metrics_app)
         self._should_exit = False
-        self._exit_requested = asyncio.Event()
+        self._wake_up = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(config)
         self.server_state: ConnectionState = ConnectionState()
@@ -110,11 +119,22 @@ class HttpServer(uvicorn.Server):
     def should_exit(self, value: bool) -> None:
         """Starts the shutdown. Signal handlers may call it."""
         self._should_exit = value
-        if value and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._exit_requested.set)
+        if value:
+            self._wake()
+
+    def request_reload(self) -> None:
+        """Reads API keys and the certificate again soon. Signal handlers may call it."""
+        self._must_reload = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._wake_up.set)
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
         """Starts the application and listens on the sockets."""
+        if self._certificate is not None and self.config.ssl is not None:
+            self._certificate.attach(self.config.ssl)
         await super().startup(sockets if sockets is None else sockets[:1])
         for listener in (sockets or ())[1:]:
             metrics_server = await asyncio.get_running_loop().create_server(
@@ -127,12 +147,28 @@ class HttpServer(uvicorn.Server):
         return Connection(config=self.metrics_config, server_state=self.server_state, app_state={})
 
     async def main_loop(self) -> None:
-        """Ticks once per second and at shutdown. uvicorn's ten ticks per second are expensive for an idle server."""
+        """Ticks once per second, for a reload and at shutdown.
+
+        uvicorn's ten ticks per second are expensive for an idle server.
+        """
         self._loop = asyncio.get_running_loop()
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._exit_requested.wait(), _TICK_S)
+                await asyncio.wait_for(self._wake_up.wait(), _TICK_S)
+            self._reload_if_changed()
             self._collect_if_idle(self._loop.time())
+
+    def _reload_if_changed(self) -> None:
+        """Reads the certificate again if its files have changed, and also the API keys after `request_reload`."""
+        if self._must_reload:
+            self._must_reload = False
+            if not self._should_exit:
+                self._wake_up.clear()
+            self._on_reload()
+            if self._certificate is not None:
+                self._certificate.reload()
+        elif self._certificate is not None:
+            self._certificate.poll()
 
     def _collect_if_idle(self, now_s: float) -> None:
         """Runs a full garbage collection if requests have finished since the last one and none is running.
@@ -167,6 +203,12 @@ class HttpServer(uvicorn.Server):
     @property
     def _connections(self) -> set[Any]:
         return self.server_state.connections
+
+
+def _certificate_of(config: uvicorn.Config) -> Certificate | None:
+    if config.ssl_certfile is None:
+        return None
+    return Certificate(Path(config.ssl_certfile), None if config.ssl_keyfile is None else Path(config.ssl_keyfile))
 
 
 def freeze_gc() -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b, sha256
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +32,8 @@ CHECK_EVERY_S: Final = 1.0
 _NAMESPACE: Final = b"namespace"
 """The purpose of a digest, so that digests with the same salt but another purpose are unrelated."""
 _Version = tuple[int, int, int]
+_MISSING: Final[_Version] = (0, 0, 0)
+"""The version of a file that does not exist."""
 
 
 class AuthMiddleware:
@@ -163,12 +166,18 @@ class ApiKeys:
         # The time of this lookup depends on digests with a secret salt, so it reveals nothing about a key.
         return next((owner for owner in map(self._digest, candidates) if owner in self._owners), None)
 
+    def reload(self) -> None:
+        """Reads the file again. If it cannot be read or has no key, an error is logged and the previous keys stay."""
+        self._version = None
+        self._next_check_s = -inf
+        self._reload_if_changed()
+
     def _reload_if_changed(self) -> None:
         """Reads the file again if it has changed. Checks it once in CHECK_EVERY_S."""
         if self._file is None or (now_s := self._clock_s()) < self._next_check_s:
             return
         self._next_check_s = now_s + CHECK_EVERY_S
-        version: _Version | None = None
+        version = _MISSING
         try:
             version = _version(self._file)
             if version == self._version:

@@ -281,7 +281,7 @@ class ServerSettings(CommandSettings):
     )
     drain_timeout_s: float = setting(
         30.0,
-        "Seconds for running requests to finish after SIGTERM or SIGHUP; 0: stop at once.",
+        "Seconds for running requests to finish after SIGTERM; 0: stop at once.",
         "Limits",
         "SECONDS",
         min_value=0,

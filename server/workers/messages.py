@@ -110,8 +110,12 @@ class MetricsReport(msgspec.Struct, tag=True, frozen=True):
     families: list[MetricFamily]
 
 
+class Reload(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor: API keys and the certificate must be read again."""
+
+
 FromWorker = WorkerListening | WorkerReady | GetModel | GetMetrics | MetricsReport
-FromSupervisor = ModelLoaded | ModelNotLoaded | EngineChanged | GetMetrics | MetricsReport
+FromSupervisor = ModelLoaded | ModelNotLoaded | EngineChanged | GetMetrics | MetricsReport | Reload
 
 encode: Final[Callable[[FromWorker | FromSupervisor], bytes]] = msgspec.msgpack.Encoder().encode
 decode_from_worker: Final = msgspec.msgpack.Decoder[FromWorker](FromWorker).decode

@@ -18,6 +18,7 @@ from penstock.engine.client.engine_process import EngineProcess
 from penstock.engine.client.shared_engine import EngineServer
 from penstock.engine.protocol.errors import EngineError, ModelLoadError
 
+from ..http.http_server import RELOAD_MESSAGE
 from ..middleware.auth import SALT_BYTES
 from ..models.manager import ModelLimits, ModelManager, ModelMetrics, Startup
 from ..models.served_model import ModelEntry, ServedModel
@@ -36,6 +37,7 @@ from .messages import (
     MetricsReport,
     ModelLoaded,
     ModelNotLoaded,
+    Reload,
     WorkerListening,
     WorkerModel,
     WorkerPlan,
@@ -178,9 +180,9 @@ class WorkerSupervisor:
         acceptors, loop = [Acceptor(listener)], asyncio.get_running_loop()
         if metrics_listener is not None:
             acceptors.append(Acceptor(metrics_listener, METRICS))
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
-                loop.add_signal_handler(number, self._handle_signal, number)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._handle_signal, number)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
         hang_timeout_s = self._settings.engine.hang_timeout_s
         self._workers = [
             HttpProcess(slot, self._plan, acceptors, self._handle, self._handle_worker_end, hang_timeout_s)
@@ -215,13 +217,15 @@ class WorkerSupervisor:
 
     def _handle_signal(self, number: int) -> None:
         """Handles a signal: the first one lets running requests finish; a second SIGINT does not."""
-        if number == signal.SIGHUP and not self.signals:
-            logger.warning("SIGHUP: the terminal was closed; the server finishes running requests and stops")
         self.signals.append(number)
         if self._is_stopping.is_set() and number == signal.SIGINT:
             for worker in self._workers:
                 worker.stop(number)
         self._is_stopping.set()
+
+    def _reload(self) -> None:
+        logger.info(RELOAD_MESSAGE)
+        self._send_all(Reload())
 
     def _fail(self, error: Exception) -> None:
         self.failures.append(error)

@@ -52,6 +52,7 @@ from .messages import (
     MetricsReport,
     ModelLoaded,
     ModelNotLoaded,
+    Reload,
     WorkerListening,
     WorkerPlan,
     WorkerReady,
@@ -190,9 +191,17 @@ class SupervisorLink:
         plan: The plan of this process.
         metrics: Returns the metrics of this process.
         on_end: Called when the supervising process has ended, or a message of an engine is invalid.
+        on_reload: Called when API keys and the certificate must be read again.
     """
 
-    def __init__(self, plan: WorkerPlan, metrics: Callable[[], Iterable[Metric]], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        plan: WorkerPlan,
+        metrics: Callable[[], Iterable[Metric]],
+        on_end: Callable[[], None],
+        on_reload: Callable[[], None],
+    ) -> None:
+        self._on_reload = on_reload
         self._plan = plan
         self._read_metrics = metrics
         self._on_end = on_end
@@ -273,6 +282,8 @@ class SupervisorLink:
                     client.apply_status(message.status)
             case GetMetrics():
                 self._channel.send(MetricsReport(message.question, to_families(self._read_metrics())))
+            case Reload():
+                self._on_reload()
             case MetricsReport():
                 if (answer := self._questions.get(message.question)) is not None and not answer.done():
                     answer.set_result(message.families)
@@ -324,11 +335,14 @@ def main() -> None:
         metrics: Metrics = app.state.context.metrics
         return metrics.families()
 
+    def reload() -> None:
+        server.request_reload()
+
     def prepared() -> None:
         freeze_gc()
         link.report_ready()
 
-    link = SupervisorLink(plan, metrics, end)
+    link = SupervisorLink(plan, metrics, end, reload)
     models = [
         ServedModel(
             model.names,
@@ -348,7 +362,7 @@ def main() -> None:
         raise SystemExit(error.exit_code) from error
     on_slow = partial(app.state.context.metrics.count_rejection, ServerRejectionReason.SLOW_TRANSFER)
     config, limits = uvicorn_config(app, settings), TransferLimits.of(settings)
-    named = {"on_slow": on_slow, "metrics_app": app.metrics_app}
+    named = {"on_slow": on_slow, "metrics_app": app.metrics_app, "on_reload": app.reload_keys}
     server = WorkerServer(link, control, config, connections, limits, **named)
     app.state.context.metrics.register(ConnectionMetrics(server.server_state))
     server.run()

@@ -1,7 +1,9 @@
 """A server on a network: HTTPS, a file of API keys, web pages of one origin, and no secrets in its log."""
 
 import os
+import shutil
 import signal
+import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,12 +35,14 @@ class SecureServer(NamedTuple):
     Attributes:
         server: The server.
         keys: Its file of API keys.
+        certificate: Its certificate and key.
         client: A client that trusts its certificate.
         early: Its response while the engine loads.
     """
 
     server: Server
     keys: Path
+    certificate: tuple[Path, ...]
     client: httpx.Client
     early: httpx.Response
 
@@ -55,16 +59,23 @@ class SecureServer(NamedTuple):
 
 @pytest.fixture(scope="module")
 def secure(
-    launch: Launch, default_model, certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+    launch: Launch,
+    default_model,
+    certificate: tuple[Path, Path],
+    renewed_certificate: tuple[Path, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[SecureServer]:
-    keys = tmp_path_factory.mktemp("keys") / "keys"
+    folder = tmp_path_factory.mktemp("keys")
+    keys = folder / "keys"
+    copied = tuple(shutil.copy(file, folder / file.name) for file in certificate)
     keys.write_text("# two clients\nfirst-secret\nsecond-secret\n")
-    files = ("--ssl-certfile", str(certificate[0]), "--ssl-keyfile", str(certificate[1]), "--api-key-file", str(keys))
+    files = ("--ssl-certfile", str(copied[0]), "--ssl-keyfile", str(copied[1]), "--api-key-file", str(keys))
     server = launch("--cors-origins", PAGE, *files, "--metrics-port", str(free_port()), ready=False)
     wait_until(lambda: any(map(is_engine, server.children())))
     (engine,) = filter(is_engine, server.children())
     os.kill(engine, signal.SIGSTOP)
     trust = ssl.create_default_context(cafile=str(certificate[0]))
+    trust.load_verify_locations(renewed_certificate[0])
     with httpx.Client(base_url=f"https://127.0.0.1:{server.port}", verify=trust, timeout=120) as client:
 
         def health() -> tuple[int, int]:
@@ -80,7 +91,7 @@ def secure(
         os.kill(engine, signal.SIGCONT)
         wait_until(lambda: health() != (200, 503))
         assert health() == (200, 200)
-        yield SecureServer(server, keys, client, early)
+        yield SecureServer(server, keys, copied, client, early)
     # An open TLS connection would delay the end of the server, so the client is closed first.
     assert server.stop() == 0
     assert_log_is_clean(server)
@@ -121,6 +132,35 @@ def test_key_removed_from_the_file_gets_401(secure: SecureServer) -> None:
     secure.keys.write_text("other-secret\n")
     wait_until(lambda: secure.embed("other-secret").status_code == 200)
     assert secure.embed("removed-secret").status_code == 401
+
+
+def test_sighup_reads_certificate_and_keys_again(
+    secure: SecureServer, certificate: tuple[Path, Path], renewed_certificate: tuple[Path, Path]
+) -> None:
+    trust = ssl.create_default_context(cafile=str(certificate[0]))
+    trust.load_verify_locations(renewed_certificate[0])
+
+    def connect() -> ssl.SSLSocket:
+        # Without a host name, as clients that connect to an IP address.
+        return trust.wrap_socket(
+            socket.create_connection(("127.0.0.1", secure.server.port), 120), server_hostname="127.0.0.1"
+        )
+
+    old, new = (ssl.PEM_cert_to_DER_cert(pair[0].read_text()) for pair in (certificate, renewed_certificate))
+    with connect() as before:
+        assert before.getpeercert(binary_form=True) == old
+        before.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n")  # a request that has begun
+        for source, target in zip(renewed_certificate, secure.certificate, strict=True):
+            Path(shutil.copy(source, target.with_suffix(".new"))).replace(target)
+        secure.keys.write_text("fifth-secret\n")
+        secure.server.process.send_signal(signal.SIGHUP)
+        secure.server.wait_for_log("--ssl-certfile: read again")
+        assert "--api-key-file: read again; valid keys: 1" in secure.server.log.read_text()
+        with connect() as after:
+            assert after.getpeercert(binary_form=True) == new
+        before.sendall(b"\r\n")
+        assert before.recv(15) == b"HTTP/1.1 200 OK"
+    assert secure.embed("fifth-secret").status_code == 200
 
 
 @pytest.mark.parametrize("body", [b'{"input": "a private text', b'{"input": {"text": "a private text"}}'])

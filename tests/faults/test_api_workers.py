@@ -192,6 +192,19 @@ def test_terminated_worker_ends_after_its_request(
 
 
 @pytest.mark.slow
+def test_sighup_reads_keys_again_in_every_worker(launch, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a\n")
+    server = launch("--api-workers", "2", *SLOW, "--api-key-file", str(keys))
+    server.wait_for_log(READY)
+    keys.write_text("a\nb\n")
+    server.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: server.log.read_text().count("--api-key-file: read again; valid keys: 2") == 2)
+    assert server.embed("a text", authorization="Bearer b").status_code == 200
+    assert server.stop() == 0
+
+
+@pytest.mark.slow
 def test_hung_worker_is_replaced(launch) -> None:
     server = launch("--api-workers", "2", "--hang-timeout-s", "3", *SLOW)
     wait_until(lambda: len(workers_of(server)) == 2)

@@ -246,3 +246,17 @@ async def test_more_than_two_keys_are_rejected_with_the_reason(serving, engine) 
         wrong = [("authorization", "Bearer wrong"), ("api-key", "other")]
         rejected = await client.post("/v1/embeddings", json=BODY, headers=wrong)
         assert "The API key is missing or wrong" in rejected.json()["message"]
+
+
+def test_reload_reads_an_unchanged_file_and_keeps_keys_of_a_bad_one(tmp_path: Path, caplog) -> None:
+    caplog.set_level("INFO")
+    file = tmp_path / "keys"
+    file.write_text("a-key\n")
+    keys = ApiKeys((), file, clock_s=Clock())
+    keys.reload()
+    assert caplog.messages == ["--api-key-file: read again; valid keys: 1"]
+    file.unlink()
+    for _ in range(2):
+        keys.reload()
+        assert keys.owner_of([b"a-key"]) is not None
+    assert sum("the previous keys stay valid" in message for message in caplog.messages) == 2
