@@ -221,6 +221,8 @@ VALID_PAGED: dict[str, Any] = {
         (attention_paged, {"context_lens": (0, 10)}, "too few for 12"),
         (attention_paged, {"softcap": 0.0}, "softcap must be positive"),
         (attention_paged, {"backend": "flash"}, "backend must be one of"),
+        (attention_paged, {"q": torch.ones(3, 4, 8, device="meta")}, "must be on meta like q"),
+        (attention_paged, {"seq_lens": (2, 2)}, "seq_lens must sum to the 3 rows of q, got a sum of 4"),
     ],
 )
 def test_invalid_argument_is_named(function: Callable[..., Any], changes: dict[str, Any], message: str) -> None:

@@ -87,6 +87,7 @@ X, WEIGHT, ENDS = make([2, 3], 16, 8, torch.float32, "cpu")
         ({"x": X[0]}, "x must be"),
         ({"weight": WEIGHT.bfloat16()}, r"weight must be torch\.float32"),
         ({"weight": WEIGHT[..., 1:]}, r"weight must be .* \[G, O, 16\]"),
+        ({"x": X.to("meta")}, "must share a device, got meta, cpu, cpu"),
         ({"ends": ENDS.long()}, r"ends must be int32 \[2\]"),
         ({"backend": "cutlass"}, "backend must be one of"),
     ],

@@ -199,6 +199,11 @@ VALID_IDS: dict[str, Any] = {
         ),
         (embed_norm, {"positions": torch.tensor([1])}, r"positions must be int64 or int32 \[3\]"),
         (embed_norm, {"token_type_ids": torch.tensor([1])}, r"token_type_ids must be int64 or int32 \[3\]"),
+        (
+            embed_norm,
+            {"tables": Embeddings(torch.ones(5, 8)), "positions": None, "token_type_ids": torch.ones(3).long()},
+            "token_type_ids need positions",
+        ),
         (embed_norm, {"out_dtype": torch.int64}, "out_dtype must be float32"),
     ],
 )

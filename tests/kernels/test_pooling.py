@@ -184,6 +184,10 @@ CU_SEQLENS = make_cu_seqlens((1, 3))
         ({"dimensions": 4, "max_dimensions": 4}, "max_dimensions needs a tensor"),
         ({"normalize": torch.ones(3, dtype=torch.bool)}, r"normalize must be torch.bool \[2\]"),
         ({"skip_tokens": torch.ones(2, dtype=torch.int64)}, r"skip_tokens must be torch.int32 \[2\]"),
+        (
+            {"weights": torch.ones(4, device="meta"), "pooling": "weighted"},
+            "weights must be on cpu like hidden_states, got meta",
+        ),
         ({"backend": "cuda"}, "backend must be one of"),
     ],
 )

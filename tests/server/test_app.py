@@ -19,6 +19,13 @@ STARTING = {path: FORWARDS[path] for path in PATHS}
 STARTING |= {"/tokenize": {"prompt": "a"}, "/reset_prefix_cache": {}, "/v1/models": None, "/info": None}
 
 
+def test_fastapi_records_no_telemetry() -> None:
+    app = create_app([], ServerSettings(metrics_port=1))
+    assert app.metrics_app is not None
+    for each in (app, app.metrics_app):
+        assert [each._telemetry[kind] for kind in ("tracing", "metrics", "logs")] == [False] * 3
+
+
 async def test_unknown_default_prompt_is_a_load_error(serving, engine) -> None:
     with pytest.raises(ModelLoadError, match=r"--default-prompt-name.*'passage'"):
         async with serving(engine, default_prompt_name="passage"):

@@ -94,6 +94,14 @@ async def test_offer_of_http_2_is_ignored_with_its_body() -> None:
     assert b"GET /again host " in answer
 
 
+async def test_offer_of_an_upgrade_keeps_other_options_of_the_connection() -> None:
+    request = b"GET /p HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: h2c\r\n\r\n"
+    async with running(echo) as (_, port):
+        answer = await exchange(port, request, request)
+    assert answer.count(b"HTTP/1.1 200 ") == 1
+    assert b"GET /p connection,host " in answer
+
+
 @pytest.mark.parametrize(
     ("head", "reason"),
     [

@@ -74,6 +74,13 @@ def test_parts_join_to_the_json_of_a_value(value: Any) -> None:
     assert b"".join(iter_json(value)) == json_bytes(value) == orjson.dumps(value)
 
 
+def test_array_with_gaps_is_written_as_its_copy() -> None:
+    rows = np.arange(12.0).reshape(3, 4)[:, ::2]
+    assert orjson.loads(json_bytes({"a": rows})) == {"a": rows.tolist()}
+    with pytest.raises(TypeError, match="object"):
+        json_bytes({"a": object()})
+
+
 def test_iterators_are_written_as_lists() -> None:
     def value() -> dict[str, Any]:
         return {"data": ({"i": i, "tokens": iter([{"t": 1}] * i)} for i in range(3)), "none": iter(())}

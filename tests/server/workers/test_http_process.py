@@ -1,12 +1,22 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from unittest.mock import Mock
 
 import pytest
 
 from penstock.server.workers import http_process
 from penstock.server.workers.http_process import HttpProcess
+from penstock.server.workers.messages import (
+    Channel,
+    FromSupervisor,
+    GetMetrics,
+    MetricFamily,
+    MetricsReport,
+    WorkerListening,
+    decode_from_supervisor,
+)
 
 from ...waiting import until
 
@@ -27,6 +37,95 @@ def pauses(worker: HttpProcess, monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     monkeypatch.setattr(worker, "_pause", pause)
     return pauses
+
+
+class Process:
+    """A process that ends when it gets a signal. `messages` are those of its supervisor."""
+
+    def __init__(self) -> None:
+        self.returncode: int | None = None
+        self.signals: list[int] = []
+        self.messages: list[FromSupervisor] = []
+        self.channel = Channel(decode_from_supervisor, self.messages.append, lambda: None)
+        self._ended = asyncio.Event()
+
+    async def start(self) -> tuple[Process, socket.socket, socket.socket]:
+        (end, own_end), (connections, self.connections) = socket.socketpair(), socket.socketpair()
+        self.channel.open(own_end)
+        return self, end, connections
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+        self.end(-number)
+
+    def end(self, code: int) -> None:
+        self.returncode = code
+        self._ended.set()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        self.channel.close()
+        self.connections.close()
+        assert self.returncode is not None
+        return self.returncode
+
+
+async def test_end_of_a_process_ends_its_heartbeat_and_questions(worker, pauses, monkeypatch, caplog) -> None:
+    processes = [Process(), Process()]
+    starts = iter(processes)
+    monkeypatch.setattr(worker, "_start", lambda: next(starts).start())
+    (acceptor,) = worker._acceptors
+    await worker.update_metrics(120)  # there is no process
+    running = asyncio.create_task(worker.run())
+    first, second = processes
+    await until(lambda: worker._channel is not None)
+    send = worker.sender()
+    assert (worker.has_served, worker._on_message.call_count) == (False, 0)
+    first.channel.send(WorkerListening())
+    await until(lambda: worker.has_served)
+    worker._on_message.assert_called_once_with(worker, WorkerListening())
+    heartbeat = worker._heartbeat_task
+    worker.open()
+    acceptor.add.assert_called_once()
+
+    update = asyncio.create_task(worker.update_metrics(120))
+    await until(lambda: GetMetrics(1) in first.messages)
+    families = [MetricFamily("a", "b", "counter", [])]
+    first.channel.send(MetricsReport(1, families))
+    await update
+    assert worker.metrics == families
+    update = asyncio.create_task(worker.update_metrics(120))
+    await until(lambda: GetMetrics(2) in first.messages)
+    first.end(3)
+    await until(lambda: worker._process is second)
+    assert "an HTTP process ended with exit code 3; another one is started" in caplog.text
+    await update
+    assert heartbeat.cancelling()
+    acceptor.remove.assert_called_once()
+    send(GetMetrics(7))
+    worker.send(GetMetrics(8))
+    await until(lambda: GetMetrics(8) in second.messages)
+    assert GetMetrics(7) not in second.messages
+    worker.stop(15)
+    await asyncio.wait_for(running, 120)
+    assert (first.signals, second.signals, worker._on_end.call_count) == ([], [15], 2)
+
+
+async def test_process_that_closes_its_socket_or_hangs_is_killed(worker, pauses, monkeypatch, caplog) -> None:
+    processes = [Process(), Process()]
+    starts = iter(processes)
+    monkeypatch.setattr(worker, "_start", lambda: next(starts).start())
+    running = asyncio.create_task(worker.run())
+    await until(lambda: worker._channel is not None)
+    processes[0].channel.close()
+    await until(lambda: worker._process is processes[1] and worker._channel is not None)
+    assert processes[0].signals == [9]
+    assert "could not serve: it ended with signal 9" in caplog.text
+    worker._give_up()
+    assert processes[1].signals == [9]
+    assert "an HTTP process has not answered for 60 s; it is killed" in caplog.text
+    worker.stop(15)
+    await asyncio.wait_for(running, 120)
 
 
 async def test_pauses_grow_while_processes_die_soon(worker, pauses: list[float], monkeypatch, caplog) -> None:
