@@ -269,6 +269,27 @@ def test_chunked_results_equal_whole_results(
         assert chunked.cache_use.usage == 0
 
 
+@pytest.mark.parametrize("pooling", [PoolingType.ATTENTION, PoolingType.CLS])
+def test_results_equal_beside_prompts_that_have_begun(
+    loaded: Loaded, client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch, pooling: PoolingType
+) -> None:
+    if pooling is PoolingType.ATTENTION and (loaded.is_array_model or not loaded.info.num_attention_heads):
+        pytest.skip("the model has no attention heads, or the native kernels do not give their weights")
+    inputs = texts([70, 34, *SHORT])
+    expected = run(client(pooling, chunking=False), inputs)
+    batches: list[list[int]] = []
+    loaded.after_forwards(monkeypatch, lambda batch: batches.append(list(batch.seq_lens)))
+    mixed = client(pooling, chunk_size=7)
+    batches.clear()
+    for number, tokens in enumerate(inputs):
+        mixed.submit_texts((number, tokens))
+        mixed.run()
+    mixed.run_all()
+    assert not mixed.failures
+    assert len(batches[1]) > 1, "the first prompt continues beside the second one"
+    assert_same(mixed.vectors(len(inputs)), expected)
+
+
 def memory_for_one(loaded: Loaded) -> int:
     """Returns the bytes of a pool that holds a sequence of 90 tokens, but none of 85 tokens beside it."""
     spec = loaded.model.cache_spec
