@@ -10,6 +10,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Dropout, Normalize, Pooling, Transformer
 
+from penstock.engine.model_files.resolve import with_device
 from penstock.engine.protocol.config import PoolerConfig
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
@@ -358,6 +359,13 @@ def test_pooler_config_overrides_the_files(tmp_path: Path) -> None:
         assert info.sources[name] == "--pooler-config"
     assert info.sources["use_activation"] == "default"
     assert not resolve(tmp_path, pooler_config=PoolerConfig(use_activation=False)).normalize
+
+
+def test_source_of_a_chosen_device_is_the_start(tmp_path: Path) -> None:
+    write(tmp_path, {"config.json": BERT})
+    info = with_device(resolve(tmp_path, dtype="float32"), "cpu", "float32")
+    assert (info.device, info.sources["device"]) == ("cpu", "chosen at start-up")
+    assert (info.dtype, info.sources["dtype"]) == ("float32", "--dtype")
 
 
 # Rejections --------------------------------------------------------------------------------------------------------

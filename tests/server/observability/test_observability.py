@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import sys
 import time
 from collections.abc import Iterator
 from hashlib import sha256
@@ -26,8 +27,10 @@ from penstock.engine.protocol.messages import CacheUse, ChunkMetrics
 from penstock.engine.protocol.request import STAGE_TIMES, Stage
 from penstock.server import penstock_version
 from penstock.server.admission import REJECTION_REASONS
+from penstock.server.app import create_app
 from penstock.server.observability.metrics import ConnectionMetrics, Metrics
 from penstock.server.observability.tracing import Tracing
+from penstock.server.settings import ServerSettings, UsageError
 
 from ...waiting import until
 from ..bodies import table
@@ -220,6 +223,23 @@ async def test_trace_continues_the_trace_of_the_client(serving, engine, collecte
     }
     assert expected.items() <= request.attributes.items()
     assert request.resource.attributes["service.name"] == "penstock"
+
+
+@pytest.mark.parametrize(("variables", "name"), [({}, "penstock"), ({"OTEL_SERVICE_NAME": "mine"}, "mine")])
+def test_operator_may_name_the_service(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], name: str) -> None:
+    monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    tracing = Tracing.to(COLLECTOR)
+    assert tracing._provider.resource.attributes["service.name"] == name
+    assert tracing._provider.resource.attributes["service.version"] == penstock_version()
+    tracing.close()
+
+
+def test_traces_without_the_extra_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "penstock.server.observability.tracing", None)
+    with pytest.raises(UsageError, match=r"^--otlp-traces-endpoint .* pip install 'penstock\[otel\]'"):
+        create_app([], ServerSettings(otlp_traces_endpoint=COLLECTOR))
 
 
 @pytest.mark.parametrize(
