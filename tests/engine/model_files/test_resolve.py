@@ -1,5 +1,6 @@
 """Model files become a ModelInfo. Some folders are saved by sentence-transformers."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,10 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Dropout, Normalize, Pooling, Transformer
 
-from penstock.engine.model_files.resolve import with_device
+from penstock.engine.model_files.resolve import resolved_table, with_device
 from penstock.engine.protocol.config import PoolerConfig
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError
-from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
+from penstock.engine.protocol.model_info import Activation, DenseSpec, ModelInfo, ModelKind
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
 from .folders import BERT, MEAN, POOLING, TRANSFORMER, resolve, write
@@ -366,6 +367,28 @@ def test_source_of_a_chosen_device_is_the_start(tmp_path: Path) -> None:
     info = with_device(resolve(tmp_path, dtype="float32"), "cpu", "float32")
     assert (info.device, info.sources["device"]) == ("cpu", "chosen at start-up")
     assert (info.dtype, info.sources["dtype"]) == ("float32", "--dtype")
+
+
+def test_table_shows_values_in_short_lines(tmp_path: Path) -> None:
+    info = resolve(write(tmp_path, {"config.json": BERT}))
+    query = dataclasses.replace(info, architecture="StaticEmbedding", path="/q")
+    dense = DenseSpec(folder="2", in_features=32, out_features=8, bias=True, activation="GELU")
+    changed = dataclasses.replace(
+        info, query=query, dense=(dense,), prompts={"query": "q: "}, matryoshka_dimensions=tuple(range(1, 15))
+    )
+    rows = {name: value for name, value, _ in resolved_table(changed)}
+    expected = {
+        "query": "StaticEmbedding in /q",
+        "dense": "32 -> 8 GELU",
+        "prompts": "query: 'q: '",
+        "matryoshka_dimensions": "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, ... (14)",
+        "packed": "yes",
+        "is_causal": "no",
+        "default_prompt_name": "-",
+        "max_model_len": "40",
+    }
+    assert {name: rows[name] for name in expected} == expected
+    assert not {"labels", "max_embed_len", "sources", "config"} & rows.keys()
 
 
 # Rejections --------------------------------------------------------------------------------------------------------

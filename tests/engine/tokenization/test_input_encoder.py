@@ -134,3 +134,11 @@ async def test_limit_of_the_kv_cache_is_named_in_errors(pool: TokenizerPool) -> 
     assert encoder._truncation(short, param="input").name == "{truncate_prompt_tokens}"
     with pytest.raises(InvalidRequestError, match=r"greater than the size of the server's KV cache.*\(50 > 40\)"):
         PoolingParams(truncate_prompt_tokens=50).verify(PoolingTask.EMBED, limited)
+
+
+async def test_passages_leave_space_for_the_prompt(pool: TokenizerPool) -> None:
+    encoder, params = encoder_of(pool), PARAMS.resolved(PoolingTask.EMBED, INFO)
+    for prompt, size in ((None, 99), ("dam dam dam ", 96)):
+        options = RequestOptions(prompt=prompt, max_passages=10)
+        passages = await encoder.passages([], ["a " * 200], params, options)
+        assert [len(text.split()) for text in passages.texts] == [size, size, 200 - 2 * size]
