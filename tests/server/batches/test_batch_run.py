@@ -1,8 +1,10 @@
 """Batches over fake routes: retries, failing disks, cancellation, expiry and killed servers."""
 
+import asyncio
 import errno
 import gc
 import logging
+import threading
 import weakref
 from pathlib import Path
 from unittest.mock import Mock
@@ -11,7 +13,7 @@ import pytest
 
 from penstock.engine.protocol.errors import StorageError
 from penstock.server.batches.batch_run import _MAX_REJECTED
-from penstock.server.batches.input_lines import BatchInput
+from penstock.server.batches.input_lines import BatchInput, CheckResult
 from penstock.server.batches.output_writer import OutputWriter
 from penstock.server.batches.records import BatchStatus
 from penstock.server.batches.store import Store
@@ -261,3 +263,29 @@ async def test_line_that_ran_alone_in_two_kills_fails(running, tmp_path: Path) -
         assert numbers(output) == [number for number in range(40) if number != 7]
         assert (error["custom_id"], error["error"]["code"]) == ("7", "server_crashed")
         assert not routes.received[7]
+
+
+async def test_file_whose_check_ran_in_two_kills_fails(running, tmp_path: Path, monkeypatch) -> None:
+    folder, checking, may_end = tmp_path / "data", threading.Semaphore(0), threading.Event()
+    check = BatchInput.check
+
+    def wait_and_check(self: BatchInput) -> CheckResult:
+        checking.release()
+        may_end.wait(120)
+        return check(self)
+
+    monkeypatch.setattr(BatchInput, "check", wait_and_check)
+    for num_kills in (1, 2):
+        may_end.clear()
+        async with running(Routes(), folder) as batches:
+            if num_kills == 1:
+                batch = await begin(batches, lines(range(3)))
+            await asyncio.to_thread(checking.acquire)
+            folder = killed(folder, tmp_path / f"kill {num_kills}")
+            may_end.set()
+    async with running(Routes(), folder) as batches:
+        batch = await until_status(batches, batch, BatchStatus.FAILED)
+        assert [error.code for error in batch.errors] == ["server_crashed"]
+        assert "killed 2 times while it checked this file" in batch.errors[0].message
+        other = await until_status(batches, await begin(batches, lines(range(2))), BatchStatus.COMPLETED)
+        assert other.num_completed == 2
