@@ -38,7 +38,7 @@ from penstock.engine.core import worker
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import CompletedForward, ForwardTime, Runner
 from penstock.engine.executors.cpu.packed_arrays import PackedArrays
-from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
+from penstock.engine.protocol.batch_outputs import BatchOutputs, OutputArray
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
@@ -93,7 +93,7 @@ class PackingRunner(Runner):
         time.sleep(self._forward_s)
         self._times.append(ForwardTime(0, batch.num_tokens, self._forward_s))
         values = np.full((len(chunks), WIDTH), WIDTH**-0.5, np.float32)
-        return CompletedForward(BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=values)]))
+        return CompletedForward(BatchOutputs.of(len(chunks), [OutputArray(name="embedding", values=values)]))
 
     def set_wakeup_fd(self, fd: int | None) -> None:
         """See Runner. Nothing is ever waited for."""

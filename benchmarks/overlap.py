@@ -33,7 +33,7 @@ from simulated_device import CountedDevice, WallDevice
 
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import CompletedForward, ForwardTime, Runner
-from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
+from penstock.engine.protocol.batch_outputs import BatchOutputs, OutputArray
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.messages import ClientMessageBuilder, Frame, FromCore, StepResults, SubmitRequest
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
@@ -105,10 +105,10 @@ class SimulatedRunner(Runner):
         """See Runner."""
         self.device.spend(self.half_s)
         done = [index for index, chunk in enumerate(chunks) if chunk.is_last]
-        block = ArrayBlock(name="embedding", values=np.zeros((len(done), WIDTH), np.float32), indices=done)
+        output = OutputArray(name="embedding", values=np.zeros((len(done), WIDTH), np.float32), indices=done)
         self.device.submit()
         self._num_begun += 1
-        forward = SimulatedForward(self, self._num_begun - 1, BatchOutputs.of(len(chunks), [block]))
+        forward = SimulatedForward(self, self._num_begun - 1, BatchOutputs.of(len(chunks), [output]))
         return CompletedForward(forward.outputs()) if self._num_under_way == 1 else forward
 
     def warm_up(self) -> None:

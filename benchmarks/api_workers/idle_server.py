@@ -21,7 +21,7 @@ from penstock.engine.core import worker
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.core.runner import CompletedForward, ForwardTime, Runner
 from penstock.engine.model_files.resolve import resolve_model, with_device
-from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
+from penstock.engine.protocol.batch_outputs import BatchOutputs, OutputArray
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.scheduling import Allocation, InputSequence, PrefillChunk, SequencePool
 from penstock.server.commands.cli import main
@@ -48,7 +48,7 @@ class IdleRunner(Runner):
     def begin(self, chunks: Sequence[PrefillChunk]) -> CompletedForward:
         """See Runner."""
         values = np.repeat(self._row, len(chunks), axis=0)
-        return CompletedForward(BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=values)]))
+        return CompletedForward(BatchOutputs.of(len(chunks), [OutputArray(name="embedding", values=values)]))
 
     def set_wakeup_fd(self, fd: int | None) -> None:
         """See Runner. Nothing is ever waited for."""

@@ -250,18 +250,18 @@ class Replica:
         self._count(message)
         if message.num_tokens and message.load is not None and message.load.num_deferred:
             self.rate.record(message.num_tokens, message.step_s)
-        blocks = unpack_results(message, frames)
+        arrays = unpack_results(message, frames)
         # 2. Store the times of finished runs.
         for request_id, *seconds in message.finished:
             if (run := self._runs.get(request_id)) is not None:
                 run.timing = Timing(*seconds)
         # 3. Store the rows of each input, and count its last row once.
         done: list[Run] = []
-        seen: set[tuple[int, int]] = set()  # complete inputs, which may be in several blocks
-        for block in blocks:
-            name = block.block.name
+        seen: set[tuple[int, int]] = set()  # complete inputs, which may be in several arrays
+        for results in arrays:
+            name = results.output.name
             for request_id, index, is_last, array in zip(
-                block.request_ids, block.indices, block.is_last, block.block.split(), strict=True
+                results.request_ids, results.indices, results.is_last, results.output.split(), strict=True
             ):
                 run = self._runs.get(request_id)
                 if run is None:
@@ -269,7 +269,7 @@ class Replica:
                 run.add_output(index, name, array, is_last=is_last)
                 if not is_last or (request_id, index) in seen:
                     continue
-                if len(blocks) > 1:
+                if len(arrays) > 1:
                     seen.add((request_id, index))
                 run.num_incomplete -= 1
                 if run.num_tokens is not None:

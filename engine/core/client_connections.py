@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from ..protocol.batch_outputs import ResultBlock, pack_results, unpack_results
+from ..protocol.batch_outputs import ResultArray, pack_results, unpack_results
 from ..protocol.message_connection import Message, MessageConnection
 from ..protocol.messages import (
     Attach,
@@ -144,19 +144,19 @@ def split(message: FromCore, frames: list[Frame]) -> dict[int, _Part]:
         return {client_number_of(message.request_id): (message, frames)}
     if not isinstance(message, StepResults):
         return {0: (message, frames)}
-    blocks: dict[int, list[ResultBlock]] = {0: []}
+    arrays: dict[int, list[ResultArray]] = {0: []}
     finished: dict[int, list[tuple[int, float, float]]] = {}
-    for block in unpack_results(message, frames):
+    for results in unpack_results(message, frames):
         positions: dict[int, list[int]] = {}
-        for position, request_id in enumerate(block.request_ids):
+        for position, request_id in enumerate(results.request_ids):
             positions.setdefault(client_number_of(request_id), []).append(position)
         for client, own in positions.items():
-            blocks.setdefault(client, []).append(block.pick(own))
+            arrays.setdefault(client, []).append(results.pick(own))
     for request in message.finished:
         finished.setdefault(client_number_of(request[0]), []).append(request)
     parts: dict[int, _Part] = {}
-    for client in blocks.keys() | finished.keys():
-        headers, own_frames = pack_results(blocks.get(client, []))
-        part = msgspec.structs.replace(message, blocks=headers, finished=finished.get(client, []))
+    for client in arrays.keys() | finished.keys():
+        headers, own_frames = pack_results(arrays.get(client, []))
+        part = msgspec.structs.replace(message, arrays=headers, finished=finished.get(client, []))
         parts[client] = part, own_frames
     return parts

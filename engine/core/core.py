@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from ..protocol.batch_outputs import BatchOutputs, ResultBlock, pack_results
+from ..protocol.batch_outputs import BatchOutputs, ResultArray, pack_results
 from ..protocol.config import EngineConfig
 from ..protocol.errors import (
     DeadlineExceededError,
@@ -426,7 +426,7 @@ class EngineCore:
                 # Also ends the request's other sequences. Their blocks may be wrong: the prefix cache drops them.
                 self._cancel(sequence.request.request_id, drop_cached_blocks=True)
                 self._send_failure(sequence.request, ModelExecutionError(message))
-            blocks = [block for chunks, outputs in forwards for block in results_of(chunks, outputs, started_s)]
+            arrays = [array for chunks, outputs in forwards for array in results_of(chunks, outputs, started_s)]
             finished = [
                 (r.request_id, r.started_s - r.arrival_s, ended_s - r.started_s)
                 for r in self._scheduler.finish(batch)
@@ -437,7 +437,7 @@ class EngineCore:
             cache = cache_use(self._scheduler, self._runner.sequence_pool, batch)
             load = step_load(self._scheduler, num_seqs, batch.num_deferred)
             self._has_freed_memory = False
-        headers, frames = pack_results(blocks)
+        headers, frames = pack_results(arrays)
         # The time of overlapping batches counts from the end of the previous one, so that the sum is the device's time.
         step_s = 0.0
         if num_tokens:
@@ -501,7 +501,7 @@ def not_finite(chunks: Sequence[PrefillChunk], outputs: BatchOutputs) -> Iterato
             yield sequence
 
 
-def results_of(chunks: Sequence[PrefillChunk], outputs: BatchOutputs, started_s: float) -> list[ResultBlock]:
+def results_of(chunks: Sequence[PrefillChunk], outputs: BatchOutputs, started_s: float) -> list[ResultArray]:
     """Maps batch outputs back to requests and skips cancelled ones. Records the start of a request's first forward.
 
     Args:
@@ -514,18 +514,18 @@ def results_of(chunks: Sequence[PrefillChunk], outputs: BatchOutputs, started_s:
         request = chunk.sequence.request
         if is_live and request.started_s is None:
             request.started_s = started_s
-    blocks = []
-    for block in outputs.blocks:
-        indices = range(len(chunks)) if block.indices is None else block.indices
-        block_chunks = [chunks[index] for index in indices]
-        results = ResultBlock(
-            block,
-            [chunk.sequence.request.request_id for chunk in block_chunks],
-            [chunk.sequence.index for chunk in block_chunks],
-            [chunk.end == chunk.sequence.num_tokens for chunk in block_chunks],
+    arrays = []
+    for output in outputs.arrays:
+        indices = range(len(chunks)) if output.indices is None else output.indices
+        output_chunks = [chunks[index] for index in indices]
+        results = ResultArray(
+            output,
+            [chunk.sequence.request.request_id for chunk in output_chunks],
+            [chunk.sequence.index for chunk in output_chunks],
+            [chunk.end == chunk.sequence.num_tokens for chunk in output_chunks],
         )
-        blocks.append(results.pick([position for position, index in enumerate(indices) if are_live[index]]))
-    return [results for results in blocks if results.request_ids]
+        arrays.append(results.pick([position for position, index in enumerate(indices) if are_live[index]]))
+    return [results for results in arrays if results.request_ids]
 
 
 def step_load(scheduler: Scheduler, num_seqs: int, num_deferred: int) -> StepLoad:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..protocol.batch_outputs import ArrayBlock, BatchOutputs
+from ..protocol.batch_outputs import BatchOutputs, HostArray
 from ..scheduling import Allocation, InputSequence, PrefillChunk
 from .runner import CompletedForward, Forward, ForwardTime, Runner
 
@@ -38,15 +38,15 @@ class _RoutedForward:
         documents = self.forward.outputs()
         is_finite = np.empty(documents.num_seqs + self.queries.num_seqs, np.bool_)
         is_finite[self.documents], is_finite[self.query_indices] = documents.is_finite, self.queries.is_finite
-        blocks = _at(documents.blocks, self.documents) + _at(self.queries.blocks, self.query_indices)
-        return BatchOutputs(len(is_finite), blocks, is_finite)
+        arrays = _at(documents.arrays, self.documents) + _at(self.queries.arrays, self.query_indices)
+        return BatchOutputs(len(is_finite), arrays, is_finite)
 
 
-def _at(blocks: Sequence[ArrayBlock], indices: list[int]) -> tuple[ArrayBlock, ...]:
-    """Returns blocks of a part of a batch as blocks of the batch. `indices`: the sequences of the part."""
+def _at(arrays: Sequence[HostArray], indices: list[int]) -> tuple[HostArray, ...]:
+    """Returns the results of a part of a batch as results of the batch. `indices`: the sequences of the part."""
     return tuple(
-        replace(block, indices=indices if block.indices is None else [indices[i] for i in block.indices])
-        for block in blocks
+        replace(array, indices=indices if array.indices is None else [indices[i] for i in array.indices])
+        for array in arrays
     )
 
 

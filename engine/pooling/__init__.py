@@ -14,7 +14,7 @@ from .chunked_manager import ChunkedPoolingManager
 from .heads import ClassifierPoolerHead, EmbeddingPoolerHead
 from .metadata import PoolingCursor, PoolingMetadata
 from .model_pooler import ModelPooler, TokenMaps
-from .output import OutputBlock, PoolerOutput
+from .output import PoolerOutput
 from .states import PoolingStates
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ __all__ = [
     "MeanPooler",
     "MeanSqrtLenPooler",
     "ModelPooler",
-    "OutputBlock",
     "Pooler",
     "PoolerFactory",
     "PoolerOutput",

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from ..protocol.batch_outputs import OutputGroup, by_group, distinct_params
+from ..protocol.batch_outputs import OutputArray, OutputGroup, by_group, distinct_params
 from ..protocol.model_info import ModelInfo
 from ..protocol.multi_vector import SparseKind
 from ..protocol.params import PoolingParams
@@ -19,7 +19,7 @@ from ..protocol.tasks import PoolingType
 from .chunked_manager import ChunkedPoolingManager
 from .heads import ClassifierPoolerHead, EmbeddingPoolerHead, VectorFilter, check_attention_head, compare, token_rows
 from .metadata import ChunkSpans, PoolingMetadata, check_gap, rows_between
-from .output import OutputBlock, PoolerOutput
+from .output import PoolerOutput
 from .row_ops import R, RowMap, RowOps, VectorTransform
 from .sparse import SparsePooler
 
@@ -151,12 +151,12 @@ class ModelPooler(Generic[R]):
             manager.schedule(metadata)
         groups = by_group(metadata.params)
         if metadata.chunks is None or not metadata.is_partial:
-            blocks = [self._pool_whole(group, output, metadata, indices) for group, indices in groups.items()]
+            arrays = [self._pool_whole(group, output, metadata, indices) for group, indices in groups.items()]
         elif manager is None or output.logits is not None:
             raise ValueError("chunks of sequences need a manager, and a model that does not pool by itself")
         else:
-            blocks = self._pool_chunks(groups, output, metadata, metadata.chunks, manager)
-        return PoolerOutput(metadata.num_seqs, blocks)
+            arrays = self._pool_chunks(groups, output, metadata, metadata.chunks, manager)
+        return PoolerOutput(metadata.num_seqs, arrays)
 
     def _pool_whole(
         self,
@@ -165,14 +165,14 @@ class ModelPooler(Generic[R]):
         metadata: PoolingMetadata,
         indices: Sequence[int] | None,
         weights: R | None = None,
-    ) -> OutputBlock[R]:
+    ) -> OutputArray[R]:
         """Pools the sequences `indices` (None: all) of a batch of whole sequences. `weights` [T, H] or the model's."""
         if group.is_token_level:
             return self._pool_tokens(group, output.hidden_states, metadata, indices)
         params = metadata.params if indices is None else [metadata.params[i] for i in indices]
         if group.name == "scores" and output.logits is not None:
             logits = output.logits if indices is None else self.ops.pick(output.logits, np.array(indices))
-            return OutputBlock(name=group.name, values=self._classifier_head.activate(logits, params), indices=indices)
+            return OutputArray(name=group.name, values=self._classifier_head.activate(logits, params), indices=indices)
         hidden_states = output.hidden_states
         weights = self._row_weights(output.attention_weights if weights is None else weights)
 
@@ -187,22 +187,22 @@ class ModelPooler(Generic[R]):
         if group.name == "embedding" and self._is_fused:
             transform = VectorTransform.of(params, hidden_states.shape[1])
             values = pooled(self._types[0], transform)
-            return OutputBlock(name=group.name, values=values, indices=indices, widths=transform.columns())
+            return OutputArray(name=group.name, values=values, indices=indices, widths=transform.columns())
         rows = self.ops.concat_columns([pooled(pooling_type, VectorTransform()) for pooling_type in self._types])
         return self._from_pooled(group, rows, params, indices)
 
     def _from_pooled(
         self, group: OutputGroup, rows: R, params: Sequence[PoolingParams], indices: Sequence[int] | None
-    ) -> OutputBlock[R]:
+    ) -> OutputArray[R]:
         """Runs the head of a sequence-level task on pooled rows [N, W] of the sequences `indices` (None: all)."""
         if group.name == "scores":
-            return OutputBlock(name=group.name, values=self._classifier_head(rows, params), indices=indices)
+            return OutputArray(name=group.name, values=self._classifier_head(rows, params), indices=indices)
         values, widths = self._embedding_head(rows, params)
-        return OutputBlock(name=group.name, values=values, indices=indices, widths=widths)
+        return OutputArray(name=group.name, values=values, indices=indices, widths=widths)
 
     def _pool_tokens(
         self, group: OutputGroup, hidden_states: R, metadata: PoolingMetadata, indices: Sequence[int] | None
-    ) -> OutputBlock[R]:
+    ) -> OutputArray[R]:
         """Runs a token-level task for the sequences `indices` (None: all). Skips rows that were pooled before."""
         if indices is not None or metadata.chunks is not None:
             members = range(metadata.num_seqs) if indices is None else indices
@@ -211,7 +211,7 @@ class ModelPooler(Generic[R]):
         if group.name == "sparse":
             assert self._sparse is not None, "PoolingParams.verify rejects unsupported tasks"
             values, row_lens = self._sparse.pool(hidden_states, metadata)
-            return OutputBlock(name=group.name, values=values, indices=indices, row_lens=row_lens)
+            return OutputArray(name=group.name, values=values, indices=indices, row_lens=row_lens)
         has_vectors = group.name in ("token_embeddings", "similarities")
         selected, row_lens = (
             self._vector_filter.select(metadata) if has_vectors else token_rows(self._info.token_pooling, metadata)
@@ -225,7 +225,7 @@ class ModelPooler(Generic[R]):
             values = self._token_classifier_head(hidden_states, metadata.params, row_lens, group.columns)
         if group.name == "similarities":
             values, row_lens, widths = compare(self.ops, values, row_lens, metadata.queries or ())
-        return OutputBlock(name=group.name, values=values, indices=indices, row_lens=row_lens, widths=widths)
+        return OutputArray(name=group.name, values=values, indices=indices, row_lens=row_lens, widths=widths)
 
     def _pool_chunks(
         self,
@@ -234,47 +234,47 @@ class ModelPooler(Generic[R]):
         metadata: PoolingMetadata,
         chunks: ChunkSpans,
         manager: ChunkedPoolingManager[R],
-    ) -> list[OutputBlock[R]]:
+    ) -> list[OutputArray[R]]:
         """Pools a batch with chunks. Sequences that need no state are pooled as whole sequences."""
         is_stateless = chunks.needs_no_state(is_last_only=self._types == (PoolingType.LAST,)).tolist()
         whole = metadata.as_whole()
         stateful: list[int] = []
-        blocks = []
+        arrays = []
         for group, members in groups.items():
             indices = range(metadata.num_seqs) if members is None else members
             if group.is_token_level:
                 for i in indices:
                     check_gap((self._info.token_pooling,), chunks.starts[i], chunks.num_pooled[i])
-                blocks.append(self._pool_tokens(group, output.hidden_states, metadata, members))
+                arrays.append(self._pool_tokens(group, output.hidden_states, metadata, members))
                 continue
             stateful += [i for i in indices if not is_stateless[i]]
             stateless = [i for i in indices if is_stateless[i]]
             if stateless:
                 picked = None if len(stateless) == metadata.num_seqs else stateless
                 weights = self._chunk_weights(output.attention_weights, chunks)
-                blocks.append(self._pool_whole(group, output, whole, picked, weights))
+                arrays.append(self._pool_whole(group, output, whole, picked, weights))
         if stateful:
             indices = sorted(set(stateful))
             done, rows = manager.process_batch(
                 metadata, output.hidden_states, self._row_weights(output.attention_weights), indices
             )
-            blocks += self._finish(groups, done, rows, metadata)
-        return blocks
+            arrays += self._finish(groups, done, rows, metadata)
+        return arrays
 
     def _finish(
         self, groups: Mapping[OutputGroup, list[int] | None], done: list[int], rows: R, metadata: PoolingMetadata
-    ) -> list[OutputBlock[R]]:
+    ) -> list[OutputArray[R]]:
         """Runs the heads for the complete sequences `done` and their pooled rows, in the same order."""
-        blocks = []
+        arrays = []
         for group, members in groups.items():
             positions = [position for position, i in enumerate(done) if members is None or i in members]
             if positions and not group.is_token_level:
                 done_indices = [done[position] for position in positions]
                 picked = rows if len(positions) == len(done) else self.ops.pick(rows, np.array(positions))
-                blocks.append(
+                arrays.append(
                     self._from_pooled(group, picked, [metadata.params[i] for i in done_indices], done_indices)
                 )
-        return blocks
+        return arrays
 
     def _row_weights(self, attention: R | None) -> R | None:
         """Returns the weight of every row [T] for ATTENTION; None without weights or for other types."""

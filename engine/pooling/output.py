@@ -9,28 +9,11 @@ from typing import TYPE_CHECKING, Generic, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..protocol.batch_outputs import ArrayBlock, Arrays, BatchOutputs
+from ..protocol.batch_outputs import Arrays, BatchOutputs, OutputArray
 from .row_ops import R, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OutputBlock(Generic[R]):
-    """Results of one kind for some sequences of a batch, arrays or tensors on any device. See ArrayBlock."""
-
-    name: str
-    values: R
-    indices: Sequence[int] | None = None
-    row_lens: tuple[int, ...] | None = None
-    widths: tuple[int, ...] | None = None
-
-    def on_host(self, values: NDArray[np.float32]) -> ArrayBlock:
-        """Returns the block with `values`, the copy of its values on the host."""
-        return ArrayBlock(
-            name=self.name, values=values, indices=self.indices, row_lens=self.row_lens, widths=self.widths
-        )
 
 
 class PoolerOutput(Generic[R]):
@@ -38,28 +21,28 @@ class PoolerOutput(Generic[R]):
 
     Args:
         batch_size: Sequences in the batch, complete or not.
-        blocks: A sequence is in at most one block of each name.
+        arrays: A sequence is in at most one array of each name.
     """
 
-    def __init__(self, batch_size: int, blocks: Sequence[OutputBlock[R]]) -> None:
+    def __init__(self, batch_size: int, arrays: Sequence[OutputArray[R]]) -> None:
         self.batch_size = batch_size
-        self.blocks = tuple(blocks)
+        self.arrays = tuple(arrays)
         self._on_host: BatchOutputs | None = None
 
     def to_host(self) -> BatchOutputs:
         """Returns the results on the host. Copies them only from a device, and then waits; see `begin_copy`."""
         if self._on_host is None:
-            blocks = [block.on_host(_to_host(block.values)) for block in self.blocks]
-            self._on_host = BatchOutputs.of(self.batch_size, blocks)
+            arrays = [array.with_values(_to_host(array.values)) for array in self.arrays]
+            self._on_host = BatchOutputs.of(self.batch_size, arrays)
         return self._on_host
 
     def begin_copy(self: PoolerOutput[Tensor], to_host: Callable[[Sequence[Tensor]], list[Tensor]]) -> OutputCopy:
-        """Starts to copy the results to the host, with a flag for each block whether its values are finite.
+        """Starts to copy the results to the host, with a flag for each array whether its values are finite.
 
         Args:
             to_host: See DeviceStream.to_host.
         """
-        values = [block.values for block in self.blocks]
+        values = [array.values for array in self.arrays]
         copies = to_host([*values, *map(_is_finite, values)])
         return OutputCopy(self, copies[: len(values)], copies[len(values) :])
 
@@ -85,8 +68,8 @@ class OutputCopy:
 
     Attributes:
         output: The results on the device.
-        values: The copies of the blocks' values. Read them after the copy has ended.
-        are_finite: The copies of one bool per block: whether all values are finite.
+        values: The copies of the arrays. Read them after the copy has ended.
+        are_finite: The copies of one bool per array: whether all values are finite.
     """
 
     output: PoolerOutput[Tensor]
@@ -95,11 +78,11 @@ class OutputCopy:
 
     def arrived(self) -> BatchOutputs:
         """Returns the results, views of the copies. Call it after the copy has ended."""
-        pairs = zip(self.output.blocks, self.values, strict=True)
-        blocks = tuple(block.on_host(values.numpy()) for block, values in pairs)
+        pairs = zip(self.output.arrays, self.values, strict=True)
+        arrays = tuple(array.with_values(values.numpy()) for array, values in pairs)
         if not all(is_finite.item() for is_finite in self.are_finite):
-            return BatchOutputs.of(self.output.batch_size, blocks)  # finds the sequences with NaN or inf
-        return BatchOutputs(self.output.batch_size, blocks, np.ones(self.output.batch_size, np.bool_))
+            return BatchOutputs.of(self.output.batch_size, arrays)  # finds the sequences with NaN or inf
+        return BatchOutputs(self.output.batch_size, arrays, np.ones(self.output.batch_size, np.bool_))
 
 
 def _to_host(values: Rows) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""Results of a batch as arrays over many sequences, and their message format. Shape letter: N sequences of a block."""
+"""Results of a batch as arrays over many sequences, and their message format. Shape letter: N sequences of an array."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .messages import BlockHeader, Frame, StepResults
+from .messages import ArrayHeader, Frame, StepResults
 from .params import PoolingParams
 from .tasks import PoolingTask
 
+V = TypeVar("V")
+"""A numpy array or a tensor."""
+W = TypeVar("W")
 Arrays = Mapping[str, NDArray[np.float32]]
 """The outputs of one sequence by name."""
 _OUTPUT_NAMES: Final = {
@@ -28,7 +31,7 @@ _OUTPUT_NAMES: Final = {
 
 
 class OutputGroup(NamedTuple):
-    """Key of a block: the name of the result, and the class columns that it returns (None: all)."""
+    """Key of an OutputArray: the name of the result, and the class columns that it returns (None: all)."""
 
     name: str
     columns: tuple[int, ...] | None
@@ -77,24 +80,30 @@ def by_group(params: Sequence[PoolingParams]) -> dict[OutputGroup, list[int] | N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ArrayBlock:
-    """Results of one kind for some sequences of a batch, on the host.
+class OutputArray(Generic[V]):
+    """Results of one kind for some sequences of a batch, on the host or on a device.
 
     Attributes:
         name: "embedding", "scores", "token_embeddings", "token_scores", "similarities" or "sparse".
         values: [N, W] float32, a row per sequence; or [R, W], token rows.
-        indices: The sequences in the block, in order; None means all of the batch.
+        indices: The sequences, in order; None means all of the batch.
         row_lens: Token rows of each sequence in this batch; None for a row per sequence.
         widths: Columns of each sequence, if they differ. Values beyond them are undefined.
     """
 
     name: str
-    values: NDArray[np.float32]
+    values: V
     indices: Sequence[int] | None = None
     row_lens: Sequence[int] | None = None
     widths: Sequence[int] | None = None
 
-    def split(self) -> list[NDArray[np.float32]]:
+    def with_values(self, values: W) -> OutputArray[W]:
+        """Returns the same results with other values, such as a copy on the host."""
+        return OutputArray(
+            name=self.name, values=values, indices=self.indices, row_lens=self.row_lens, widths=self.widths
+        )
+
+    def split(self: HostArray) -> list[NDArray[np.float32]]:
         """Returns one array per sequence: [W], or [L, W] of token rows. Views."""
         if self.row_lens is None:
             parts = list(self.values)
@@ -105,16 +114,19 @@ class ArrayBlock:
             return parts
         return [part[..., :width] for part, width in zip(parts, self.widths, strict=True)]
 
-    def pick(self, positions: Sequence[int]) -> ArrayBlock:
-        """Returns a block of some of its sequences, given by their ascending positions in it. It has no `indices`."""
+    def pick(self: HostArray, positions: Sequence[int]) -> HostArray:
+        """Returns the results of some sequences, given by their ascending positions. They have no `indices`."""
         widths = None if self.widths is None else [self.widths[position] for position in positions]
         if self.row_lens is None:
-            return ArrayBlock(name=self.name, values=self.values[list(positions)], widths=widths)
+            return OutputArray(name=self.name, values=self.values[list(positions)], widths=widths)
         is_picked = np.zeros(len(self.row_lens), np.bool_)
         is_picked[list(positions)] = True
         values = self.values[np.repeat(is_picked, self.row_lens)]
         row_lens = [self.row_lens[position] for position in positions]
-        return ArrayBlock(name=self.name, values=values, row_lens=row_lens, widths=widths)
+        return OutputArray(name=self.name, values=values, row_lens=row_lens, widths=widths)
+
+
+HostArray = OutputArray[NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,24 +135,24 @@ class BatchOutputs:
 
     Attributes:
         num_seqs: Sequences in the batch, complete or not.
-        blocks: A sequence is in at most one block of each name.
+        arrays: A sequence is in at most one array of each name.
         is_finite: [num_seqs] bool. False if an output of the sequence contains NaN or inf.
     """
 
     num_seqs: int
-    blocks: tuple[ArrayBlock, ...]
+    arrays: tuple[HostArray, ...]
     is_finite: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, num_seqs: int, blocks: Sequence[ArrayBlock]) -> BatchOutputs:
+    def of(cls, num_seqs: int, arrays: Sequence[HostArray]) -> BatchOutputs:
         """Checks which sequences have finite outputs, and returns the results."""
         is_finite = np.ones(num_seqs, np.bool_)
-        for block in blocks:
-            # Checking the whole block is much faster than checking each sequence.
-            if not np.isfinite(block.values).all():
-                found = [bool(np.isfinite(part).all()) for part in block.split()]
-                is_finite[slice(None) if block.indices is None else list(block.indices)] &= found
-        return cls(num_seqs, tuple(blocks), is_finite)
+        for output in arrays:
+            # Checking the whole array is much faster than checking each sequence.
+            if not np.isfinite(output.values).all():
+                found = [bool(np.isfinite(part).all()) for part in output.split()]
+                is_finite[slice(None) if output.indices is None else list(output.indices)] &= found
+        return cls(num_seqs, tuple(arrays), is_finite)
 
     def split(self) -> list[Arrays]:
         """Returns the arrays of each sequence by name: [D], [C], [L, D] or [L, C] float32. Views.
@@ -149,55 +161,55 @@ class BatchOutputs:
         axis 0 with those of its other chunks. An unfinished sequence of a sequence-level task has no array.
         """
         results: list[dict[str, NDArray[np.float32]]] = [{} for _ in range(self.num_seqs)]
-        for block in self.blocks:
-            indices = range(self.num_seqs) if block.indices is None else block.indices
-            for index, array in zip(indices, block.split(), strict=True):
-                results[index][block.name] = array
+        for output in self.arrays:
+            indices = range(self.num_seqs) if output.indices is None else output.indices
+            for index, array in zip(indices, output.split(), strict=True):
+                results[index][output.name] = array
         return list(results)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ResultBlock:
+class ResultArray:
     """Outputs of one kind, with the requests that they belong to.
 
     Attributes:
-        block: The outputs. Its `indices` are not used.
+        output: The outputs. Its `indices` are not used.
         request_ids: The request of each sequence.
         indices: Index of each sequence among the inputs of its request.
         is_last: False if a later step returns more rows of the sequence.
     """
 
-    block: ArrayBlock
+    output: HostArray
     request_ids: list[int]
     indices: list[int]
     is_last: list[bool]
 
-    def pick(self, positions: Sequence[int]) -> ResultBlock:
+    def pick(self, positions: Sequence[int]) -> ResultArray:
         """Returns the results of some sequences, given by their ascending positions; itself if these are all."""
         if len(positions) == len(self.request_ids):
             return self
-        return ResultBlock(
-            self.block.pick(positions),
+        return ResultArray(
+            self.output.pick(positions),
             [self.request_ids[position] for position in positions],
             [self.indices[position] for position in positions],
             [self.is_last[position] for position in positions],
         )
 
 
-def pack_results(blocks: Sequence[ResultBlock]) -> tuple[list[BlockHeader], list[Frame]]:
+def pack_results(arrays: Sequence[ResultArray]) -> tuple[list[ArrayHeader], list[Frame]]:
     """Returns the headers and the frames of a StepResults message.
 
-    The frames refer to the values of the blocks without a copy. Do not write to the values after this call.
+    The frames refer to the values of the arrays without a copy. Do not write to the values after this call.
     """
-    headers: list[BlockHeader] = []
+    headers: list[ArrayHeader] = []
     frames: list[Frame] = []
-    for results in blocks:
-        block = results.block
-        values = np.ascontiguousarray(block.values, np.float32)
-        row_lens, widths = (None if each is None else list(each) for each in (block.row_lens, block.widths))
+    for results in arrays:
+        output = results.output
+        values = np.ascontiguousarray(output.values, np.float32)
+        row_lens, widths = (None if each is None else list(each) for each in (output.row_lens, output.widths))
         headers.append(
-            BlockHeader(
-                block.name,
+            ArrayHeader(
+                output.name,
                 values.shape[1],
                 results.request_ids,
                 results.indices,
@@ -210,12 +222,12 @@ def pack_results(blocks: Sequence[ResultBlock]) -> tuple[list[BlockHeader], list
     return headers, frames
 
 
-def unpack_results(message: StepResults, frames: Sequence[Frame]) -> list[ResultBlock]:
-    """Returns the blocks of a StepResults message. Their values are views of the frames."""
-    blocks = []
-    for header, frame in zip(message.blocks, frames, strict=True):
+def unpack_results(message: StepResults, frames: Sequence[Frame]) -> list[ResultArray]:
+    """Returns the arrays of a StepResults message. Their values are views of the frames."""
+    arrays = []
+    for header, frame in zip(message.arrays, frames, strict=True):
         num_rows = len(header.request_ids) if header.row_lens is None else sum(header.row_lens)
         values = np.frombuffer(frame, np.float32).reshape(num_rows, header.width)
-        block = ArrayBlock(name=header.name, values=values, row_lens=header.row_lens, widths=header.widths)
-        blocks.append(ResultBlock(block, header.request_ids, header.indices, header.is_last))
-    return blocks
+        output = OutputArray(name=header.name, values=values, row_lens=header.row_lens, widths=header.widths)
+        arrays.append(ResultArray(output, header.request_ids, header.indices, header.is_last))
+    return arrays

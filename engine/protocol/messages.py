@@ -188,19 +188,19 @@ class StepLoad(msgspec.Struct, array_like=True, frozen=True):
     num_deferred: int
 
 
-class BlockHeader(msgspec.Struct, array_like=True, frozen=True):
+class ArrayHeader(msgspec.Struct, array_like=True, frozen=True):
     """Describes one frame of float32 values: the output `name` of some sequences.
 
     Token-level outputs have one part per chunk. The client joins them along the first axis.
 
     Attributes:
-        name: See ArrayBlock.
+        name: See OutputArray.
         width: Columns of the values.
         request_ids: The request of each sequence.
         indices: Index of each sequence among the inputs of its request.
         is_last: False if a later step returns more rows of the sequence.
-        row_lens: See ArrayBlock.
-        widths: See ArrayBlock.
+        row_lens: See OutputArray.
+        widths: See OutputArray.
     """
 
     name: str
@@ -213,13 +213,13 @@ class BlockHeader(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepResults(msgspec.Struct, tag=True, frozen=True):
-    """Core to client: the results of one step. Frames: the values of each block, float32.
+    """Core to client: the results of one step. Frames: the values of each array, float32.
 
-    A step that runs only inner chunks of long prompts has no blocks. A message with `num_tokens` 0 is no step and only
+    A step that runs only inner chunks of long prompts has no arrays. A message with `num_tokens` 0 is no step and only
     updates `cache_use`.
 
     Attributes:
-        blocks: Headers of the frames.
+        arrays: Headers of the frames.
         num_tokens: Tokens that the step processed.
         step_s: Seconds that the step took.
         cache_use: None for models that run prompts whole.
@@ -228,7 +228,7 @@ class StepResults(msgspec.Struct, tag=True, frozen=True):
             there to the end of the last forward.
     """
 
-    blocks: list[BlockHeader]
+    arrays: list[ArrayHeader]
     num_tokens: int
     step_s: float
     cache_use: CacheUse | None = None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.engine.protocol.batch_outputs import ArrayBlock, ResultBlock, pack_results, unpack_results
+from penstock.engine.protocol.batch_outputs import OutputArray, ResultArray, pack_results, unpack_results
 from penstock.engine.protocol.messages import (
     ClientMessage,
     Frame,
@@ -41,16 +41,17 @@ def step_of(
     ended: Sequence[tuple[int, float, float]] = (),
     **fields: Any,
 ) -> tuple[StepResults, list[Frame]]:
-    """Returns the message and its frames. Consecutive rows of one kind are a block."""
-    blocks = []
+    """Returns the message and its frames. Consecutive rows of one kind are an array."""
+    results = []
     for (name, num_axes, _), group in groupby(rows, key=lambda row: row.kind):
         own = list(group)
         arrays = [row.array for row in own]
         row_lens = [len(array) for array in arrays] if num_axes > 1 else None
         values = np.stack(arrays) if row_lens is None else np.concatenate(arrays)
-        block = ArrayBlock(name=name, values=values, row_lens=row_lens)
-        blocks.append(ResultBlock(block, [r.request_id for r in own], [r.index for r in own], [r.is_last for r in own]))
-    headers, frames = pack_results(blocks)
+        output = OutputArray(name=name, values=values, row_lens=row_lens)
+        ids, indices, are_last = zip(*((r.request_id, r.index, r.is_last) for r in own), strict=True)
+        results.append(ResultArray(output, list(ids), list(indices), list(are_last)))
+    headers, frames = pack_results(results)
     return StepResults(headers, num_tokens, step_s, finished=list(ended), **fields), frames
 
 
@@ -64,10 +65,10 @@ def unpacked(first: bytes, frames: Sequence[Frame]) -> tuple[ClientMessage, list
 def rows_of(message: StepResults, frames: Sequence[Frame]) -> list[Row]:
     """Returns the rows of a message."""
     return [
-        Row(request_id, index, each.block.name, array, is_last)
+        Row(request_id, index, each.output.name, array, is_last)
         for each in unpack_results(message, frames)
         for request_id, index, array, is_last in zip(
-            each.request_ids, each.indices, each.block.split(), each.is_last, strict=True
+            each.request_ids, each.indices, each.output.split(), each.is_last, strict=True
         )
     ]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import CompletedForward, DeviceMemoryError, Forward, ForwardTime, Runner
-from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
+from penstock.engine.protocol.batch_outputs import BatchOutputs, OutputArray
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.messages import (
     CacheUse,
@@ -126,22 +126,22 @@ class FakeRunner(Runner):
         self.batches.append([(*id_of(chunk.sequence), chunk.start, chunk.end) for chunk in chunks])
         sums = [self._sum(chunk) for chunk in chunks]
         self.hook(chunks)
-        blocks: dict[str, list[tuple[int, np.ndarray]]] = {"embedding": [], "rows": []}
+        rows_by_name: dict[str, list[tuple[int, np.ndarray]]] = {"embedding": [], "rows": []}
         for index, (chunk, (total, rows)) in enumerate(zip(chunks, sums, strict=True)):
             sequence = chunk.sequence
             if sequence.is_long:
                 self.states[sequence] = max(chunk.end, self.states.get(sequence, (0, 0.0))[0]), total
             if sequence.request.params.task is PoolingTask.TOKEN_EMBED:
-                blocks["rows"].append((index, rows))
+                rows_by_name["rows"].append((index, rows))
             elif chunk.is_last:
-                blocks["embedding"].append((index, np.array([[self.result(sequence, total)]], np.float32)))
+                rows_by_name["embedding"].append((index, np.array([[self.result(sequence, total)]], np.float32)))
         made = []
-        for name, parts in blocks.items():
+        for name, parts in rows_by_name.items():
             if parts:
                 indices, arrays = zip(*parts, strict=True)
                 row_lens = list(map(len, arrays)) if name == "rows" else None
                 made.append(
-                    ArrayBlock(name=name, values=np.concatenate(arrays), indices=list(indices), row_lens=row_lens)
+                    OutputArray(name=name, values=np.concatenate(arrays), indices=list(indices), row_lens=row_lens)
                 )
         return BatchOutputs.of(len(chunks), made)
 

@@ -259,7 +259,7 @@ def test_request_cancelled_while_it_runs_gets_no_result() -> None:
     assert driver.cache_use.usage == 0
     driver.submit(1, 5)
     driver.run_all()
-    assert driver.steps[-1].blocks == []
+    assert driver.steps[-1].arrays == []
 
 
 # Errors

@@ -1,22 +1,22 @@
-"""Results of a batch: blocks of rows, arrays of sequences, and the messages that carry them."""
+"""Results of a batch: arrays of many sequences, arrays of one, and the messages that carry them."""
 
 import numpy as np
 import pytest
 
 from penstock.engine.protocol.batch_outputs import (
-    ArrayBlock,
     BatchOutputs,
-    ResultBlock,
+    OutputArray,
+    ResultArray,
     pack_results,
     unpack_results,
 )
 from penstock.engine.protocol.messages import StepResults, decode_from_core, encode
 
-BLOCKS = [
-    ArrayBlock(name="embedding", values=np.arange(12, dtype=np.float32).reshape(4, 3), widths=[3, 1, 2, 3]),
-    ArrayBlock(name="token_scores", values=np.arange(10, dtype=np.float32).reshape(5, 2), row_lens=[2, 0, 3]),
-    ArrayBlock(name="scores", values=np.ones((1, 1), np.float32)),
-    ArrayBlock(name="sparse", values=np.zeros((0, 2), np.float32), row_lens=[0, 0], widths=[2, 1]),
+OUTPUTS = [
+    OutputArray(name="embedding", values=np.arange(12, dtype=np.float32).reshape(4, 3), widths=[3, 1, 2, 3]),
+    OutputArray(name="token_scores", values=np.arange(10, dtype=np.float32).reshape(5, 2), row_lens=[2, 0, 3]),
+    OutputArray(name="scores", values=np.ones((1, 1), np.float32)),
+    OutputArray(name="sparse", values=np.zeros((0, 2), np.float32), row_lens=[0, 0], widths=[2, 1]),
 ]
 
 
@@ -29,9 +29,9 @@ def test_blocks_are_split_into_arrays_of_each_sequence() -> None:
     outputs = BatchOutputs.of(
         4,
         [
-            ArrayBlock(name="embedding", values=vectors, widths=(3, 1, 2, 3)),
-            ArrayBlock(name="scores", values=scores, indices=(3, 1)),
-            ArrayBlock(name="token_scores", values=tokens, indices=(0, 1, 2), row_lens=(1, 0, 5), widths=(2, 1, 1)),
+            OutputArray(name="embedding", values=vectors, widths=(3, 1, 2, 3)),
+            OutputArray(name="scores", values=scores, indices=(3, 1)),
+            OutputArray(name="token_scores", values=tokens, indices=(0, 1, 2), row_lens=(1, 0, 5), widths=(2, 1, 1)),
         ],
     )
     expected = [
@@ -55,51 +55,51 @@ def test_sequence_is_finite_if_all_its_values_are(value: float) -> None:
     vectors[1, 2] = value  # beyond the columns of this one
     vectors[3, 0] = value
     tokens[3, 1] = value  # of sequence 2
-    blocks = [
-        ArrayBlock(name="embedding", values=vectors, widths=(3, 2, 3, 3)),
-        ArrayBlock(name="token_embeddings", values=tokens, indices=(0, 2), row_lens=(2, 4)),
+    outputs = [
+        OutputArray(name="embedding", values=vectors, widths=(3, 2, 3, 3)),
+        OutputArray(name="token_embeddings", values=tokens, indices=(0, 2), row_lens=(2, 4)),
     ]
-    assert BatchOutputs.of(4, blocks).is_finite.tolist() == [True, True, False, False]
+    assert BatchOutputs.of(4, outputs).is_finite.tolist() == [True, True, False, False]
     assert BatchOutputs.of(2, ()).is_finite.tolist() == [True, True]
     assert BatchOutputs.of(2, ()).split() == [{}, {}]
 
 
-def results_of(block: ArrayBlock) -> ResultBlock:
-    numbers = range(len(block.split()))
-    return ResultBlock(
-        block, [(1 << 41) + n for n in numbers], [3 * n for n in numbers], [bool(n % 2) for n in numbers]
+def results_of(output: OutputArray) -> ResultArray:
+    numbers = range(len(output.split()))
+    return ResultArray(
+        output, [(1 << 41) + n for n in numbers], [3 * n for n in numbers], [bool(n % 2) for n in numbers]
     )
 
 
 def test_blocks_of_any_shape_survive_their_message() -> None:
-    sent = [results_of(block) for block in BLOCKS]
+    sent = [results_of(output) for output in OUTPUTS]
     headers, frames = pack_results(sent)
-    assert [len(frame) for frame in frames] == [block.values.nbytes for block in BLOCKS]
+    assert [len(frame) for frame in frames] == [output.values.nbytes for output in OUTPUTS]
     message = StepResults(headers, 1, 0.1, finished=[(7, 0.5, 2.0), (1 << 50, 0.0, 1e-9)])
     decoded = decode_from_core(encode(message))
     assert isinstance(decoded, StepResults)
     assert decoded == message
     received = unpack_results(decoded, [bytes(frame) for frame in frames])
     for theirs, ours in zip(sent, received, strict=True):
-        assert ours.block.name == theirs.block.name
+        assert ours.output.name == theirs.output.name
         for column in ("request_ids", "indices", "is_last"):
             assert getattr(ours, column) == getattr(theirs, column)
-        for before, after in zip(theirs.block.split(), ours.block.split(), strict=True):
+        for before, after in zip(theirs.output.split(), ours.output.split(), strict=True):
             assert after.dtype == np.float32
             assert after.shape == before.shape
             np.testing.assert_array_equal(after, before)
-    for block, frame in zip(BLOCKS[:3], frames, strict=False):  # not copied
-        assert np.shares_memory(np.frombuffer(frame, np.float32), block.values)
+    for output, frame in zip(OUTPUTS[:3], frames, strict=False):  # not copied
+        assert np.shares_memory(np.frombuffer(frame, np.float32), output.values)
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_pick_keeps_the_chosen_sequences(block: ArrayBlock) -> None:
-    whole = results_of(block)
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_pick_keeps_the_chosen_sequences(output: OutputArray) -> None:
+    whole = results_of(output)
     everything = range(len(whole.request_ids))
     assert whole.pick(everything) is whole
     for places in (everything[1:], everything[::2], everything[:0]):
         part = whole.pick(places)
         assert part.indices == [3 * place for place in places]
-        expected = [block.split()[place] for place in places]
-        for ours, theirs in zip(part.block.split(), expected, strict=True):
+        expected = [output.split()[place] for place in places]
+        for ours, theirs in zip(part.output.split(), expected, strict=True):
             np.testing.assert_array_equal(ours, theirs)

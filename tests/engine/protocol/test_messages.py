@@ -128,7 +128,7 @@ def test_messages_to_the_core_survive_encoding(message: m.ToCore) -> None:
     [
         m.ModelReady(make_info(prompts={"query": "q: "}, config={"nested": {"list": [1, 2.5, None, "x"]}}), SPEC),
         m.LoadFailed("WeightError", "no such tensor"),
-        m.StepResults([m.BlockHeader("embedding", 3, [4], [0], [True], widths=[2])], 12, 0.5, finished=[(4, 0.5, 1.0)]),
+        m.StepResults([m.ArrayHeader("embedding", 3, [4], [0], [True], widths=[2])], 12, 0.5, finished=[(4, 0.5, 1.0)]),
         m.RequestFailed(1, "ModelExecutionError", "boom"),
     ],
 )

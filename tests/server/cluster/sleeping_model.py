@@ -25,7 +25,7 @@ from penstock.server.commands.model_plans import planned
 def sleeping_app(seconds_per_token, settings, mount):
     from penstock.engine.core.array_runner import ArrayRunner
     from penstock.engine.core.runner import CompletedForward, ForwardTime
-    from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
+    from penstock.engine.protocol.batch_outputs import BatchOutputs, OutputArray
     from penstock.server.cluster.ray_replica import build_app
 
     def begin(self, chunks):
@@ -35,7 +35,7 @@ def sleeping_app(seconds_per_token, settings, mount):
         self._times.append(ForwardTime(0, num_tokens, seconds_per_token * num_tokens))
         rows = [np.random.default_rng(zlib.crc32(each.tobytes())).normal(size=self.info.embedding_size) for each in ids]
         values = np.stack([row / np.linalg.norm(row) for row in rows]).astype(np.float32)
-        return CompletedForward(BatchOutputs.of(len(rows), [ArrayBlock(name="embedding", values=values)]))
+        return CompletedForward(BatchOutputs.of(len(rows), [OutputArray(name="embedding", values=values)]))
 
     ArrayRunner.begin = begin
     return build_app(settings, mount._replace(config=replace(mount.config, in_process=True)))
