@@ -95,7 +95,7 @@ def test_processor_config_takes_precedence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"image_processor_type": "ViTImageProcessor"}, "image_processor_type is 'ViTImageProcessor'; penstock supports"),
+        ({"image_processor_type": "ViTImageProcessor"}, "image_processor_type is 'ViTImageProcessor'"),
         ({"do_resize": False}, "do_resize is False; penstock supports true"),
         ({"do_pad": True}, "do_pad is True; penstock supports false"),
         ({"resample": 0}, "resample is 0; penstock supports 1"),

@@ -1,0 +1,103 @@
+"""Hostile and corrupt files are rejected with a message, within limited memory and time."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from penstock.engine.images.decoding import decode
+from penstock.engine.images.errors import ImageError
+from penstock.engine.images.image_file import MAX_PIXELS, ImageLimits, read_image_file
+
+from .hostile import attacks, large_but_valid
+from .pictures import encoded, picture
+
+_MEMORY: int = 400 << 20
+"""Bytes that a process may take to read all hostile files, in addition to its modules."""
+_VALID = [
+    encoded(picture(mode, 20, 15), format_, **options)
+    for format_, mode, options in (
+        ("PNG", "RGBA", {}),
+        ("PNG", "P", {"transparency": 3}),
+        ("JPEG", "RGB", {}),
+        ("JPEG", "RGB", {"progressive": True, "orientation": 6}),
+        ("WEBP", "RGB", {}),
+        ("WEBP", "RGBA", {"lossless": True, "orientation": 6}),
+        ("GIF", "P", {"transparency": 3}),
+        ("BMP", "RGB", {}),
+        ("BMP", "P", {}),
+        ("TIFF", "RGB", {"compression": "tiff_lzw", "orientation": 6}),
+        ("TIFF", "CMYK", {}),
+        ("TIFF", "RGB", {"compression": "jpeg"}),
+        ("AVIF", "RGBA", {"speed": 10, "orientation": 6}),
+    )
+]
+
+
+def _read(data: bytes) -> None:
+    decode(read_image_file(data, ImageLimits()))
+
+
+_READ_ALL = """
+import resource, sys, time
+from pathlib import Path
+from penstock.engine.images.decoding import decode
+from penstock.engine.images.errors import ImageError
+from penstock.engine.images.image_file import ImageLimits, read_image_file
+
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[2]), used + int(sys.argv[2])))
+for path in Path(sys.argv[1]).iterdir():
+    began_s = time.process_time()
+    try:
+        decode(read_image_file(path.read_bytes(), ImageLimits()))
+    except ImageError as error:
+        assert "memory" not in str(error).lower(), path.name
+    print(f"{time.process_time() - began_s:.2f} s", path.name)
+"""
+
+
+def test_hostile_files_are_rejected_with_a_reason() -> None:
+    for name, (data, message) in attacks().items():
+        with pytest.raises(ImageError) as error:
+            _read(data)
+        assert message in str(error.value), name
+
+
+def test_metadata_and_further_frames_are_ignored() -> None:
+    for data in large_but_valid().values():
+        _read(data)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_hostile_files_take_little_memory(tmp_path: Path) -> None:
+    files = {name: data for name, (data, _) in attacks().items()} | large_but_valid()
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    command = [sys.executable, "-P", "-c", _READ_ALL, str(tmp_path), str(_MEMORY)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert len(run.stdout.splitlines()) == len(files)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_changed_files_fail_with_image_errors_only(data: st.DataObject) -> None:
+    file = bytearray(data.draw(st.sampled_from(_VALID)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(file) - 1) | st.integers(0, min(len(file) - 1, 120)))
+        file[start : start + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=8))
+        if not file:
+            break
+    with contextlib.suppress(ImageError):
+        _read(bytes(file))
+
+
+def test_pixel_limit_above_pillows_is_rejected() -> None:
+    with pytest.raises(ValueError, match=f"max_pixels is {MAX_PIXELS + 1}; it must be from 1 to {MAX_PIXELS}"):
+        ImageLimits(max_pixels=MAX_PIXELS + 1)
