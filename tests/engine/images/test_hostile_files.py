@@ -62,8 +62,13 @@ for path in Path(sys.argv[1]).iterdir():
 """
 
 
-def test_hostile_files_are_rejected_with_a_reason() -> None:
-    for name, (data, message) in attacks().items():
+@pytest.fixture(scope="module")
+def hostile_files() -> dict[str, tuple[bytes, str]]:
+    return attacks()
+
+
+def test_hostile_files_are_rejected_with_a_reason(hostile_files: dict[str, tuple[bytes, str]]) -> None:
+    for name, (data, message) in hostile_files.items():
         with pytest.raises(ImageError) as error:
             _read(data)
         assert message in str(error.value), name
@@ -75,8 +80,8 @@ def test_metadata_and_further_frames_are_ignored() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_hostile_files_take_little_memory(tmp_path: Path) -> None:
-    files = {name: data for name, (data, _) in attacks().items()} | large_but_valid()
+def test_hostile_files_take_little_memory(tmp_path: Path, hostile_files: dict[str, tuple[bytes, str]]) -> None:
+    files = {name: data for name, (data, _) in hostile_files.items()} | large_but_valid()
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     command = [sys.executable, "-P", "-c", _READ_ALL, str(tmp_path), str(_MEMORY)]
@@ -85,7 +90,7 @@ def test_hostile_files_take_little_memory(tmp_path: Path) -> None:
     assert len(run.stdout.splitlines()) == len(files)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_changed_files_fail_with_image_errors_only(data: st.DataObject) -> None:
     file = bytearray(data.draw(st.sampled_from(_VALID)))

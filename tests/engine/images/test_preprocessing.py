@@ -18,7 +18,7 @@ from penstock.engine.protocol.images import ImagePatches, ImageResize, ImageSpec
 
 from .pictures import picture
 
-_SIZES = [(1, 1), (1, 9), (9, 1), (3, 5), (224, 224), (225, 223), (320, 241), (2, 700), (1_500, 3), (513, 400)]
+_SIZES = [(1, 1), (1, 9), (3, 5), (224, 224), (225, 223), (321, 240), (40, 700)]
 _CLIP = ImageSpec(
     patch_size=32,
     resize=ImageResize.SHORTEST_EDGE,
