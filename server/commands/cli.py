@@ -130,10 +130,10 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(embed, EmbedSettings)
     embed.set_defaults(run=_embed)
 
-    usage = "%(prog)s URL DATA [DATA ...] [FLAG ...]"
+    usage = "%(prog)s URL [DATA ...] [FLAG ...]"
     evaluation = commands.add_parser("eval", help=_EVAL, description=_EVAL, usage=usage)
     evaluation.add_argument("url", metavar="URL", help="Address of the server, such as http://localhost:8000.")
-    evaluation.add_argument("data", metavar="DATA", nargs="+", help="Folder with a data set; see docs/quality.md.")
+    evaluation.add_argument("data", metavar="DATA", nargs="*", help="Folder with a data set; see docs/quality.md.")
     add_flags(evaluation, EvalSettings)
     evaluation.set_defaults(run=_eval)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..settings import UsageError
 
-InputType = Literal["query", "document", "similarity", "classification"]
+InputType = Literal["query", "document", "similarity", "classification", "clustering"]
 Embed = Callable[[Sequence[str], InputType], NDArray[Any]]
 """Embeds texts of one input type. Returns [N, D]."""
 Rerank = Callable[[Sequence[tuple[str, Sequence[str]]]], Sequence[NDArray[Any]]]
@@ -33,6 +33,7 @@ DRAWS: Final = 10
 EXAMPLES: Final = 8
 """Examples of each class in one draw, as in MTEB's Banking77."""
 _SEED: Final = 42
+_DECIMALS: Final = 5
 _QUERIES_PER_PRODUCT: Final = 32
 
 
@@ -208,6 +209,11 @@ def read_task(folder: Path) -> Task:
         f"{folder} is no data set: it needs corpus.jsonl, queries.jsonl and qrels/test.tsv (retrieval), test.tsv or "
         "test.jsonl (similarity), or train.csv and test.csv (classification)"
     )
+
+
+def rounded(score: float) -> float | None:
+    """Returns a score for JSON: five decimals, or None if it is not defined (NaN)."""
+    return None if math.isnan(score) else round(score, _DECIMALS)
 
 
 def best(scores: NDArray[np.float64], ids: Sequence[str], depth: int) -> list[str]:

@@ -196,6 +196,12 @@ class TargetSettings:
 class EvalSettings(TargetSettings):
     """Settings of `penstock eval`."""
 
+    mteb: tuple[str, ...] = setting(
+        (),
+        "Names of tasks of MTEB to run, such as STSBenchmark (extra `mteb`). MTEB downloads their data from the hub.",
+        "Input and output",
+        "TASK,...",
+    )
     rerank: str | None = setting(
         None, "Name of a served model that reranks the documents found by retrieval.", "Input and output", "NAME"
     )
