@@ -126,7 +126,9 @@ def _parser() -> argparse.ArgumentParser:
 
     usage = "%(prog)s FILE --output FILE [FLAG ...]"
     embed = commands.add_parser("embed", help=_EMBED, description=_EMBED, usage=usage)
-    embed.add_argument("file", metavar="FILE", help="File of texts: .txt (one per line), .jsonl or .parquet.")
+    embed.add_argument(
+        "file", metavar="FILE", help="File of texts: .txt (one per line), .jsonl, .csv, .tsv or .parquet."
+    )
     add_flags(embed, EmbedSettings)
     embed.set_defaults(run=_embed)
 
@@ -184,7 +186,8 @@ def _engine_process(in_process: bool) -> Iterator[EngineProcess | None]:
     Yields None if `in_process`, or if it cannot be started: the engine then reports the reason when it starts one.
     """
     received: list[int] = []
-    stops = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it reads keys and certificate again, which are not read yet
+    stops = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
     for stop_signal in stops:  # a partly started process could not be stopped
         signal.signal(stop_signal, lambda number, _: received.append(number))
     with contextlib.ExitStack() as stack:

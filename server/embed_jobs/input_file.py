@@ -1,10 +1,11 @@
-"""The input of a job: text lines, JSONL or Parquet, read in bounded memory and split into shards."""
+"""The input of a job: text lines, JSONL, CSV or Parquet, read in bounded memory and split into shards."""
 
 from __future__ import annotations
 
 import base64
 import codecs
 import contextlib
+import csv
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
@@ -21,6 +22,8 @@ from ..settings import CommandError, UsageError
 from .job_folder import COLUMN, Shard
 
 PARQUET_ROWS_AT_ONCE: Final = 1024
+_MAX_VALUE_CHARS: Final = 1 << 24
+"""Maximum characters of a CSV value: a missing quote must not read the rest of a large file into memory."""
 SHARD_ROWS: Final = 2048
 SHARD_CHARS: Final = 200_000
 """Maximum size of a shard: about ten seconds on a CPU. After an interruption, unfinished shards are computed again."""
@@ -98,7 +101,7 @@ class InputFile(ABC):
 
     def json_object(self, row: Row) -> bytes:
         """Returns a row of `full_rows` as a JSON object. Raises TypeError if a value cannot be written as JSON."""
-        return orjson.dumps(row.record, option=orjson.OPT_NON_STR_KEYS, default=_plain)
+        return orjson.dumps(row.record, option=orjson.OPT_NON_STR_KEYS, default=plain)
 
     def summarize(self, visit: Callable[[Row], None], *, skip_bad: bool = False) -> InputSummary:
         """Reads every row once, to find bad rows before any row is embedded.
@@ -204,6 +207,83 @@ class JsonLines(TextLines):
         if not isinstance(text, str):
             return BadRow(number, f"the field {self.field!r} has no text")
         return Row(number, text, record, line.strip())
+
+
+class CsvRows(InputFile):
+    """A CSV file (RFC 4180) with a header: .csv with commas, .tsv with tabs. All values are texts.
+
+    A row with more or fewer values than the header is bad, and so is a blank line, except at the end of the file.
+    """
+
+    def rows(self) -> Iterator[Row | BadRow]:
+        """See InputFile."""
+        names = self.names()
+        blank_lines: list[int] = []
+        for line, values in itertools.islice(self._records(), 1, None):
+            if not values:
+                blank_lines.append(line)
+                continue
+            yield from (BadRow(blank, "a blank line is not a row") for blank in blank_lines)
+            blank_lines.clear()
+            if len(values) != len(names):
+                yield BadRow(line, f"it has {len(values)} values, but the header has {len(names)} columns")
+            elif any(_has_surrogates(value) for value in values):
+                yield BadRow(line, "not valid UTF-8")
+            else:
+                record = dict(zip(names, values, strict=True))
+                yield Row(line, record[self.field], record)
+
+    def names(self) -> list[str]:
+        """Returns the names of the columns.
+
+        Raises:
+            UsageError: The file has no header, no column `field`, or two columns with the same name.
+            BadRowError: The header is not valid CSV.
+        """
+        _, names = next(self._records(), (1, []))
+        if not names:
+            raise UsageError(f"{self.path} has no header; write the names of the columns into its first line")
+        if any(_has_surrogates(name) for name in names):
+            raise UsageError(f"{self.path}: its header is not valid UTF-8")
+        if self.field not in names:
+            separator = "tabs" if self._delimiter == "\t" else "commas"
+            raise UsageError(
+                f"{self.path} has no column {self.field!r}; it has {', '.join(map(repr, names))}, separated by "
+                f"{separator}; see --field"
+            )
+        if len(set(names)) < len(names):
+            name = next(name for name in names if names.count(name) > 1)
+            raise UsageError(f"{self.path}: two columns are named {name!r}; rename one")
+        return names
+
+    def check_no_vectors(self) -> None:
+        """Raises UsageError if the file has a column `embedding`."""
+        if COLUMN in self.names():
+            raise UsageError(f"{self.path} has a column {COLUMN!r}, the name of the output column; rename it")
+
+    @property
+    def _delimiter(self) -> str:
+        return "\t" if self.path.suffix.lower() == ".tsv" else ","
+
+    def _records(self) -> Iterator[tuple[int, list[str]]]:
+        """Yields the first line and the values of each record, the header included."""
+        csv.field_size_limit(_MAX_VALUE_CHARS)
+        with self.path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+            reader = csv.reader(file, delimiter=self._delimiter, strict=True)
+            while True:
+                line = reader.line_num + 1
+                try:
+                    values = next(reader, None)
+                except csv.Error as error:  # the start of the next record is unknown
+                    raise self.row_error(line, f"not valid CSV ({error}); correct the quotes") from error
+                if values is None:
+                    return
+                yield line, values
+
+
+def _has_surrogates(value: str) -> bool:
+    """Returns whether a value contains bytes that are not UTF-8."""
+    return any("\ud800" <= char <= "\udfff" for char in value) if not value.isascii() else False
 
 
 class ParquetRows(InputFile):
@@ -336,7 +416,7 @@ def _sliced(batches: Iterable[Any], skip: int, num_rows: int) -> Iterator[Any]:
             return
 
 
-def _plain(value: object) -> str:
+def plain(value: object) -> str:
     """Returns a value without a JSON type as text: bytes as base64, others with `str`."""
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
@@ -371,7 +451,7 @@ def open_input(path: Path, field: str) -> InputFile:
     """Returns the input for a file, by its suffix.
 
     Raises:
-        UsageError: The file does not exist, its suffix is unknown, or pyarrow is missing.
+        UsageError: The file does not exist, its suffix is unknown, its CSV header is wrong, or pyarrow is missing.
     """
     if not path.is_file():
         raise UsageError(f"FILE: there is no file {path}")
@@ -380,10 +460,14 @@ def open_input(path: Path, field: str) -> InputFile:
             return TextLines(path, field)
         case ".jsonl" | ".ndjson":
             return JsonLines(path, field)
+        case ".csv" | ".tsv":
+            rows = CsvRows(path, field)
+            rows.names()
+            return rows
         case ".parquet":
             require_pyarrow("FILE")
             return ParquetRows(path, field)
-    raise UsageError(f"FILE: {path.name} must end in .txt, .jsonl or .parquet")
+    raise UsageError(f"FILE: {path.name} must end in .txt, .jsonl, .csv, .tsv or .parquet")
 
 
 def require_pyarrow(flag: str) -> None:

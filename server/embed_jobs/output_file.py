@@ -1,10 +1,13 @@
-"""The output of `penstock embed`: shards joined into .npy, JSONL or Parquet, and moved into place when complete."""
+"""The output of `penstock embed`: shards joined into one file, which is moved into place when complete."""
 
 from __future__ import annotations
 
+import csv
 import itertools
+import json
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +19,7 @@ from penstock.engine.model_files.model_folder import one_line
 
 from ..settings import CommandError, UsageError
 from .columns import JsonColumns
-from .input_file import BadRow, InputFile, JsonLines, ParquetRows, Row, require_pyarrow
+from .input_file import BadRow, CsvRows, InputFile, JsonLines, ParquetRows, Row, plain, require_pyarrow
 from .job_folder import COLUMN, ShardVectors, replace_file, write_npy_header
 
 ROWS_AT_ONCE: Final = 1024
@@ -35,10 +38,14 @@ def writer_for(output: Path) -> Writer:
             return write_npy
         case ".jsonl" | ".ndjson":
             return write_jsonl
+        case ".csv":
+            return write_csv
+        case ".tsv":
+            return partial(write_csv, delimiter="\t")
         case ".parquet":
             require_pyarrow("--output")
             return write_parquet
-    raise UsageError(f"--output: {output.name} must end in .parquet, .jsonl or .npy")
+    raise UsageError(f"--output: {output.name} must end in .parquet, .jsonl, .csv, .tsv or .npy")
 
 
 class Results(NamedTuple):
@@ -75,6 +82,9 @@ def json_columns_for(source: InputFile, output: Path) -> JsonColumns | None:
             raise UsageError(
                 f"FILE: {source.path} has several columns with the same name; rename them, or write .parquet"
             )
+        return None
+    if isinstance(source, CsvRows):
+        source.check_no_vectors()
         return None
     if not isinstance(source, JsonLines):
         if source.field == COLUMN:
@@ -163,6 +173,42 @@ def write_jsonl(path: Path, source: InputFile, results: Results) -> None:
             file.write(b'%b,"%b":%b}\n' % (fields[:-1].rstrip(), COLUMN.encode(), values))
 
 
+def write_csv(path: Path, source: InputFile, results: Results, *, delimiter: str = ",") -> None:
+    """Writes a header and the rows, with all columns of the input and the column `embedding`, a JSON list of numbers.
+
+    A null or missing value is empty. Lists, objects, numbers, true and false are written as JSON.
+    """
+    names = _column_names(source)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
+        writer.writerow([*names, COLUMN])
+        for number, row in _good_rows(source.full_rows(), results.rejected):
+            (vector,) = results.vectors.rows([number])
+            record = json.loads(row.raw) if row.raw else row.record
+            values = [_csv_value(record.get(name)) for name in names]
+            writer.writerow([*values, orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY).decode()])
+
+
+def _column_names(source: InputFile) -> list[str]:
+    """Returns the columns of the input; for JSONL the keys of all rows in order of first appearance."""
+    match source:
+        case CsvRows():
+            return source.names()
+        case ParquetRows():
+            return list(source.schema().names)
+        case JsonLines():
+            rows = (row for row in source.rows() if isinstance(row, Row))
+            return list(dict.fromkeys(name for row in rows for name in row.record))
+        case _:
+            return [source.field]
+
+
+def _csv_value(value: object) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=plain)
+
+
 def write_parquet(path: Path, source: InputFile, results: Results) -> None:
     """Writes the columns of the input and the column `embedding`. Fields missing in a JSONL row are null."""
     import pyarrow as pa
@@ -215,5 +261,5 @@ def _parquet_schema(source: InputFile, columns: JsonColumns | None) -> Any:
     if columns is not None:
         return pa.schema(columns.fields())
     if not isinstance(source, ParquetRows):
-        return pa.schema([pa.field(source.field, pa.string())])
+        return pa.schema([pa.field(name, pa.string()) for name in _column_names(source)])
     return parquet.read_schema(source.path)

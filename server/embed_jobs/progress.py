@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tqdm import tqdm
 
@@ -19,12 +20,22 @@ _CHARS_PER_TOKEN: Final = 4
 _ROW_CHARS: Final = 4
 """Weight of a row in addition to its text, for its special tokens."""
 _FORM: Final = "{desc} {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
-LOG_EVERY_S: Final = 30.0
+LOG_EVERY_S: Final = 10.0
 """Seconds between two log lines."""
+_NUM_INTERVALS: Final = 6
+"""Number of intervals between log lines over which the speed is measured: one minute."""
+
+
+class _Sample(NamedTuple):
+    """Work of this run up to a time in seconds: rows, and their weight."""
+
+    time_s: float
+    num_rows: int
+    weight: int
 
 
 class Progress:
-    """A progress bar on a terminal, or a log line every 30 seconds. A context manager.
+    """A progress bar on a terminal, or a log line every ten seconds. A context manager.
 
     The weight of a row is its number of characters, up to the model's maximum. Token counts are not known yet.
 
@@ -38,10 +49,10 @@ class Progress:
         is_cut = info.auto_truncate and not info.enable_chunked_processing
         self._most_chars = info.max_model_len * _CHARS_PER_TOKEN if is_cut else None
         self._num_rows = sum(lengths.values())
-        self._num_done = 0
+        self._num_done = self._num_earlier = 0
         self._total = sum(number * self._weight(length) for length, number in lengths.items())
         self._earlier = self._done = 0
-        self._began_s = self._logged_s = time.monotonic()
+        self._samples = deque([_Sample(time.monotonic(), 0, 0)], maxlen=_NUM_INTERVALS)
         is_off = not (sys.stderr.isatty() if is_terminal is None else is_terminal)
         # Updated after every request (miniters), but at most ten times per second.
         self._bar: Any = None if is_off else tqdm(total=self._total, bar_format=_FORM, dynamic_ncols=True, miniters=0)
@@ -65,6 +76,7 @@ class Progress:
         self._earlier += sum(weights)
         self._done += sum(weights)
         self._num_done += len(weights)
+        self._num_earlier += len(weights)
         if self._bar is not None:
             self._bar.initial += sum(weights)
             self._bar.n += sum(weights)
@@ -80,11 +92,23 @@ class Progress:
         if self._bar is not None:
             self._bar.set_description_str(self._rows(), refresh=not weight)
             self._bar.update(weight)
-        elif (now_s := time.monotonic()) - self._logged_s >= LOG_EVERY_S:
-            self._logged_s = now_s
-            left = (now_s - self._began_s) * (self._total - self._done) / max(self._done - self._earlier, 1)
-            percentage = 100 * self._done // self._total
-            logger.info("%s, %d%%, about %s left", self._rows(), percentage, tqdm.format_interval(left))
+        elif (now_s := time.monotonic()) - self._samples[-1].time_s >= LOG_EVERY_S:
+            self._log(now_s)
+
+    def _log(self, now_s: float) -> None:
+        """Logs the progress. Speed and remaining time are those of the last minute."""
+        now = _Sample(now_s, self._num_done - self._num_earlier, self._done - self._earlier)
+        first = self._samples[0]
+        self._samples.append(now)
+        seconds = max(now.time_s - first.time_s, 1e-9)
+        left_s = seconds * (self._total - self._done) / max(now.weight - first.weight, 1)
+        logger.info(
+            "%s, %d%%, %.3g rows/s, about %s left",
+            self._rows(),
+            100 * self._done // self._total,
+            (now.num_rows - first.num_rows) / seconds,
+            tqdm.format_interval(left_s),
+        )
 
     def _weight(self, num_chars: int) -> int:
         return _ROW_CHARS + (num_chars if self._most_chars is None else min(num_chars, self._most_chars))

@@ -89,7 +89,7 @@ def embed_file(file: str, settings: EmbedSettings, model: str, name: str | None 
     """Embeds the rows of `file`. After an interruption, call it again: it continues.
 
     Args:
-        file: Texts: .txt, .jsonl or .parquet.
+        file: Texts: .txt, .jsonl, .csv, .tsv or .parquet.
         settings: Settings of the command.
         model: Local folder or hub id.
         name: Name of the model in messages; None: `model`.

@@ -119,9 +119,9 @@ class InfoSettings(CommandSettings):
 class EmbedSettings(CommandSettings):
     """Settings of `penstock embed`."""
 
-    output: str = setting(REQUIRED, "File to write: .parquet, .jsonl or .npy.", "Input and output", "FILE")
+    output: str = setting(REQUIRED, "File to write: .parquet, .jsonl, .csv, .tsv or .npy.", "Input and output", "FILE")
     overwrite: bool = setting(False, "Replace an existing output.", "Input and output")
-    field: str = setting("text", "JSONL or Parquet field with the text.", "Input and output", "NAME")
+    field: str = setting("text", "JSONL field, or CSV or Parquet column, with the text.", "Input and output", "NAME")
     batch_size: int = setting(
         512, "Maximum number of rows in the engine at once.", "Input and output", "ROWS", min_value=1
     )

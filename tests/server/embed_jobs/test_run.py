@@ -1,7 +1,9 @@
+import csv
 import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,11 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import EngineOverloadedError
 from penstock.server.embed_jobs import input_file as input_module, progress as progress_module, run as run_module
 from penstock.server.embed_jobs.input_file import PARQUET_ROWS_AT_ONCE
+from penstock.server.embed_jobs.progress import Progress
 from penstock.server.embed_jobs.run import check_options, pooling_params, row_options
 from penstock.server.settings import CommandError, EmbedSettings, UsageError
+
+from ...clock import Clock
 
 SHARD_ROWS = 5
 TEXTS = [f"text number {i}" for i in range(23)] + ["", "naïve 東京"]
@@ -72,8 +77,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def read_vectors(path: Path) -> np.ndarray:
     if path.suffix == ".npy":
         return np.load(path)
+    if path.suffix == ".csv":
+        return np.array([json.loads(row["embedding"]) for row in read_csv(path)], np.float32)
     rows = read_rows(path) if path.suffix == ".jsonl" else parquet.read_table(path).to_pylist()
     return np.array([row["embedding"] for row in rows], np.float32)
+
+
+def read_csv(path: Path, delimiter: str = ",") -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file, delimiter=delimiter))
 
 
 @pytest.fixture
@@ -106,13 +118,16 @@ def unfinished(run, lines: Path, fake, small_shards: None, tmp_path: Path) -> Pa
     return tmp_path / "out.npy"
 
 
-@pytest.mark.parametrize("suffix", [".npy", ".jsonl", ".parquet"])
-@pytest.mark.parametrize("source", ["in.txt", "in.jsonl", "in.parquet"])
+@pytest.mark.parametrize("suffix", [".npy", ".jsonl", ".csv", ".parquet"])
+@pytest.mark.parametrize("source", ["in.txt", "in.jsonl", "in.csv", "in.parquet"])
 def test_every_input_to_every_output(run, source: str, suffix: str, lines: Path, fake, tmp_path: Path) -> None:
     path, output = tmp_path / source, tmp_path / f"out{suffix}"
     if source == "in.jsonl":
         rows = "".join(json.dumps({"id": i, "body": text}) + "\n" for i, text in enumerate(TEXTS))
         path.write_text(rows + "\n", encoding="utf-8-sig")  # a byte order mark is skipped
+    if source == "in.csv":
+        rows = "".join(f'{i},"{text}"\r\n' for i, text in enumerate(TEXTS))
+        path.write_text("id,body\r\n" + rows, encoding="utf-8-sig", newline="")
     if source == "in.parquet":
         parquet.write_table(pa.table({"id": range(len(TEXTS)), "body": TEXTS}), path, row_group_size=10)
     run(path, output, field="body")
@@ -139,6 +154,50 @@ def test_requests_are_bounded_in_rows_and_characters(
         assert len(before) == max_rows or sum(map(len, before)) + len(after[0]) > max_chars
 
 
+def test_columns_of_csv_files_are_kept(run, fake, tmp_path: Path) -> None:
+    texts = ['a "quoted", text', "two\nlines", "", "naïve 東京"]
+    first, second, third = (tmp_path / name for name in ("in.csv", "out.tsv", "again.parquet"))
+    with first.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([["id", "body", "note"], *([i, text, "a\tb"] for i, text in enumerate(texts))])
+    run(first, second, field="body")
+    rows = read_csv(second, "\t")
+    assert [(row["id"], row["body"], row["note"]) for row in rows] == [(str(i), t, "a\tb") for i, t in enumerate(texts)]
+    vectors = np.array([json.loads(row["embedding"]) for row in rows], np.float32)
+    np.testing.assert_allclose(vectors, expected(fake, texts), atol=1e-6)
+    run(first, third, field="body")
+    table = parquet.read_table(third)
+    assert table.column_names == ["id", "body", "note", "embedding"]
+    assert table["body"].to_pylist() == texts
+    with pytest.raises(UsageError, match="has a column 'embedding'"):
+        run(second, tmp_path / "x.jsonl", field="body")
+
+
+def test_jsonl_values_are_written_as_csv(run, fake, tmp_path: Path) -> None:
+    record = {"text": "a", "n": 2**70, "x": 0.5, "list": [1, "é"], "yes": True, "none": None}
+    (tmp_path / "in.jsonl").write_text(f'{json.dumps(record)}\n{{"text": "b", "late": "c"}}\n')
+    run(tmp_path / "in.jsonl", tmp_path / "out.csv")
+    first, second = read_csv(tmp_path / "out.csv")
+    del first["embedding"], second["embedding"]
+    assert first == {
+        "text": "a", "n": str(2**70), "x": "0.5", "list": '[1, "é"]', "yes": "true", "none": "", "late": ""
+    }  # fmt: skip
+    assert {name: value for name, value in second.items() if value} == {"text": "b", "late": "c"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "has no header"),
+        ("id;text\n1;a\n", "has no column 'text'; it has 'id;text', separated by commas; see --field"),
+        ("text,text\na,b\n", "two columns are named 'text'; rename one"),
+    ],
+)
+def test_unusable_csv_header_is_rejected(run, content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text(content)
+    with pytest.raises(UsageError, match=message):
+        run(tmp_path / "in.csv", tmp_path / "out.npy")
+
+
 def test_log_shows_finished_rows_of_both_runs(run, unfinished: Path, lines: Path, caplog, monkeypatch) -> None:
     monkeypatch.setattr(progress_module, "LOG_EVERY_S", 0.0)
     caplog.set_level("INFO", progress_module.logger.name)
@@ -146,6 +205,20 @@ def test_log_shows_finished_rows_of_both_runs(run, unfinished: Path, lines: Path
     numbers = [int(message.split("/25 rows, ")[0]) for message in caplog.messages if "/25 rows, " in message]
     assert numbers == sorted({*numbers, 25})
     assert numbers[1] > 2 * SHARD_ROWS
+
+
+def test_log_has_the_speed_of_the_last_minute(fake, caplog, monkeypatch) -> None:
+    caplog.set_level("INFO", progress_module.logger.name)
+    clock = Clock()
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=clock))
+    with Progress({4: 1000}, fake.info, is_terminal=False) as progress:
+        progress.skip(["text"] * 100)
+        for rows_per_interval in (1, *[40] * 7):  # the first interval is slow
+            clock.now_s += progress_module.LOG_EVERY_S
+            progress.update(["text"] * rows_per_interval)
+    assert caplog.messages[0] == "101/1000 rows, 10%, 0.1 rows/s, about 2:29:50 left"
+    assert caplog.messages[-1] == "381/1000 rows, 38%, 4 rows/s, about 02:34 left"
+    assert len(caplog.messages) == 8
 
 
 def test_options_reach_the_engine(run, lines: Path, fake, tmp_path: Path) -> None:
@@ -213,8 +286,8 @@ def test_existing_output_is_replaced_only_with_overwrite(run, lines: Path, tmp_p
     ("source", "output", "part"),
     [
         ("missing.txt", "out.npy", "FILE: there is no file"),
-        ("in.csv", "out.npy", "FILE: in.csv must end in"),
-        ("in.txt", "out.csv", "--output: out.csv must end in"),
+        ("in.xml", "out.npy", "FILE: in.xml must end in"),
+        ("in.txt", "out.xml", "--output: out.xml must end in"),
         ("in.txt", "nowhere/out.npy", "--output: there is no folder"),
         ("in.txt", "folder.npy", "folder.npy is a folder"),
         ("a" * 300 + ".txt", "out.npy", "File name too long: "),
@@ -222,7 +295,7 @@ def test_existing_output_is_replaced_only_with_overwrite(run, lines: Path, tmp_p
     ],
 )
 def test_unusable_path_is_rejected(run, source: str, output: str, part: str, lines: Path, tmp_path: Path) -> None:
-    (tmp_path / "in.csv").write_text("a")
+    (tmp_path / "in.xml").write_text("a")
     (tmp_path / "folder.npy").mkdir()
     with pytest.raises(CommandError) as error:
         run(tmp_path / source, tmp_path / output)
@@ -249,6 +322,12 @@ def test_option_unsupported_by_the_model_is_rejected(run, option, message, lines
     [
         ("in.jsonl", b'{"text": "a"}\n[1]\n', "in.jsonl, line 2: not a JSON object; correct it, or leave bad rows out"),
         ("in.txt", b"a\nb\n\xff\n", "in.txt, line 3: not valid UTF-8"),
+        ("in.csv", b'text,b\n"x\ny",1\n\xff,2\n', "in.csv, line 4: not valid UTF-8; correct it, or leave bad rows out"),
+        ("in.csv", b"text,b\na,1\na\n", "in.csv, line 3: it has 1 values, but the header has 2 columns"),
+        ("in.csv", b"text\na\n\nb\n", "in.csv, line 3: a blank line is not a row"),
+        ("in.csv", b'text\n"a" b\n', "in.csv, line 2: not valid CSV ("),
+        ("in.csv", b'text\n"a\nb\n', "in.csv, line 2: not valid CSV ("),
+        ("in.csv", b"text\n", "holds no rows"),
         ("in.txt", b"", "holds no rows"),
     ],
 )
