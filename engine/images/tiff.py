@@ -26,8 +26,8 @@ _KEPT: Final = frozenset(
     )
 )
 """Tags that decoding needs: sizes, sample formats, offsets, palette and tables of the compression."""
-_COMPRESSIONS: Final = frozenset((1, 2, 3, 4, 5, 7, 8, 32_773, 32_946, 50_000))
-"""None, CCITT, LZW, JPEG, deflate, PackBits and Zstandard."""
+_COMPRESSIONS: Final = frozenset((1, 2, 3, 4, 5, 7, 8, 32_773, 32_946))
+"""None, CCITT, LZW, JPEG, deflate and PackBits."""
 _RAW: Final = 1
 _MAX_TILE_PIXELS: Final = 1 << 24
 _MAX_SAMPLES: Final = 6

@@ -31,7 +31,7 @@ _FILES: list[tuple[str, str, dict[str, Any]]] = [
     ("GIF", "P", {"transparency": 3, "comment": b"x" * 1_000}),
     *(("BMP", mode, {}) for mode in ("1", "L", "P", "RGB", "RGBA")),
     *(("TIFF", mode, {}) for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F")),
-    *(("TIFF", "RGBA", {"compression": name}) for name in ("tiff_lzw", "tiff_deflate", "packbits", "zstd")),
+    *(("TIFF", "RGBA", {"compression": name}) for name in ("tiff_lzw", "tiff_deflate", "packbits")),
     ("TIFF", "RGB", {"compression": "jpeg"}),
     ("TIFF", "1", {"compression": "group4"}),
     ("AVIF", "RGB", {"speed": 10}),
