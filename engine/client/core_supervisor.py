@@ -15,14 +15,7 @@ import msgspec
 from ..protocol import errors
 from ..protocol.config import EngineConfig
 from ..protocol.errors import MachineError, ModelLoadError
-from ..protocol.messages import (
-    Frame,
-    FromCore,
-    LoadFailed,
-    LoadResult,
-    ModelReady,
-    Start,
-)
+from ..protocol.messages import Frame, FromCore, LoadFailed, LoadResult, ModelReady, Start
 from ..protocol.model_info import ModelInfo
 from .engine_process import EngineProcess
 from .replica import Send

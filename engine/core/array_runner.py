@@ -31,7 +31,7 @@ from .runner import (
     DeviceMemoryError,
     ForwardTime,
     PoolingRunner,
-    has_allocation,
+    check_allocations,
     num_long_tokens,
 )
 from .warm_up import warm_up
@@ -130,7 +130,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         started_s = time.perf_counter()
         chunk_tokens = num_long_tokens(chunks)
         try:
-            if not has_allocation(chunks):
+            if not check_allocations(chunks):
                 batch = PackedArrays.build([c.sequence.prompt for c in chunks], adapters=self._adapters(chunks))
                 return self._begin(chunks, batch, started_s)
             assert self._kv_cache is not None, "only a runner with KV blocks runs chunks"

@@ -20,12 +20,7 @@ from ..pooling.tensor_ops import tensor_pooler
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec
-from ..scheduling import (
-    Allocation,
-    CacheSpec,
-    InputSequence,
-    PrefillChunk,
-)
+from ..scheduling import Allocation, CacheSpec, InputSequence, PrefillChunk
 from .cuda_graphs import ForwardGraphs, record_forwards
 from .device.chunk_memory import ChunkMemory
 from .device.device import device_errors, gauge_of, set_exact_products, total_memory
@@ -36,7 +31,7 @@ from .loading.cpu_dtype import load_fastest
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
 from .loading.weights_loader import load_dense, load_model, load_token_maps, torch_dtype
-from .runner import CompletedForward, ForwardTime, PoolingRunner, has_allocation, num_long_tokens
+from .runner import CompletedForward, ForwardTime, PoolingRunner, check_allocations, num_long_tokens
 from .warm_up import GpuWarmUp, SampleBatches, warm_up
 
 logger = logging.getLogger("penstock.engine")
@@ -191,7 +186,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
     @torch.inference_mode()
     def _begin(self, chunks: Sequence[PrefillChunk]) -> CompletedForward | DeviceForward:
         cache, adapters = None, self._adapters(chunks)
-        if has_allocation(chunks):
+        if check_allocations(chunks):
             assert self._memory is not None, "only a runner with memory for chunks runs chunks"
             self._memory.restore(chunks)
             cache = self._memory.batch_cache(chunks)

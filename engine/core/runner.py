@@ -262,8 +262,8 @@ class PoolingRunner(Runner, Generic[R]):
         return metadata
 
 
-def has_allocation(chunks: Sequence[PrefillChunk]) -> bool:
-    """Whether a sequence of a batch has an allocation.
+def check_allocations(chunks: Sequence[PrefillChunk]) -> bool:
+    """Returns whether a sequence of a batch has an allocation.
 
     Raises:
         ValueError: A chunk has no allocation because its request was cancelled. The other chunks can run again.

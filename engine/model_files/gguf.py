@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: metadata, and the type, shape and place of each tensor.
+"""Reads the header of a GGUF file: metadata, and the type, shape and offset of each tensor.
 
 Source: docs/gguf.md of ggml-org/ggml, versions 2 and 3. All numbers are little-endian. The header has the magic "GGUF",
 the version, the number of tensors and of keys; then each key with a typed value; then each tensor with its name, sizes

@@ -5,14 +5,14 @@ Works on numpy arrays (`array_ops.array_pooler`) and on tensors (`tensor_ops.ten
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from ..protocol.batch_outputs import OutputArray, OutputGroup, by_group, distinct_params
-from ..protocol.model_info import ModelInfo
+from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..protocol.multi_vector import SparseKind
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
@@ -60,6 +60,23 @@ class TokenMaps(Generic[R]):
     weights: RowMap[R] | None = None
     skip_ids: tuple[int, ...] = ()
     unweighted_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, info: ModelInfo, tokenizer: TokenizerSpec, load: Callable[[str | None, int], RowMap[R] | None]
+    ) -> TokenMaps[R]:
+        """Returns the token heads of a model, and the tokens that token-level outputs leave out.
+
+        Args:
+            info: The model.
+            tokenizer: Its tokenizer.
+            load: Reads the head in a file (None: no head), which maps rows to the given number of columns.
+        """
+        tokens, heads = tokenizer.multi_vector_tokens, info.token_heads
+        if heads is None:
+            return cls(skip_ids=tokens.skip_ids)
+        vectors, weights = load(heads.vectors_file, info.hidden_size), load(heads.weights_file, 1)
+        return cls(vectors=vectors, weights=weights, unweighted_ids=tokens.unweighted_ids)
 
 
 class ModelPooler(Generic[R]):

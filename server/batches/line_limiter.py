@@ -26,9 +26,9 @@ MAX_CONCURRENT_LINES: Final = 64
 """Maximum number of lines that run at once, of all batches together."""
 MAX_PAUSE_S: Final = 60.0
 """Maximum pause in seconds between two lines under a constant load of clients."""
-_MORE: Final = 0.25
+_INCREMENT: Final = 0.25
 """Added to the number of lines at once after a line that took less than AHEAD_S."""
-_FEWER: Final = 0.9
+_DECREASE: Final = 0.9
 """Factor on the number of lines at once after a line that took longer."""
 
 
@@ -41,22 +41,22 @@ class LiveTraffic:
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
-        self._num_under_way = 0
+        self._num_running = 0
         self._quiet_from_s = 0.0
 
     def begin(self) -> None:
         """Counts a request."""
-        self._num_under_way += 1
+        self._num_running += 1
 
     def end(self) -> None:
         """Stops counting a request."""
-        self._num_under_way -= 1
+        self._num_running -= 1
         self._quiet_from_s = self._clock_s() + QUIET_S
 
     @property
     def quiet_in_s(self) -> float:
         """Minimum seconds until no request has run for QUIET_S; 0 if that is the case now."""
-        return QUIET_S if self._num_under_way else max(self._quiet_from_s - self._clock_s(), 0.0)
+        return QUIET_S if self._num_running else max(self._quiet_from_s - self._clock_s(), 0.0)
 
 
 class LiveTrafficMiddleware:
@@ -79,20 +79,20 @@ class LiveTrafficMiddleware:
         if not runs_model(scope):
             await self.app(scope, receive, send)
             return
-        is_counted = has_answer = False
+        is_counted = has_responded = False
 
         async def receive_and_begin() -> Message:
             nonlocal is_counted
             message = await receive()
             is_whole = message["type"] == "http.request" and not message.get("more_body", False)
-            if is_whole and not is_counted and not has_answer:
+            if is_whole and not is_counted and not has_responded:
                 is_counted = True
                 self.traffic.begin()
             return message
 
         def end() -> None:
-            nonlocal is_counted, has_answer
-            has_answer = True
+            nonlocal is_counted, has_responded
+            has_responded = True
             if is_counted:
                 is_counted = False
                 self.traffic.end()
@@ -178,9 +178,9 @@ class LineLimiter:
             took_s = ended_s - began_s
             self._pause_until_s = ended_s + min(took_s * (1 / self._busy_share - 1), MAX_PAUSE_S)
             if took_s > AHEAD_S:
-                self._max_lines = max(self._max_lines * _FEWER, 1.0)
+                self._max_lines = max(self._max_lines * _DECREASE, 1.0)
             else:
-                self._max_lines = min(self._max_lines + _MORE, MAX_CONCURRENT_LINES)
+                self._max_lines = min(self._max_lines + _INCREMENT, MAX_CONCURRENT_LINES)
 
     @contextlib.contextmanager
     def count_response(self, num_bytes: int) -> Iterator[None]:

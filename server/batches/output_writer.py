@@ -79,7 +79,7 @@ class OutputWriter:
 
     async def open(self) -> None:
         """Reads the numbers of the completed lines from the store."""
-        self.done = await self._store.answered(self._batch.id)
+        self.done = await self._store.completed_lines(self._batch.id)
 
     async def add(self, line: OutputLine) -> None:
         """Returns when a line is on the disk. Waits while the disk fails."""

@@ -95,7 +95,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
         status: Current status.
         created_at: Unix time, as in all attributes that end in `_at`.
         errors: Reasons of a failure.
-        model: Served name that answered the first line.
+        model: Served name of the model that ran the first line.
         num_lines: Requests in the input file, after validation.
         num_completed: Requests with a response.
         num_failed: Requests with an error.

@@ -43,7 +43,7 @@ MAX_UNFINISHED: Final = 32
 """Maximum number of unfinished batches of one owner."""
 SWEEP_EVERY_S: Final = 60.0
 _RETRY_AFTER_S: Final = 60.0
-_FILES_MADE: Final = 2
+_FILES_PER_BATCH: Final = 2
 """Files of a batch: output and errors."""
 
 
@@ -127,7 +127,7 @@ class Batches:
             try:
                 await self._store.stop_cleanly(run.batch.id for run, _ in runs if not run.may_have_crashed_server)
             except StorageError as error:
-                logger.error("lines under way will run one at a time after the next start: %s", error)
+                logger.error("running lines will run one at a time after the next start: %s", error)
             await self._store.close()
             self._data.close()
 
@@ -161,7 +161,7 @@ class Batches:
                 raise EngineOverloadedError(
                     message, retry_after_s=_RETRY_AFTER_S, reason=ServerRejectionReason.UNFINISHED_BATCHES
                 )
-            await self.files.check_num_files(owner, _FILES_MADE * (num_unfinished + 1))
+            await self.files.check_num_files(owner, _FILES_PER_BATCH * (num_unfinished + 1))
             for old in await self._store.oldest_ended(owner, self.files.max_files):
                 await self._remove_batch(old)
             batch = BatchRecord(

@@ -167,7 +167,7 @@ class Store:
         return await self._records(BatchRecord, "SELECT record FROM batches WHERE NOT has_ended ORDER BY seq", ())
 
     async def save(self, batch: BatchRecord, lines: Iterable[int] = ()) -> None:
-        """Stores the state of a batch and the numbers of newly answered lines, in one transaction."""
+        """Stores the state of a batch and the numbers of newly completed lines, in one transaction."""
         record, rows = msgspec.json.encode(batch), [(batch.id, line) for line in lines]
 
         def write(database: sqlite3.Connection) -> None:
@@ -272,8 +272,8 @@ class Store:
 
         return await self._do(read)
 
-    async def answered(self, batch_id: str) -> set[int]:
-        """Returns the numbers of the answered lines of a batch."""
+    async def completed_lines(self, batch_id: str) -> set[int]:
+        """Returns the numbers of the completed lines of a batch."""
         query = "SELECT line FROM answers WHERE batch_id = ?"
         return await self._do(lambda database: {line for (line,) in database.execute(query, (batch_id,))})
 

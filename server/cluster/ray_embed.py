@@ -109,8 +109,8 @@ class Embedder:
 
     def _embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         config = self._config
-        answers = self._llm.embed(texts, pooling_params=config.params, prompt_name=config.prompt_name, use_tqdm=False)
-        return np.stack([np.asarray(answer.outputs.embedding, np.float32) for answer in answers])
+        outputs = self._llm.embed(texts, pooling_params=config.params, prompt_name=config.prompt_name, use_tqdm=False)
+        return np.stack([np.asarray(output.outputs.embedding, np.float32) for output in outputs])
 
     def _bad_row(self, shard: Shard, row: int, reason: str) -> str:
         return f"{shard.path}, row {shard.start + row + 1}: {reason}"
@@ -156,7 +156,7 @@ def _run(left: Sequence[Shard], config: EmbedderConfig, settings: RayEmbedSettin
     )
     # `from_items` starts no tasks. Tasks need cores, but the engines may use all cores.
     indices = ray.data.from_items(list(range(len(left))), override_num_blocks=min(len(left), _MOST_BLOCKS))
-    answers = indices.map_batches(
+    shards_done = indices.map_batches(
         Embedder,
         fn_constructor_args=(config, left),
         batch_size=1,
@@ -165,10 +165,10 @@ def _run(left: Sequence[Shard], config: EmbedderConfig, settings: RayEmbedSettin
         num_gpus=settings.replica_gpus or None,
     )
     try:
-        for answer in answers.iter_rows():
-            if answer["error"]:
-                raise CommandError(f"{answer['error']}; finished rows are kept: run the same command again")
-            bar.update(answer["num_rows"])
+        for shard in shards_done.iter_rows():
+            if shard["error"]:
+                raise CommandError(f"{shard['error']}; finished rows are kept: run the same command again")
+            bar.update(shard["num_rows"])
     except RayError as error:
         raise CommandError(f"the job could not be finished: {_last_line(error)}; finished rows are kept") from error
 

@@ -11,16 +11,10 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 from ray import serve
-from ray.serve.config import (
-    AutoscalingConfig,
-    AutoscalingPolicy,
-    BackpressureConfig,
-    HTTPOptions,
-    RequestRouterConfig,
-)
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, HTTPOptions, RequestRouterConfig
 from ray.serve.context import (
-    _get_global_client,
-)  # Ray's version is pinned, and there is no public API for the HTTP options
+    _get_global_client,  # Ray's version is pinned, and there is no public API for the HTTP options
+)
 
 from ..settings import CommandError, UsageError
 from .balancing import QueuePolicy

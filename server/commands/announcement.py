@@ -46,11 +46,11 @@ def _lines(entry: ModelEntry, config: EngineConfig) -> list[str]:
     if entry.engine is None:
         why = "could not be loaded; see above" if entry.error is not None else "is loaded when a request names it"
         return [f"  {entry.name}: {why}"]
-    info, places = entry.engine.info, entry.engine.placements
+    info, placements = entry.engine.info, entry.engine.placements
     return [
         f"  {entry.name}: {_sizes(info)}",
         f"    on {_device(info, config)}, in {_dtype(info, config)}; tasks: {', '.join(info.tasks)}",
-        *([f"    {_replicas(places)}"] if places else []),
+        *([f"    {_replicas(placements)}"] if placements else []),
     ]
 
 
@@ -77,10 +77,10 @@ def _device(info: ModelInfo, config: EngineConfig) -> str:
     return f"{info.device} ({why}) by {info.kernels}{lanes}"
 
 
-def _replicas(places: Sequence[str]) -> str:
-    """Returns the number of replicas and their places."""
-    count = "1 replica" if len(places) == 1 else f"{len(places)} replicas"
-    return f"{count}: {'; '.join(places)}"
+def _replicas(placements: Sequence[str]) -> str:
+    """Returns the number of replicas and their placements."""
+    count = "1 replica" if len(placements) == 1 else f"{len(placements)} replicas"
+    return f"{count}: {'; '.join(placements)}"
 
 
 def _dtype(info: ModelInfo, config: EngineConfig) -> str:

@@ -92,9 +92,8 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
         raise load_failure(error, config.model, config.revision) from error
     check_options(settings, info)
     inputs, folder = parquet_inputs(source, settings.field), Path(settings.output).resolve()
-    if inside := [
-        rows.path for rows in inputs if rows.path.resolve().is_relative_to(folder)
-    ]:  # --overwrite would delete it
+    inside = [rows.path for rows in inputs if rows.path.resolve().is_relative_to(folder)]
+    if inside:  # --overwrite would delete it
         raise UsageError(f"OUT: {settings.output} holds the input {inside[0]}; name another folder")
     shards: list[Shard] = []
     for rows in inputs:

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 MAX_AHEAD_BYTES: Final = 64 * 1024
-"""Maximum bytes of later requests. Above it, reading pauses until the running request is answered."""
+"""Maximum bytes of later requests. Above it, reading pauses until the response to the running request is sent."""
 PARSE_BYTES: Final = 2048
 """Bytes per parser call, except in bodies of known length. They contain at most a hundred requests."""
 

@@ -339,7 +339,7 @@ def _vllm_rows(result: ClassResult) -> Iterator[dict[str, Any]]:
 
 
 def _cohere_rows(
-    answer_id: str, inputs: Sequence[str], result: ClassResult, *, is_multi_label: bool
+    response_id: str, inputs: Sequence[str], result: ClassResult, *, is_multi_label: bool
 ) -> Iterator[dict[str, Any]]:
     """Returns Cohere's `classifications`. A multi-label model predicts all labels at 0.5 or more, or the best one."""
     for i, (text, scores) in enumerate(zip(inputs, result.scores, strict=True)):
@@ -347,7 +347,7 @@ def _cohere_rows(
         chosen = [k for k in range(len(scores)) if scores[k] >= 0.5] if is_multi_label else []
         chosen = sorted(chosen, key=lambda k: -scores[k]) or [best]
         yield {
-            "id": f"{answer_id}-{i}",
+            "id": f"{response_id}-{i}",
             "input": text,
             "prediction": result.labels[best],
             "predictions": [result.labels[k] for k in chosen],

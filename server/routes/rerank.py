@@ -17,18 +17,7 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from ..calls.call import RERANKERS, Call, check_count
 from ..calls.request_inputs import truncate_texts
 from ..calls.sizes import size_of_scores, size_of_texts
-from ..dialects import (
-    COHERE,
-    INFINITY,
-    JINA,
-    SGLANG,
-    SILICONFLOW,
-    TEI,
-    VLLM,
-    VOYAGE,
-    XINFERENCE,
-    keys_ignored_by,
-)
+from ..dialects import COHERE, INFINITY, JINA, SGLANG, SILICONFLOW, TEI, VLLM, VOYAGE, XINFERENCE, keys_ignored_by
 from ..errors import DEFAULT_TAG, TEI_TAG
 from ..http.json_bodies import by_keys
 from ..routing import BatchUse, RouteOptions, Router
@@ -318,14 +307,14 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     version = "2" if path.startswith("/v2") else "1"
     units = math.ceil(len(body.documents) / DOCUMENTS_PER_SEARCH_UNIT)
     fields = call.response_fields("rerank")
-    answer: dict[str, Any] = {
+    response: dict[str, Any] = {
         **{key: fields[key] for key in ("id", "model", "usage")},
         "results": (_row(body, texts, i, scores[i], with_document=with_documents) for i in best),
         "meta": {"api_version": {"version": version}, "billed_units": {"search_units": units}, **call.warnings()},
     }
     if body.is_voyage():
-        answer["data"] = (_voyage_row(texts, i, scores[i], with_document=with_documents) for i in best)
-    return call.respond(answer)
+        response["data"] = (_voyage_row(texts, i, scores[i], with_document=with_documents) for i in best)
+    return call.respond(response)
 
 
 @router.task("/v1/score", dialect=VLLM, tags=["score"], batch_use=BatchUse.TASK, response_model=ScoreResponse)

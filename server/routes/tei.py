@@ -311,7 +311,7 @@ def _respond(call: Call, content: Any, *, num_chars: int) -> Response:
 
     Args:
         call: The call that computed it.
-        content: What `iter_json` takes.
+        content: The body; `iter_json` lists its types.
         num_chars: Characters of the inputs.
     """
     compute_ms = _elapsed_ms(call.began_s)

@@ -15,11 +15,7 @@ from penstock.engine.async_engine import RequestOptions
 from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.dispatcher import DispatcherStats
 from penstock.engine.client.replica_group import ReplicaStatus
-from penstock.engine.protocol.errors import (
-    EngineOverloadedError,
-    InvalidRequestError,
-    RequestTooLongError,
-)
+from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.multi_vector import SparseVector
 from penstock.engine.protocol.params import PoolingParams

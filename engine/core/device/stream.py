@@ -188,7 +188,7 @@ class ForwardTimer:
     def __init__(self, stream: DeviceStream) -> None:
         self._stream = stream
         self._began = stream.record_event()
-        self._under_way: deque[tuple[DeviceEvent, DeviceEvent, int, int]] = deque()
+        self._in_flight: deque[tuple[DeviceEvent, DeviceEvent, int, int]] = deque()
 
     def begin(self) -> None:
         """Records the start of the next forward."""
@@ -197,14 +197,14 @@ class ForwardTimer:
     def end(self, chunk_tokens: int, whole_tokens: int) -> DeviceEvent:
         """Records the end of a forward after its work was queued, and returns the event. See ForwardTime."""
         ended = self._stream.record_event()
-        self._under_way.append((self._began, ended, chunk_tokens, whole_tokens))
+        self._in_flight.append((self._began, ended, chunk_tokens, whole_tokens))
         return ended
 
     def take(self) -> list[ForwardTime]:
         """Returns the forwards that have ended since the last call."""
         times = []
-        while self._under_way and self._under_way[0][1].is_reached:
-            began, ended, chunk_tokens, whole_tokens = self._under_way.popleft()
+        while self._in_flight and self._in_flight[0][1].is_reached:
+            began, ended, chunk_tokens, whole_tokens = self._in_flight.popleft()
             times.append(ForwardTime(chunk_tokens, whole_tokens, ended.elapsed_ms(began) / 1000))
         return times
 

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -212,17 +213,10 @@ def load_array_maps(info: ModelInfo, tokenizer: TokenizerSpec, library: CpuLibra
     Raises:
         WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
     """
-    multi_vector_tokens, heads = tokenizer.multi_vector_tokens, info.token_heads
-    if heads is None:
-        return TokenMaps(skip_ids=multi_vector_tokens.skip_ids)
-    return TokenMaps(
-        vectors=_load_map(info, heads.vectors_file, info.hidden_size, library),
-        weights=_load_map(info, heads.weights_file, 1, library),
-        unweighted_ids=multi_vector_tokens.unweighted_ids,
-    )
+    return TokenMaps.of(info, tokenizer, partial(_load_map, info, library))
 
 
-def _load_map(info: ModelInfo, name: str | None, out_features: int, library: CpuLibrary) -> ArrayHead | None:
+def _load_map(info: ModelInfo, library: CpuLibrary, name: str | None, out_features: int) -> ArrayHead | None:
     if name is None:
         return None
     file = Path(info.path) / name

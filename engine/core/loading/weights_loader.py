@@ -8,6 +8,7 @@ import struct
 import zipfile
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -245,14 +246,7 @@ def load_token_maps(info: ModelInfo, tokenizer: TokenizerSpec) -> TokenMaps[Tens
     Raises:
         WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
     """
-    multi_vector_tokens, heads = tokenizer.multi_vector_tokens, info.token_heads
-    if heads is None:
-        return TokenMaps(skip_ids=multi_vector_tokens.skip_ids)
-    return TokenMaps(
-        vectors=_load_map(info, heads.vectors_file, info.hidden_size),
-        weights=_load_map(info, heads.weights_file, 1),
-        unweighted_ids=multi_vector_tokens.unweighted_ids,
-    )
+    return TokenMaps.of(info, tokenizer, partial(_load_map, info))
 
 
 def _load_map(info: ModelInfo, file: str | None, out_features: int) -> Linear | None:

@@ -13,11 +13,7 @@ import pytest
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.errors import (
-    DeadlineExceededError,
-    InvalidRequestError,
-    UnsupportedTaskError,
-)
+from penstock.engine.protocol.errors import DeadlineExceededError, InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import ModelKind
 from penstock.engine.protocol.multi_vector import MultiVector, MultiVectorTokens, SparseKind, SparsePooling, TokenHeads
 from penstock.engine.protocol.params import PoolingParams

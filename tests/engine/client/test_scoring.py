@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.client.scoring import (
-    PairScorer,
-    few_shot_scores,
-    zero_shot_scores,
-)
+from penstock.engine.client.scoring import PairScorer, few_shot_scores, zero_shot_scores
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind

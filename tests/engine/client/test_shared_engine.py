@@ -15,12 +15,7 @@ from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.client.shared_engine import EngineClient, EngineServer, EngineStatus
 from penstock.engine.protocol.config import SchedulerConfig
-from penstock.engine.protocol.messages import (
-    LoadFailed,
-    PrefixCacheCleared,
-    RequestFailed,
-    first_request_id,
-)
+from penstock.engine.protocol.messages import LoadFailed, PrefixCacheCleared, RequestFailed, first_request_id
 
 from ...waiting import until
 

@@ -11,12 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from penstock.engine.model_files.reranker import PRESETS, QWEN3_RERANKER
 from penstock.engine.model_files.resolve import resolved_table
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError
-from penstock.engine.protocol.model_info import (
-    Activation,
-    ClassifierMethod,
-    ModelInfo,
-    ModelKind,
-)
+from penstock.engine.protocol.model_info import Activation, ClassifierMethod, ModelInfo, ModelKind
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.protocol.templates import ScoreTemplate
 

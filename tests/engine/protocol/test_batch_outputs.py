@@ -3,13 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock.engine.protocol.batch_outputs import (
-    BatchOutputs,
-    OutputArray,
-    ResultArray,
-    pack_results,
-    unpack_results,
-)
+from penstock.engine.protocol.batch_outputs import BatchOutputs, OutputArray, ResultArray, pack_results, unpack_results
 from penstock.engine.protocol.messages import StepResults, decode_from_core, encode
 
 OUTPUTS = [

@@ -19,18 +19,7 @@ from penstock.server.batches.records import BatchStatus
 from penstock.server.batches.store import Store
 
 from ...waiting import until
-from .helpers import (
-    Routes,
-    begin,
-    create,
-    killed,
-    lines,
-    numbers,
-    until_completed,
-    until_status,
-    upload,
-    written,
-)
+from .helpers import Routes, begin, create, killed, lines, numbers, until_completed, until_status, upload, written
 
 
 @pytest.mark.parametrize("seconds", [3599.7, 3600])
@@ -164,7 +153,7 @@ async def test_only_the_line_that_kills_its_engine_fails(running, monkeypatch) -
     [
         (BatchInput, "check", OSError(errno.EMFILE, "Too many open files")),
         (BatchInput, "read", OSError(errno.EMFILE, "Too many open files")),
-        (Store, "answered", StorageError("disk I/O error")),
+        (Store, "completed_lines", StorageError("disk I/O error")),
         (Store, "begin_lines", StorageError("disk I/O error")),
         (Store, "save", StorageError("disk I/O error")),
         (Store, "end", StorageError("disk I/O error")),

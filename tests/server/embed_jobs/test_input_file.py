@@ -6,12 +6,7 @@ import pytest
 from pyarrow import parquet
 
 from penstock.server.embed_jobs import input_file as input_module
-from penstock.server.embed_jobs.input_file import (
-    ParquetRows,
-    open_input,
-    parquet_inputs,
-    stat_digest,
-)
+from penstock.server.embed_jobs.input_file import ParquetRows, open_input, parquet_inputs, stat_digest
 from penstock.server.embed_jobs.job_folder import Shard
 from penstock.server.settings import CommandError, UsageError
 

@@ -74,6 +74,6 @@ class DistanceTerms:
         if self._keys_HKR is not None:
             terms.append((q_BHLK @ self._keys_HKR).gather(3, rows_LL))
         if self._queries_HKR is not None:
-            # [B, H, key, R]; the row of a key and a query is that of the pair of query and key.
+            # [B, H, key, R]. A key and a query use the row of the query and the key, so `rows_LL` is transposed.
             terms.append((k_BHLK @ self._queries_HKR).gather(3, rows_LL.mT).mT)
         return terms[0] if len(terms) == 1 else terms[0] + terms[1]

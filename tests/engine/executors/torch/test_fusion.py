@@ -14,16 +14,7 @@ from penstock.engine.executors.torch.layers.weights import Fusion
 from penstock.engine.model_files.resolve import with_device
 
 from ....interpreter import IS_INTERPRETED
-from ..families import (
-    DECODER_SIZES,
-    ENCODER_SIZES,
-    ENCODERS,
-    MAMBA2,
-    PLAIN,
-    assert_close,
-    chosen,
-    unit_error,
-)
+from ..families import DECODER_SIZES, ENCODER_SIZES, ENCODERS, MAMBA2, PLAIN, assert_close, chosen, unit_error
 
 devices = pytest.mark.parametrize(
     "device",

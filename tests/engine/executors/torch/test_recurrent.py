@@ -8,18 +8,7 @@ from penstock.engine.protocol.config import PoolerConfig
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError, UnsupportedTaskError, WeightError
 from penstock.engine.protocol.tasks import PoolingType
 
-from ..families import (
-    BAMBA,
-    GRANITE,
-    HYBRID,
-    JAMBA,
-    MAMBA,
-    MAMBA2,
-    RECURRENT,
-    assert_close,
-    rows_of,
-    unit_error,
-)
+from ..families import BAMBA, GRANITE, HYBRID, JAMBA, MAMBA, MAMBA2, RECURRENT, assert_close, rows_of, unit_error
 
 
 @pytest.mark.parametrize(("family", "config"), RECURRENT + HYBRID)
