@@ -222,7 +222,14 @@ class PoolingRunner(Runner, Generic[R]):
         if num_bytes is None:
             num_bytes = int(num_free * config.cache.cache_memory_fraction / config.num_engines)
         max_num_seqs = config.scheduler.seqs(self.info.device)
-        made = make_pool(spec, config, num_bytes=num_bytes, itemsize=itemsize, max_num_seqs=max_num_seqs)
+        made = make_pool(
+            spec,
+            config,
+            num_bytes=num_bytes,
+            itemsize=itemsize,
+            max_num_seqs=max_num_seqs,
+            is_reserved=self.info.device != "cpu",
+        )
         if made is None:
             return None
         plan, self.sequence_pool = made

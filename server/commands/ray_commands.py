@@ -66,7 +66,7 @@ def _embed(arguments: dict[str, Any]) -> int:
     source = arguments.pop("file")
     settings = load(RayEmbedSettings, arguments, positional=("output",))
     check_flags(settings)
-    require_ray()
+    require_ray("pyarrow", "pandas", "fsspec")  # of ray[data]
     model, names = model_and_names(settings.model)
     try:
         _embed_all(source, settings, model, names[0])
@@ -115,7 +115,9 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
     embed_on_ray(shards, embedder_config, identity, settings)
 
 
-def require_ray() -> None:
-    """Raises UsageError with the command to install Ray if it is missing."""
-    if find_spec("ray") is None:
-        raise UsageError("penstock ray needs Ray: run `pip install 'penstock[ray]'`")
+def require_ray(*packages: str) -> None:
+    """Raises UsageError with the command to install Ray if it or one of `packages` is missing."""
+    for package in ("ray", *packages):
+        if find_spec(package) is None:
+            name = "Ray" if package == "ray" else package
+            raise UsageError(f"penstock ray needs {name}: run `pip install 'penstock[ray]'`")

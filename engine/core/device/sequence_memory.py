@@ -55,7 +55,7 @@ class KvSlots(NamedTuple):
 
 
 def make_pool(
-    spec: CacheSpec, config: EngineConfig, *, num_bytes: int, itemsize: int, max_num_seqs: int
+    spec: CacheSpec, config: EngineConfig, *, num_bytes: int, itemsize: int, max_num_seqs: int, is_reserved: bool
 ) -> tuple[PoolPlan, SequencePool] | None:
     """Plans the memory of sequences in chunks and logs it. Returns None if no sequence fits into it.
 
@@ -65,6 +65,7 @@ def make_pool(
         num_bytes: Bytes of the memory.
         itemsize: Bytes of a key.
         max_num_seqs: Sequences of a forward.
+        is_reserved: Whether the device reserves the whole memory now. A CPU uses it when long inputs need it.
 
     Raises:
         ModelLoadError: No sequence fits, and the operator has set `kv_cache_memory`.
@@ -88,17 +89,18 @@ def make_pool(
         SsmStatePool(plan.num_slots) if plan.num_slots else None,
         enable_prefix_caching=config.cache.enable_prefix_caching and spec.shares_prefixes,
     )
-    logger.info("%s", describe_pool(pool, config.scheduler, plan.bytes))
+    logger.info("%s", describe_pool(pool, config.scheduler, plan.bytes, is_reserved=is_reserved))
     return plan, pool
 
 
-def describe_pool(sequence_pool: SequencePool, limits: SchedulerConfig, num_bytes: int) -> str:
+def describe_pool(sequence_pool: SequencePool, limits: SchedulerConfig, num_bytes: int, *, is_reserved: bool) -> str:
     """Returns a log line: the size of the pool, the size of chunks, and whether the prefix cache is on.
 
     Args:
         sequence_pool: Memory of sequences that run in chunks.
         limits: Settings of the operator.
         num_bytes: Bytes of the pool; see PoolPlan.
+        is_reserved: See make_pool.
     """
     kv, ssm = sequence_pool.kv, sequence_pool.ssm
     sizes = []
@@ -109,8 +111,9 @@ def describe_pool(sequence_pool: SequencePool, limits: SchedulerConfig, num_byte
     chunks = "off"
     if limits.enable_chunked_prefill:
         chunks = "of adaptive size" if limits.chunk_size is None else f"of {limits.chunk_size:,} tokens"
+    memory = _mib(num_bytes) if is_reserved else f"up to {_mib(num_bytes)}, used only as inputs need it"
     prefixes = "off" if sequence_pool.prefixes is None else "on"
-    return f"the pool holds {' and '.join(sizes)} in {_mib(num_bytes)}; chunks: {chunks}; prefix cache: {prefixes}"
+    return f"the pool holds {' and '.join(sizes)} in {memory}; chunks: {chunks}; prefix cache: {prefixes}"
 
 
 def _mib(num_bytes: int) -> str:

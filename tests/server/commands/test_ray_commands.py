@@ -36,6 +36,14 @@ def test_missing_ray_names_the_package(run, monkeypatch: pytest.MonkeyPatch, wor
     assert run(*words.split()) == (2, message)
 
 
+def test_ray_without_its_data_packages_names_the_missing_one(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_commands, "find_spec", lambda package: None if package == "pandas" else True)
+    assert run("embed", "in", "out") == (
+        2,
+        "penstock: error: penstock ray needs pandas: run `pip install 'penstock[ray]'`\n",
+    )
+
+
 @pytest.mark.parametrize(("words", "message"), table("wrong_settings", "ray command lines"))
 def test_flag_without_effect_on_a_cluster_is_rejected(run, words: str, message: str) -> None:
     code, error = run(*words.split())
