@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.client.scoring import PairScorer, few_shot_scores, zero_shot_scores
+from penstock.engine.client.scoring import PairScorer, check_labels, few_shot_scores, zero_shot_scores
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.model_info import ModelInfo, ModelKind
+from penstock.engine.protocol.model_info import AdapterSpec, ModelInfo, ModelKind
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions
@@ -92,6 +92,7 @@ async def test_parameters_without_effect_on_scores_are_rejected(params: PoolingP
     [
         ({"prompts": PROMPTS}, {}, "query: a", "document: b"),
         ({"prompts": PROMPTS}, {"prompt": ""}, "a", "b"),
+        ({"prompts": PROMPTS}, {"prompt_name": "document"}, "document: a", "document: b"),
         (
             {"prompts": {"query": "Instruct: a \nQuery: ", "document": "document: "}},
             {"instruction": "find "},
@@ -113,6 +114,47 @@ async def test_queries_and_documents_get_their_prompts(
     assert core.texts() == [ids(query), ids(document)]
     with pytest.raises(InvalidRequestError, match=r"accepts no instruction"):
         await score(["a"], ["b"], model=info(prompts=PROMPTS), instruction="find ")
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "message", "param"),
+    [
+        ([], ["a"], "at least one text on each side", "text_1"),
+        (["a"], [], "at least one text on each side", "text_2"),
+        (["a", "b"], ["a"], "2 texts cannot be paired with 1; give 1 to 1, 1 to N or N to N", "text_2"),
+        (["a", "b"], ["a", "b", "c"], "2 texts cannot be paired with 3", "text_2"),
+    ],
+)
+async def test_texts_without_a_partner_are_rejected(
+    left: list[str], right: list[str], message: str, param: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as error:
+        await score(left, right)
+    assert error.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"), [([], "two different"), (["a", "a"], "two different"), (["a", "b", "a"], "each once")]
+)
+def test_labels_must_differ(labels: list[str], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"candidate_labels must name at least .*{message}") as error:
+        check_labels(labels, "candidate_labels")
+    assert error.value.param == "candidate_labels"
+    check_labels(["a", "b"], "candidate_labels")
+
+
+@pytest.mark.parametrize(
+    ("given", "query", "document"), [(None, "retrieval.query", "retrieval.passage"), ("other", "other", "other")]
+)
+async def test_sides_run_with_their_task_adapters(given: str | None, query: str, document: str) -> None:
+    names = ("retrieval.query", "retrieval.passage", "other")
+    adapters = tuple(AdapterSpec(name=name, index=index, is_task=True) for index, name in enumerate(names))
+    prompts = {"retrieval.query": "query: ", "retrieval.passage": "document: "}
+    _, core = await score(["a"], ["b"], model=info(adapters=adapters, prompts=prompts), adapter=given)
+    assert [request.params.adapter for request, _ in core.sent] == list(dict.fromkeys((query, document)))
+    prefixes = ("", "") if given else prompts.values()
+    found = [tokens for number in range(len(core.sent)) for tokens in core.texts(number)]
+    assert found == [ids(prefix + text) for prefix, text in zip(prefixes, "ab", strict=True)]
 
 
 @pytest.mark.parametrize("averages", [False, True])

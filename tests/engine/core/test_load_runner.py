@@ -12,6 +12,7 @@ import pytest
 from penstock.engine import EngineConfig
 from penstock.engine.core import load_runner
 from penstock.engine.core.array_runner import ArrayRunner
+from penstock.engine.core.host import pin
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.protocol.errors import ModelLoadError
 
@@ -48,6 +49,15 @@ def test_c_library_runs_the_models_that_it_supports(save_folder: SaveFolder, mon
     for may_have_gpu in (True, False):  # torch finds none
         monkeypatch.setattr(load_runner, "may_have_gpu", lambda may=may_have_gpu: may)
         assert load(folder, device="auto") is ArrayRunner
+
+
+def test_engine_with_cores_runs_on_them(save_folder: SaveFolder) -> None:
+    processors = os.sched_getaffinity(0)
+    try:
+        load(save_folder(), cores=(max(processors),))
+        assert os.sched_getaffinity(0) == {max(processors)}
+    finally:
+        pin(processors)
 
 
 @pytest.mark.parametrize(("driver", "device"), [(True, "auto"), (True, "cpu"), (False, "auto")])

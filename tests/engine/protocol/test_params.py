@@ -170,6 +170,12 @@ def test_pooler_config_is_read_from_json() -> None:
         ("[]", "must be a JSON object, not list"),
         ('{"pooling": "MEAN"}', "unknown field 'pooling'; known are attention_head, chunk_overlap, chunked_"),
         ('{"pooling_type": "SUM"}', "pooling_type is 'SUM'; it must be one of CLS, LAST, MEAN"),
+        (
+            '{"pooling_type": "CLS", "seq_pooling_type": "LAST"}',
+            "pooling_type is CLS, seq_pooling_type is LAST; give one",
+        ),
+        ('{"seq_pooling_type": "STEP"}', "seq_pooling_type is STEP; that pools the tokens"),
+        ('{"tok_pooling_type": "MEAN"}', "tok_pooling_type is MEAN; that pools the sequence"),
         ('{"normalize": 1}', "normalize is 1; it must be true or false"),
         ('{"logit_bias": "x"}', "logit_bias is 'x'; it must be a number"),
         ('{"logit_scale": 0}', "logit_scale is 0; every class"),
