@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,6 +56,19 @@ def test_output_that_cannot_be_written_ends_with_one_line() -> None:
     done = subprocess.run([*COMMAND, "models"], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (cli.CUT_SHORT, "")
+
+
+@pytest.mark.parametrize("command", ["embed in.txt --output out.npy", "bench http://x"])
+def test_sigterm_ends_a_command_only_while_it_runs(command: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def terminate(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("penstock.server.embed_jobs.run.embed_file", terminate)
+    monkeypatch.setattr("penstock.server.bench.sweep.Sweep", lambda *_: SimpleNamespace(run=terminate, results=[]))
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main(command.split()) == cli.TERMINATED
+    assert capsys.readouterr().err.startswith("penstock: terminated")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_flag_of_vllm_is_ignored_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -221,6 +221,20 @@ def test_log_has_the_speed_of_the_last_minute(fake, caplog, monkeypatch) -> None
     assert len(caplog.messages) == 8
 
 
+def test_bar_counts_rows_of_both_runs_by_their_weight(fake, capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress({0: 1, 4: 2}, fake.info, is_terminal=True) as progress:  # weights 4, 8, 8
+        progress.skip(["", "text"])
+        progress.update(["text"])
+    bars = capsys.readouterr().err.split("\r")
+    assert any(bar.startswith("0/3 rows   0%|") for bar in bars)
+    assert "3/3 rows 100%|" in bars[-1]
+    with Progress({0: 1, 4: 2}, fake.info, is_terminal=True) as progress:
+        progress.skip(["text"])
+        progress._bar.mininterval = 0
+        progress.update([""])
+    assert "2/3 rows  60%|" in capsys.readouterr().err.split("\r")[-1]
+
+
 def test_options_reach_the_engine(run, lines: Path, fake, tmp_path: Path) -> None:
     run(lines, tmp_path / "out.npy", normalize=False, prompt_name="query")
     _, params, options = fake.calls[0][1]
