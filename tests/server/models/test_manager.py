@@ -118,6 +118,27 @@ async def test_load_continues_after_a_request_waited_too_long(engines: Engines) 
     assert (engines.started, entry.is_idle) == (["a"], True)
 
 
+@pytest.mark.parametrize(("method", "state"), [("loaded", "ready"), ("failed", "failed")])
+async def test_engine_that_comes_after_a_disconnect_is_released(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, method: str, state: str
+) -> None:
+    end_load = getattr(ModelEntry, method)
+
+    def end_and_cancel(entry: ModelEntry, *arguments: object) -> None:
+        end_load(entry, *arguments)
+        request.cancel()  # its future has a result, which it has not read
+
+    monkeypatch.setattr(ModelEntry, method, end_and_cancel)
+    if method == "failed":
+        engines.failures["a"] = ModelLoadError("no")
+    manager = engines.manager("a")
+    (entry,) = manager.entries
+    request = asyncio.create_task(manager.acquire(entry))
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    assert (entry.state, entry.num_in_use) == (state, 0)
+
+
 async def test_number_of_waiting_requests_is_limited(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_module, "MAX_WAITING", 2)
     manager = engines.manager("a", "b")
