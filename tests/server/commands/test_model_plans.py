@@ -29,6 +29,7 @@ def planned(tmp_path: Path):
 
 def test_first_models_of_the_command_line_are_preloaded(planned) -> None:
     _, plans = planned(model=["owner/a", "owner/b"], max_loaded_models="1")
+    assert {plan.config.model_source for plan in plans} == {"--model"}
     assert [(plan.config.model, plan.names, plan.is_preloaded) for plan in plans] == [
         ("owner/a", ("owner/a",), True),
         ("owner/b", ("owner/b",), False),

@@ -181,6 +181,26 @@ async def test_unload_waits_for_a_load_or_another_unload(engines: Engines) -> No
     await for_b
 
 
+async def test_unload_ends_when_a_load_fails_or_is_cancelled(engines: Engines) -> None:
+    manager = engines.manager("a")
+    (entry,) = manager.entries
+    engines.failures["a"] = ModelLoadError("no")
+    for fails in (True, False):
+        engines.gates["a"] = asyncio.Event()
+        loading = asyncio.create_task(manager.load(entry))
+        await until(lambda: entry.status is ModelStatus.LOADING)
+        unloading = asyncio.create_task(manager.unload(entry))
+        await loop_iterations()
+        assert not unloading.done()
+        if fails:
+            engines.gates["a"].set()
+        else:
+            manager._loads["a"].cancel()
+        await asyncio.wait_for(unloading, 120)
+        await asyncio.gather(loading, return_exceptions=True)
+        assert entry.state == "unloaded"
+
+
 async def test_pinned_model_is_unloaded_on_request_only(engines: Engines, caplog) -> None:
     manager = engines.manager(engines.model("a", is_pinned=True))
     (entry,) = manager.entries

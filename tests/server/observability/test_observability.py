@@ -15,7 +15,7 @@ import httpx
 import orjson
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client.parser import text_string_to_metric_families
@@ -189,6 +189,7 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collected]:
     monkeypatch.setattr(Tracing, "to", collected.to)
     yield collected
     assert collected.endpoints == [COLLECTOR]
+    assert collected.exporter.export([]) is SpanExportResult.FAILURE, "it is shut down with the server"
 
 
 async def test_trace_continues_the_trace_of_the_client(serving, engine, collected: Collected, caplog) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.engine.executors.torch.layers.norm import LayerNorm, RmsNorm
+from penstock.engine.executors.torch.layers.norm import LayerNorm, Residual, RmsNorm
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
@@ -27,3 +27,25 @@ def test_rms_norm_is_rounded_once(dtype):
     normed = RmsNorm(weight, 1e-6)(x)
     assert normed.dtype == dtype
     torch.testing.assert_close(normed.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_fused_residual_leaves_its_term_to_the_next_norm(is_fused):
+    hidden, term, weight = torch.randn(5, 16), torch.randn(5, 16), torch.rand(16) + 0.5
+    norm, start = RmsNorm(weight, 1e-6), Residual(hidden, is_fused=is_fused)
+
+    def mapping(x, *, add=None):
+        return 2 * x if add is None else 2 * x + add
+
+    for found, total in (
+        (start.plus_term(term), hidden + term),
+        (start.plus(mapping, term), hidden + 2 * term),
+        (start.plus(mapping, term, scale=0.5), hidden + term),
+        (start.plus_normed(norm, term), hidden + norm(term)),
+    ):
+        assert is_fused or found.term is None
+        normed, rest = found.normed_and_sum(norm)
+        torch.testing.assert_close(normed, norm(total))
+        torch.testing.assert_close(found.normed(norm), normed)
+        torch.testing.assert_close(rest.hidden, total)
+        assert (rest.term, rest.is_fused) == (None, is_fused)
