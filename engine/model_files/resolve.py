@@ -23,7 +23,7 @@ from .architecture import DECODER_MODEL_TYPES, resolve_architecture, resolve_cla
 from .draft import ModelDraft, merged
 from .gguf_models import GgufModel
 from .length_limits import resolve_long_text, resolve_max_model_len
-from .matryoshka import matryoshka_name
+from .matryoshka import resolve_matryoshka
 from .model_folder import as_load_error, is_gguf, locate_model, no_model_error, read_object
 from .quantization import check_quantization
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles, read_modules
@@ -105,7 +105,7 @@ def _resolve_part(
     resolve_classes(draft)
     _resolve_pooling(draft)
     _resolve_embedding(draft)
-    _resolve_matryoshka(draft)
+    resolve_matryoshka(draft)
     _resolve_operator_settings(draft)
     _resolve_text(draft)
     tokenizer_config = read_object(path / "tokenizer_config.json")
@@ -289,38 +289,6 @@ def _resolve_embedding(draft: ModelDraft) -> None:
         draft.set("normalize", files.has_normalize, files.source)
     else:
         draft.set("normalize", True, "default")
-
-
-def _resolve_matryoshka(draft: ModelDraft) -> None:
-    """Resolves the widths that embeddings may be truncated to."""
-    pooler, files, config, width = draft.engine.pooler_config, draft.files, draft.config, draft.fields["embedding_size"]
-    declared = config.get("matryoshka_dimensions") or ()
-    if not isinstance(declared, list | tuple) or not all(type(d) is int and d > 0 for d in declared):
-        raise ModelLoadError(
-            f"{draft.source_of('matryoshka_dimensions')} is {declared!r}; it must be a list of widths."
-        )
-    declared_source = draft.source_of("matryoshka_dimensions") if declared else "default"
-    draft.set("matryoshka_dimensions", tuple(declared), declared_source)
-    flag = config.get("is_matryoshka", False)
-    if not isinstance(flag, bool):
-        raise ModelLoadError(f"{draft.source_of('is_matryoshka')} is {flag!r}; it must be true or false.")
-    draft.set("is_matryoshka", flag or bool(declared), draft.source_of("is_matryoshka") if flag else declared_source)
-    names = (draft.name, draft.fields["name"], str(config.get("_name_or_path", "")))
-    if width and draft.engine.matryoshka == "any":
-        draft.set("is_matryoshka", True, "--matryoshka")
-        draft.set("matryoshka_dimensions", (), "--matryoshka")
-    elif width and "is_matryoshka" not in config and not declared and (name := matryoshka_name(*names)):
-        draft.set("is_matryoshka", True, f"the model is known as {name}")
-
-    draft.set("dimensions", None, "default")
-    if pooler.dimensions is not None:
-        if width and pooler.dimensions > width:
-            raise ModelLoadError(
-                f"--pooler-config: dimensions is {pooler.dimensions}; {draft.name} gives up to {width}."
-            )
-        draft.set("dimensions", pooler.dimensions, _POOLER_FLAG)
-    elif files is not None and files.truncate_dim is not None and width:
-        draft.set("dimensions", min(files.truncate_dim, width), f"{SETTINGS_FILE}: truncate_dim")
 
 
 def _resolve_operator_settings(draft: ModelDraft) -> None:

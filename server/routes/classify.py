@@ -14,8 +14,7 @@ from penstock.engine import AsyncEngine, ClassResult, PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 
-from ..calls.call import CLASSIFIERS, EMBEDDERS, Call, check_count
-from ..calls.request_inputs import check_inputs, engine_inputs
+from ..calls.call import CLASSIFIERS, EMBEDDERS, Call, check_count, check_inputs, engine_inputs
 from ..calls.sizes import size_of_classes, size_of_texts
 from ..dialects import COHERE, INFINITY, SGLANG, VLLM, keys_ignored_by
 from ..routing import BatchUse, Router

@@ -10,8 +10,7 @@ from pydantic import BaseModel, Field
 from penstock.engine import ModelInfo, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
-from ..calls.call import EMBEDDERS, Call
-from ..calls.request_inputs import check_inputs, engine_inputs
+from ..calls.call import EMBEDDERS, Call, check_inputs, engine_inputs
 from ..calls.sizes import size_beyond_expected, size_of_numbers, size_of_sparse
 from ..calls.vectors import check_encodings, vector_width
 from ..dialects import PENSTOCK, keys_ignored_by

@@ -12,8 +12,7 @@ from pydantic import BaseModel, Field
 from penstock.engine import PoolingParams, PoolingTask, RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..calls.call import EMBEDDERS, Call
-from ..calls.request_inputs import check_inputs, engine_inputs
+from ..calls.call import EMBEDDERS, Call, check_inputs, engine_inputs
 from ..calls.sizes import size_of_numbers
 from ..calls.vectors import BYTES_RESPONSE, check_encodings, vector_width, vectors_response
 from ..dialects import INFINITY, JINA, OPENAI, SGLANG, VLLM, VOYAGE, keys_ignored_by

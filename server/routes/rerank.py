@@ -14,8 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, Tag, WithJson
 from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..calls.call import RERANKERS, Call, check_count
-from ..calls.request_inputs import truncate_texts
+from ..calls.call import RERANKERS, Call, check_count, truncate_texts
 from ..calls.sizes import size_of_scores, size_of_texts
 from ..dialects import COHERE, INFINITY, JINA, SGLANG, SILICONFLOW, TEI, VLLM, VOYAGE, XINFERENCE, keys_ignored_by
 from ..errors import DEFAULT_TAG, TEI_TAG

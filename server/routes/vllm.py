@@ -24,9 +24,8 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import ModelKind
 from penstock.engine.protocol.templates import ChatOptions
 
-from ..calls.call import Call
+from ..calls.call import Call, check_inputs, check_messages, engine_inputs
 from ..calls.context import context_of
-from ..calls.request_inputs import check_inputs, check_messages, engine_inputs
 from ..calls.sizes import (
     FEWER_IDS,
     check_num_chars,
