@@ -28,7 +28,7 @@ def _images(count: int) -> list[ImageInput]:
 
 
 class _Gate:
-    """Stands for decoding: waits in the worker thread until it is opened, and records the most that ran at once."""
+    """Replaces decoding: waits in the worker thread until it is opened, and records the most that ran at once."""
 
     def __init__(self) -> None:
         self.is_open = threading.Event()
@@ -142,6 +142,26 @@ async def test_closed_encoder_rejects_waiting_and_new_requests(gate: _Gate) -> N
     for request in (waiting, encoder.encode(_images(2))):
         with pytest.raises(EngineUnavailableError, match="shutting down"):
             await request
+
+
+async def test_missing_threads_are_a_temporary_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    encoder = ImageEncoder(_SPEC, num_workers=1)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(EngineUnavailableError, match="cannot decode images at the moment: can't start new thread"):
+        await encoder.encode(_images(1))
+    monkeypatch.undo()
+    encoder.close()
+
+
+async def test_format_that_pillow_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("PIL.features.check", lambda name: False)
+    encoder = ImageEncoder(_SPEC, num_workers=1)
+    with pytest.raises(InvalidRequestError, match="Input 0 is a WEBP image, which this server's Pillow cannot read"):
+        await encoder.encode([ImageInput(encoded(picture("RGB", 9, 7), "WEBP"))])
+    encoder.close()
 
 
 def test_missing_pillow_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
