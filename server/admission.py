@@ -43,8 +43,11 @@ _DENSE_VALUE_BYTES: Final = 64 * 1024 * 1024
 """Bytes for the values of all bodies in addition to the estimate by body size, because small bodies may be dense."""
 _CLIENT_SHARE: Final = 0.5
 """Share of each memory that one client may hold, so that a slow client leaves the rest to others."""
+_MAX_FETCHES: Final = 64
+"""Images that all clients together may fetch from URLs at once."""
 _RETRY_AFTER_S: Final = 2.0
 _BODY_MEMORY: Final = "penstock.body_memory"
+_FETCHES: Final = "penstock.fetches"
 _RESPONSE_SIZE: Final = "penstock.response_size"
 _RESPONSE_MEMORY: Final = "penstock.response_memory"
 
@@ -58,6 +61,8 @@ class ServerRejectionReason(StrEnum):
     JSON_VALUES = "json_values"
     RESPONSE_MEMORY = "response_memory"
     RESPONSE_MEMORY_SHARE = "response_memory_share"
+    IMAGE_FETCHES = "image_fetches"
+    IMAGE_FETCHES_SHARE = "image_fetches_share"
     SLOW_TRANSFER = "slow_transfer"
     FILE_BYTES = "file_bytes"
     FILE_STORAGE = "file_storage"
@@ -133,6 +138,7 @@ class AdmissionController:
         max_json_values: Maximum values of one body; see json_reader.py.
         bodies: Memory of bodies.
         responses: Memory of responses.
+        fetches: Images that are being fetched from URLs.
     """
 
     def __init__(self, settings: ServerSettings, num_processes: int = 1) -> None:
@@ -159,6 +165,16 @@ class AdmissionController:
             "--response-memory",
             full=reasons.RESPONSE_MEMORY,
             share=reasons.RESPONSE_MEMORY_SHARE,
+        )
+
+        self.fetches = SharedResource(
+            max(_MAX_FETCHES // num_processes, 1),
+            "the number of images that are fetched at once",
+            "images",
+            "fixed",
+            full=reasons.IMAGE_FETCHES,
+            share=reasons.IMAGE_FETCHES_SHARE,
+            max_share=_CLIENT_SHARE,
         )
 
     def check_body_bytes(self, num_bytes: int) -> None:
@@ -195,12 +211,33 @@ class AdmissionController:
                 if num_bytes <= SMALL_BODY_BYTES:
                     return None
                 break
-        if BODY_IN_MEMORY in scope:
-            return None
+        return None if BODY_IN_MEMORY in scope else self._new_body_memory(scope)
+
+    def reserve_images(self, scope: Scope, num_bytes: int) -> None:
+        """Reserves memory for decoded or fetched images of a request. Raises LimitError 503."""
+        memory: BodyMemory = scope.get(_BODY_MEMORY) or self._new_body_memory(scope)
+        memory.add_images(num_bytes)
+
+    def _new_body_memory(self, scope: Scope) -> BodyMemory:
         client = client_of(scope)
         memory = BodyMemory(self, Reservation(self.bodies, client), Reservation(self._dense_values, client))
         scope[_BODY_MEMORY] = memory
         return memory
+
+    def reserve_fetches(self, scope: Scope, num_images: int) -> None:
+        """Reserves the right to fetch images at once, until `release`. Raises EngineOverloadedError."""
+        fetches = scope[_FETCHES] = Reservation(self.fetches, client_of(scope))
+        if (rejection := fetches.resize(num_images)) is not None:
+            raise EngineOverloadedError(
+                f"{rejection.message} Please try again later, or send images as data URIs.",
+                retry_after_s=_RETRY_AFTER_S,
+                reason=rejection.reason,
+            )
+
+    def release_fetches(self, scope: Scope) -> None:
+        """Releases the reservation of `reserve_fetches`."""
+        if _FETCHES in scope:
+            scope.pop(_FETCHES).release()
 
     def reserve_response(self, scope: Scope, size: ResponseSize, *, param: str, remedy: str) -> None:
         """Reserves memory for the response to a request, or for a further part of it.
@@ -236,7 +273,7 @@ class AdmissionController:
 
     def release(self, scope: Scope) -> None:
         """Releases the memory reservations of a request for its body and its response."""
-        for key in (_BODY_MEMORY, _RESPONSE_MEMORY):
+        for key in (_BODY_MEMORY, _RESPONSE_MEMORY, _FETCHES):
             if key in scope:
                 scope.pop(key).release()
 
@@ -271,6 +308,10 @@ class BodyMemory:
         num_bytes = VALUE_BYTES * num_values
         _reserve(self._body, num_bytes)
         _reserve(self._dense_values, max(num_bytes - VALUE_BYTES * self._num_bytes, 0))
+
+    def add_images(self, num_bytes: int) -> None:
+        """Reserves memory for decoded or fetched images. Raises LimitError 503."""
+        _reserve(self._body, num_bytes)
 
     def release(self) -> None:
         """Releases all memory."""

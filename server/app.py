@@ -23,6 +23,7 @@ from .calls.context import ServerContext
 from .dialects import install_error_handlers
 from .http.connection import SHEDDER
 from .http.connection_limits import file_limit
+from .http.image_fetcher import AllowedHost, ImageFetcher
 from .http.json_reader import JsonReader
 from .middleware.auth import ApiKeys, AuthMiddleware
 from .middleware.json_dispatcher import JsonDispatcher, UnexpectedErrorMiddleware
@@ -47,6 +48,7 @@ from .routes import (
     rerank,
     tei,
     vllm,
+    voyage,
 )
 from .routing import RouteTable
 from .settings import ServerSettings, UsageError
@@ -167,7 +169,9 @@ def _build_context(
         metrics.register(BatchMetrics(batches))
     admission = AdmissionController(settings, shared.num_processes)
     metrics.register(AdmissionMetrics(admission))
-    return ServerContext(settings, metrics, table, shared.started_s, admission)
+    hosts = tuple(map(AllowedHost.parse, settings.allowed_media_domains))
+    fetcher = ImageFetcher(hosts, settings.max_image_bytes) if hosts else None
+    return ServerContext(settings, metrics, table, shared.started_s, admission, fetcher)
 
 
 def _build_lifespan(
@@ -221,7 +225,7 @@ def _cors(app: ASGIApp, settings: ServerSettings) -> CORSMiddleware:
 
 
 def _routes(settings: ServerSettings, *, has_admin_keys: bool) -> RouteTable:
-    modules = (openai, cohere, rerank, classify, vllm, tei, ollama, encode, model_routes, operations, pages)
+    modules = (openai, voyage, cohere, rerank, classify, vllm, tei, ollama, encode, model_routes, operations, pages)
     routers = [*(module.router for module in modules), operations.health_router]
     if settings.metrics_port is None:
         routers.append(operations.metrics_router)

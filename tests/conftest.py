@@ -92,7 +92,7 @@ def _make_certificate(folder: Path) -> tuple[Path, Path]:
         [
             *(openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
             *("-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1,DNS:img.example.org,DNS:a.example.org"),
         ],
         check=True,
         capture_output=True,

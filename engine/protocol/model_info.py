@@ -153,6 +153,7 @@ class ModelInfo:
         token_heads: Token heads in addition to the sentence embedding; None if the model has none.
         query: The model of queries, if a Router gives queries another model than documents. This one is then the
             model of documents.
+        image: The image tower of a model that embeds texts and images; None: the model reads no images.
         default_is_query: Texts without a purpose are queries of that model.
         is_causal: Attention is causal.
         adapters: LoRA adapters of the model's folder, then those of --adapter.
@@ -213,6 +214,7 @@ class ModelInfo:
     sparse: SparsePooling | None = None
     token_heads: TokenHeads | None = None
     query: ModelInfo | None = None
+    image: ModelInfo | None = None
     default_is_query: bool = False
     is_causal: bool = False
     adapters: tuple[AdapterSpec, ...] = ()

@@ -17,12 +17,13 @@ import math
 import time
 from collections.abc import Collection, Sequence, Sized
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from fastapi import Request, Response
 
 from penstock.engine import RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.engine.protocol.images import ImageInput
 from penstock.engine.protocol.model_info import ModelKind
 
 from ..admission import ResponseSize, has_large_response
@@ -30,9 +31,11 @@ from ..http.json_responses import json_response
 from ..http.request_head import LIMITS, RequestLimits
 from ..models.table import Target
 from ..schemas.chat import ChatFields, InputFields
+from ..schemas.images import IMAGE_TYPES, Image
 from ..schemas.inputs import Text
 from ..schemas.options import RequestBody
 from .context import ServerContext, context_of
+from .images import read_images
 from .prompts import prompt_for
 from .sizes import check_num_ids, size_of_token_rows
 
@@ -44,6 +47,7 @@ _MAX_CHARS_PER_TOKEN: Final = 64
 _MIN_CHARS: Final = 65_536
 """Minimum number of characters to tokenize of a text before truncation: it may start with many blanks."""
 _TEXTS_PER_CALL: Final = 32
+_IMAGE_TYPES: Final = frozenset(IMAGE_TYPES)
 
 
 class Result(Protocol):
@@ -93,7 +97,8 @@ def check_inputs(request: Request, body: InputFields) -> None:
 def check_messages(request: Request, body: ChatFields) -> None:
     """Raises InvalidRequestError if a request has too many chats, or a chat too many messages."""
     for conversation in body.messages or ():
-        check_count(request, conversation, "messages")
+        if isinstance(conversation, list):
+            check_count(request, conversation, "messages")
     check_count(request, body.messages or (), "messages")
 
 
@@ -255,38 +260,47 @@ class Call:
 
 
 async def engine_inputs(call: Call, body: InputFields, options: RequestOptions) -> tuple[list[Text], RequestOptions]:
-    """Returns the texts or rendered chats of a request, and the engine options.
+    """Returns the texts, images or rendered chats of a request, and the engine options.
 
-    Chats get no prompt of the model. Raises the errors of AsyncEngine.render_chats.
+    Chats get no prompt of the model. Raises the errors of AsyncEngine.render_chats and `read_images`.
     """
     if body.messages is None:
         if body.add_special_tokens is False:
             options = replace(options, add_special_tokens=False)
-        return body.texts(), options
-    texts: list[Text] = [*await call.engine.render_chats(body.messages, body.chat_options())]
-    return texts, replace(options, prompt="", add_special_tokens=bool(body.add_special_tokens))
+        inputs = body.texts()
+        if _IMAGE_TYPES.isdisjoint(map(type, inputs)):
+            return cast("list[Text]", inputs), options
+        return await read_images(call, inputs, "input"), options
+    chats = [chat for chat in body.messages if isinstance(chat, list)]
+    texts = iter(await call.engine.render_chats(chats, body.chat_options()) if chats else ())
+    rendered: list[Text | Image] = [next(texts) if isinstance(chat, list) else chat for chat in body.messages]
+    options = replace(options, prompt="", add_special_tokens=bool(body.add_special_tokens))
+    return await read_images(call, rendered, "messages"), options
 
 
-async def truncate_texts(call: Call, texts: Sequence[str], max_num_tokens: int | None) -> list[str]:
-    """Truncates each text to `max_num_tokens` tokens, and counts the truncated texts.
+async def truncate_texts(call: Call, inputs: Sequence[str | ImageInput], max_num_tokens: int | None) -> list[str]:
+    """Truncates each text to `max_num_tokens` tokens, and counts the truncated texts. Images stay.
 
     Args:
         call: Its engine tokenizes.
-        texts: Texts.
+        inputs: Texts and images.
         max_num_tokens: Limit without special tokens. None or 0: no truncation. Characters far beyond the limit are not
             tokenized.
     """
     if not max_num_tokens or max_num_tokens >= call.info.max_model_len:
-        return list(texts)
+        return cast("list[str]", [*inputs])
     max_chars = max(_MAX_CHARS_PER_TOKEN * max_num_tokens, _MIN_CHARS)
-    read = [text[:max_chars] for text in texts]
-    token_ids: list[list[int]] = []
+    texts = {i: text for i, text in enumerate(inputs) if isinstance(text, str)}
+    read = {i: text[:max_chars] for i, text in texts.items()}
+    indices = list(read)
+    token_ids: dict[int, list[int]] = {}
     # The ids of all texts at once would take ten times the memory of the texts.
-    for start in range(0, len(read), _TEXTS_PER_CALL):
-        some = await call.engine.tokenize(read[start : start + _TEXTS_PER_CALL], add_special_tokens=False)
-        token_ids += [ids[: max_num_tokens + 1] for ids in some]
-    too_long = [i for i, ids in enumerate(token_ids) if len(ids) > max_num_tokens]
+    for start in range(0, len(indices), _TEXTS_PER_CALL):
+        some = indices[start : start + _TEXTS_PER_CALL]
+        batch = await call.engine.tokenize([read[i] for i in some], add_special_tokens=False)
+        token_ids |= {i: ids[: max_num_tokens + 1] for i, ids in zip(some, batch, strict=True)}
+    too_long = [i for i, ids in token_ids.items() if len(ids) > max_num_tokens]
     cut = await call.engine.detokenize([token_ids[i][:max_num_tokens] for i in too_long])
     replaced = dict(zip(too_long, cut, strict=True))
-    call.truncated.add(sum(i in replaced or len(read[i]) < len(text) for i, text in enumerate(texts)))
-    return [replaced.get(i, text) for i, text in enumerate(read)]
+    call.truncated.add(sum(i in replaced or len(read[i]) < len(text) for i, text in texts.items()))
+    return cast("list[str]", [replaced.get(i, read.get(i, item)) for i, item in enumerate(inputs)])

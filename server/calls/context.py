@@ -20,6 +20,7 @@ from penstock.engine.protocol.errors import (
 
 from ..admission import AdmissionController
 from ..http.connection import CONNECTION_LOST
+from ..http.image_fetcher import ImageFetcher
 from ..http.request_head import LIMITS, RequestLimits
 from ..models.table import ModelTable
 from ..models.weight_files import WeightHeaders
@@ -42,6 +43,7 @@ class ServerContext:
         models: Served names to engines.
         started_s: Unix time of the start.
         admission: Limits of bodies and responses.
+        fetcher: Fetches images from URLs; None: URLs are rejected.
         weight_headers: Cache of the headers of weight files.
     """
 
@@ -50,6 +52,7 @@ class ServerContext:
     models: ModelTable
     started_s: int
     admission: AdmissionController
+    fetcher: ImageFetcher | None = None
     weight_headers: WeightHeaders = field(default_factory=WeightHeaders)
 
     def deadline(self, limits: RequestLimits) -> Deadline:

@@ -26,6 +26,7 @@ _SYNONYMS: Final = {
     "doc": "document",
     "documents": "document",
     "corpus": "document",
+    "image": "document",  # Cohere's input_type for images
     "classify": "classification",
     "cluster": "clustering",
     "separation": "clustering",

@@ -19,7 +19,7 @@ from ..calls.sizes import size_of_classes, size_of_texts
 from ..dialects import COHERE, INFINITY, SGLANG, VLLM, keys_ignored_by
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
-from ..schemas.inputs import Text, TextOrTexts
+from ..schemas.inputs import Input, Text, TextOrTexts
 from ..schemas.json_schema import documented
 from ..schemas.options import (
     CohereTruncate,
@@ -92,7 +92,7 @@ class ClassifyRequest(InputFields, PoolingBody):
         """Returns whether the client is Infinity's: it always sends `raw_scores`."""
         return "raw_scores" in self.model_fields_set and self.inputs is None
 
-    def texts(self) -> list[Text]:
+    def texts(self) -> list[Input]:
         """Returns the inputs that are not chats."""
         return super().texts() if self.inputs is None else list(self.inputs)
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 from fastapi import Request, Response
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, WithJsonSchema
+from pydantic import BaseModel, Field
 
 from penstock.engine import ModelInfo, PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..calls.call import EMBEDDERS, Call, check_count
+from ..calls.images import ImageSize, image_usage, read_images
 from ..calls.sizes import (
     FEWER_IDS,
     check_num_chars,
@@ -30,7 +31,8 @@ from ..errors import COHERE_TAG
 from ..http.encoding import base64_row, check_width, quantize
 from ..routing import BatchUse, Router
 from ..schemas.encodings import QUANTIZATIONS, EmbeddingType, EmbeddingTypes
-from ..schemas.inputs import Contents, SomeTokenIds, Texts
+from ..schemas.images import Image
+from ..schemas.inputs import Contents, Images, SomeTokenIds, Texts
 from ..schemas.json_schema import documented
 from ..schemas.options import PRIORITY, CohereTruncate, Count, Priority, RequestBody, VersionMeta, Width
 
@@ -46,9 +48,6 @@ def cohere_endpoints(model: ModelInfo) -> list[str]:
     return [name for name, tasks in _ENDPOINTS.items() if any(task in model.tasks for task in tasks)]
 
 
-_NO_IMAGES: Final = WithJsonSchema({"type": "array", "items": {}, "maxItems": 0})
-
-
 class CohereBody(RequestBody):
     """Base of the bodies that only Cohere uses."""
 
@@ -62,15 +61,18 @@ class CohereEmbedRequest(CohereBody):
     model_config = documented(
         {"texts": ["A gate holds the water."], "input_type": "search_document", "embedding_types": ["float"]},
         {"texts": ["What holds the water?"], "input_type": "search_query", "embedding_types": ["int8"]},
-        one_of=("texts", "inputs"),
+        one_of=("texts", "inputs", "images"),
     )
 
     nested_keys: ClassVar = {"texts": ("text",), "inputs": ("content",)}
     prompt_fields: ClassVar = ("input_type",)
 
     texts: Texts | None = Field(None, description="Texts.")
-    inputs: Contents | None = Field(None, description="Texts as objects of contents, instead of `texts`.")
-    images: Annotated[list[Any], _NO_IMAGES] | None = Field(None, description="Rejected: the served models embed text.")
+    inputs: Contents | None = Field(
+        None,
+        description="Texts and images as objects of contents, instead of `texts`. An object has texts or an image.",
+    )
+    images: Images | None = Field(None, description="Images as data URIs, instead of `texts`.")
     input_type: str | None = Field(
         None,
         description="Purpose of the texts, such as search_query or search_document. It selects the model's prompt.",
@@ -94,26 +96,27 @@ class CohereEmbedRequest(CohereBody):
     def field_names(self) -> Mapping[str, str]:
         """See JsonBody."""
         return {
-            "input": "texts" if self.texts is not None else "inputs",
+            "input": self.input_field(),
             "dimensions": "output_dimension",
             "truncate_prompt_tokens": "max_tokens",
             "cut_to_fit": "truncate to START or END",
         }
 
-    def contents(self) -> list[str]:
-        """Returns the texts to embed.
+    def input_field(self) -> str:
+        """Returns the field that holds the inputs."""
+        return next((name for name in ("texts", "inputs", "images") if getattr(self, name)), "texts")
+
+    def contents(self) -> list[str | Image]:
+        """Returns the texts and images to embed.
 
         Raises:
-            InvalidRequestError: There are images, or not exactly one of `texts` and `inputs`.
+            InvalidRequestError: The body has not exactly one of `texts`, `inputs` and `images`.
         """
-        if self.images:
-            raise InvalidRequestError(
-                "images are given, but the served model embeds text only; send texts.", param="images"
-            )
-        if (self.texts is None) == (self.inputs is None):
-            has = "neither" if self.texts is None else "both"
-            raise InvalidRequestError(f"Give one of texts and inputs; the body has {has}.", param="texts")
-        return self.texts if self.texts is not None else list(self.inputs or ())
+        given = [name for name in ("texts", "inputs", "images") if getattr(self, name)]
+        if len(given) != 1:
+            has = f"both {' and '.join(given)}" if given else "neither"
+            raise InvalidRequestError(f"Give one of texts, inputs and images; the body has {has}.", param="texts")
+        return [*getattr(self, given[0])]
 
     def pooling_params(self, model: ModelInfo) -> PoolingParams:
         """Returns the pooling parameters. As with Cohere, texts are truncated unless `truncate` is NONE."""
@@ -130,13 +133,23 @@ class InputTokens(BaseModel):
     """Cohere's billed units: tokens after truncation, with special tokens."""
 
     input_tokens: int
-    image_tokens: int = Field(description="0: the served models read text.")
+    image_tokens: int = Field(description="Tokens of images: their patches, and the class embedding of some models.")
+    images: int | None = Field(None, description="Number of images; absent if there are none.")
 
 
 class CohereEmbedMeta(VersionMeta):
     """Cohere's meta object."""
 
     billed_units: InputTokens
+
+
+class CohereImage(BaseModel):
+    """Properties of an image."""
+
+    width: int
+    height: int
+    format: str
+    bit_depth: int = Field(description="24: the model reads 8 bits of red, green and blue.")
 
 
 class EmbeddingsByType(BaseModel):
@@ -153,6 +166,7 @@ class EmbeddingsByType(BaseModel):
 class _EmbedResponse(BaseModel):
     id: str
     texts: list[str]
+    images: list[CohereImage] | None = Field(None, description="Size and format of each image; absent without images.")
     meta: CohereEmbedMeta
 
 
@@ -207,7 +221,7 @@ router = Router(COHERE, tag="cohere")
 
 @router.task("/v2/embed", batch_use=BatchUse.EMBEDDING, response_model=CohereEmbedByTypeResponse)
 async def embed_v2(body: CohereEmbedRequest, request: Request) -> Response:
-    """Embeds texts: one vector per text, in each requested type."""
+    """Embeds texts or images: one vector for each, in each requested type."""
     return await embed(body, request, version="2")
 
 
@@ -217,14 +231,15 @@ async def embed_v2(body: CohereEmbedRequest, request: Request) -> Response:
     response_model=CohereEmbedFloatsResponse | CohereEmbedByTypeResponse,
 )
 async def embed_v1(body: CohereEmbedRequest, request: Request) -> Response:
-    """Embeds texts: one vector per text, as plain lists, or in each type of `embedding_types`."""
+    """Embeds texts or images: one vector for each, as plain lists, or in each type of `embedding_types`."""
     return await embed(body, request, version="1")
 
 
 async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> Response:
     """Runs an embed request of a `version` of Cohere's API. Responses of version "1" may have no types."""
-    texts, param = body.contents(), "texts" if body.texts is not None else "inputs"
-    check_count(request, texts, param)
+    contents, param = body.contents(), body.input_field()
+    check_count(request, contents, param)
+    texts = [content for content in contents if isinstance(content, str)]
     call = await Call.start(request, body.model, EMBEDDERS)
     params = body.pooling_params(call.info)
     width = vector_width(call.info, params)
@@ -232,10 +247,12 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
     options = call.embed_options(body, priority=body.priority)
     is_by_type = version != "1" or bool(body.embedding_types)
     types: list[EmbeddingType] = body.embedding_types or ["float"]
-    vectors = size_of_numbers(len(texts) * width, num_encodings=len(types))
+    vectors = size_of_numbers(len(contents) * width, num_encodings=len(types))
     call.reserve(vectors.plus(size_of_texts(texts)), param=param)
-    result = await call.engine.embed(texts, params, options)
+    inputs = await read_images(call, contents, param)
+    result = await call.engine.embed(inputs, params, options)
     call.count(PoolingTask.EMBED, result)
+    images = await image_usage(inputs, result.num_tokens)
     rows = np.ascontiguousarray(result.embeddings)
     return call.respond(
         {
@@ -243,9 +260,14 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
             "id": f"embed-{request.scope['penstock.request_id']}",
             "embeddings": {kind: _encoded(rows, kind) for kind in types} if is_by_type else rows,
             "texts": texts,
+            **({"images": [_image(size) for size in images.sizes]} if images.sizes else {}),
             "meta": {
                 "api_version": {"version": version},
-                "billed_units": {"input_tokens": call.num_tokens, "image_tokens": 0},
+                "billed_units": {
+                    "input_tokens": call.num_tokens - images.num_tokens,
+                    "image_tokens": images.num_tokens,
+                    **({"images": len(images.sizes)} if images.sizes else {}),
+                },
                 **call.warnings(),
             },
         },
@@ -293,6 +315,10 @@ def _encoded(rows: NDArray[np.float32], kind: EmbeddingType) -> NDArray[Any] | l
     if kind == "base64":
         return [base64_row(row) for row in np.ascontiguousarray(rows, "<f4")]
     return quantize(rows, QUANTIZATIONS[kind], param="embedding_types")
+
+
+def _image(size: ImageSize) -> dict[str, Any]:
+    return {"width": size.width, "height": size.height, "format": size.format.lower(), "bit_depth": 24}
 
 
 def _version_meta() -> dict[str, Any]:

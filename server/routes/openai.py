@@ -20,9 +20,11 @@ from ..http.encoding import Encoding
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
 from ..schemas.encodings import EmbeddingTypeOptions
-from ..schemas.json_schema import documented
+from ..schemas.images import IMAGE_TYPES
+from ..schemas.json_schema import PIXEL, documented
 from ..schemas.options import EmbeddingBody, Flag, ListResponse, Truncate, Width, WidthOrZero, truncated
 
+_IMAGE_TYPES: Final = frozenset(IMAGE_TYPES)
 _PLAIN_PARAMS: Final = PoolingParams()
 _PARAM_FIELDS: Final = frozenset(
     (
@@ -49,6 +51,8 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
         {"input": [101, 7592, 2088, 102]},
         {"input": ["Berlin is a city.", " It lies on the Spree."], "late_chunking": True},
         {"input": [{"text": "A dam."}], "task": "retrieval.passage", "embedding_type": "ubinary"},
+        {"input": [{"text": "A red gate."}, {"image": PIXEL}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PIXEL}}]}]},
         {"input": ["A dam."], "input_type": "document", "output_dtype": "int8", "truncation": True},
         one_of=("input", "messages"),
     )
@@ -63,8 +67,8 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
             "Infinity's client sends both by default."
         ),
     )
-    modality: Literal["text"] | None = Field(
-        None, description="Field of Infinity's client. The served models embed text only."
+    modality: Literal["text", "image"] | None = Field(
+        None, description="Field of Infinity's client. With `image`, the texts of `input` are data URIs or https URLs."
     )
     output_dimension: Width | None = Field(None, description="Voyage's name for `dimensions`.")
     normalized: Flag | None = Field(None, description="Jina's name for `normalize`.")
@@ -107,6 +111,11 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
     def check_given(self) -> None:
         """Raises InvalidRequestError without input, or for late_chunking with messages or token vectors."""
         super().check_given()
+        if self.late_chunking and not _IMAGE_TYPES.isdisjoint(map(type, self.input or ())):
+            raise InvalidRequestError(
+                "late_chunking joins the parts of one text, but input has images. Leave late_chunking out.",
+                param="late_chunking",
+            )
         if self.late_chunking and self.messages is not None:
             raise InvalidRequestError(
                 "late_chunking joins the parts of one text; send them as input, or leave late_chunking out.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -13,20 +13,24 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, Tag, WithJson
 
 from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.engine.protocol.images import ImageInput
 
 from ..calls.call import RERANKERS, Call, check_count, truncate_texts
+from ..calls.images import read_images
 from ..calls.sizes import size_of_scores, size_of_texts
 from ..dialects import COHERE, INFINITY, JINA, SGLANG, SILICONFLOW, TEI, VLLM, VOYAGE, XINFERENCE, keys_ignored_by
 from ..errors import DEFAULT_TAG, TEI_TAG
 from ..http.json_bodies import by_keys
 from ..routing import BatchUse, RouteOptions, Router
 from ..schemas import json_schema
-from ..schemas.inputs import Documents, TextOrObject, content_text, document_texts, parse_text_or_texts
+from ..schemas.images import IMAGE_TYPES, Image, ImageSource, MixedContent, parse_content
+from ..schemas.inputs import Documents, TextOrObject, document_contents, parse_text_or_image, parse_texts
 from ..schemas.json_schema import documented
 from ..schemas.options import Count, Flag, FlagOrWord, Listed, ListResponse, PairBody, Usage, VersionMeta, truncated
 from ..schemas.tei_bodies import TeiRank, TeiRerankRequest
 from .tei import RERANK, TEI_HEADERS, rerank_texts
 
+_IMAGE_TYPES: Final = frozenset(IMAGE_TYPES)
 _NO_DOCUMENTS: Final = {"rank_fields", "max_chunks_per_doc", "top_k"}
 """Keys of Cohere and Voyage: these dialects return documents on request only."""
 
@@ -59,7 +63,9 @@ class RerankRequest(PairBody):
     nested_keys: ClassVar = {"query": ("text",)}
 
     query: TextOrObject = Field(description='The query: a text or {"text": ...}.')
-    documents: Documents = Field(description='Texts or objects {"text": ...}. Long documents are truncated.')
+    documents: Documents = Field(
+        description='Texts or objects {"text": ...} or {"image": ...}. Long documents are truncated.'
+    )
     rank_fields: Listed[str] | None = Field(
         None,
         description=(
@@ -111,9 +117,9 @@ class RerankRequest(PairBody):
             names["instruction"] = "instruct"
         return names
 
-    def texts(self) -> list[str]:
-        """Returns the text of each document; see `document_texts`."""
-        return document_texts(self.documents, self.rank_fields)
+    def contents(self) -> list[str | Image]:
+        """Returns the text or image of each document; see `document_contents`."""
+        return document_contents(self.documents, self.rank_fields)
 
     def pooling_params(self) -> PoolingParams:
         """Returns the pooling parameters. Documents are truncated to fit unless the request sets a limit."""
@@ -126,15 +132,16 @@ class RerankRequest(PairBody):
         """Returns how many results to return; None: all."""
         return self.top_n or self.top_k or None
 
-    def wants_documents(self, path: str) -> bool:
+    def wants_documents(self, path: str, *, has_images: bool) -> bool:
         """Returns whether the response holds the documents: as the request states, or else the dialect's default.
 
         Args:
             path: Path of the request. Only Cohere uses /v2/rerank.
+            has_images: Documents are images, which are returned on request only.
         """
         if self.return_documents is not None:
             return self.return_documents
-        return not (path.startswith("/v2/") or _NO_DOCUMENTS & self.model_fields_set)
+        return not (has_images or path.startswith("/v2/") or _NO_DOCUMENTS & self.model_fields_set)
 
     def is_voyage(self) -> bool:
         """Returns whether the client is Voyage's: it always sends `top_k`."""
@@ -142,11 +149,11 @@ class RerankRequest(PairBody):
 
 
 class RerankDocument(BaseModel):
-    """A document as it was sent. If it has no `text`, `text` is the text that was ranked."""
+    """A document as it was sent. If it has neither `text` nor an image, `text` is the text that was ranked."""
 
     model_config = ConfigDict(extra="allow")
 
-    text: str
+    text: str | None = None
 
 
 class RerankResult(BaseModel):
@@ -193,16 +200,30 @@ class RerankResponse(BaseModel):
 _PAIRS: Final = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
-def parse_score_side(value: Any) -> list[str]:
-    """Returns the texts of one side. Entries may be texts or vLLM's objects `{"content": [...]}`."""
-    return parse_text_or_texts([_content(entry) for entry in value] if isinstance(value, list) else _content(value))
+def parse_score_side(value: Any) -> list[str | Image]:
+    """Returns the texts and images of one side. Entries may also be vLLM's objects `{"content": [...]}`.
+
+    A single object with several parts and an image becomes one entry per part, as in vLLM.
+    """
+    if not isinstance(value, list):
+        content = _content(value, "")
+        if isinstance(content, MixedContent) and isinstance(value.get("content"), list):
+            return [parse_content([part], f".content[{i}]") for i, part in enumerate(value["content"])]
+        if isinstance(content, str | ImageSource | MixedContent):
+            return [content]
+        return [*parse_texts(content)]
+    entries = [_content(entry, f"[{i}]") for i, entry in enumerate(value)]
+    texts = parse_texts(["" if isinstance(entry, IMAGE_TYPES) else entry for entry in entries])
+    return [entry if isinstance(entry, IMAGE_TYPES) else text for entry, text in zip(entries, texts, strict=True)]
 
 
-def _content(entry: Any) -> Any:
-    return content_text(entry["content"]) if isinstance(entry, dict) and "content" in entry else entry
+def _content(entry: Any, path: str) -> Any:
+    if isinstance(entry, dict) and "content" in entry:
+        return parse_content(entry["content"], f"{path}.content")
+    return parse_text_or_image(entry, path)
 
 
-ScoreSide = Annotated[list[str], PlainValidator(parse_score_side), WithJsonSchema(json_schema.SCORE_SIDE)]
+ScoreSide = Annotated[list[str | Image], PlainValidator(parse_score_side), WithJsonSchema(json_schema.SCORE_SIDE)]
 
 
 class ScoreRequest(PairBody):
@@ -215,7 +236,7 @@ class ScoreRequest(PairBody):
     )
 
     ignored_keys: ClassVar = keys_ignored_by(VLLM, SGLANG)
-    nested_keys: ClassVar = {side: ("text", "content") for pair in _PAIRS for side in pair}
+    nested_keys: ClassVar = {side: ("text", "image", "content") for pair in _PAIRS for side in pair}
 
     text_1: ScoreSide | None = Field(None, description="Queries. Used with `text_2`.")
     text_2: ScoreSide | None = Field(None, description="Documents.")
@@ -282,23 +303,25 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     if isinstance(body, TeiRerankRequest):
         return await rerank_texts(body, request)
     check_count(request, body.documents, "documents")
-    texts = body.texts()
+    contents = body.contents()
     call = await Call.start(request, body.model, RERANKERS)
     path = request.scope["path"]
-    with_documents = body.wants_documents(path)
-    call.reserve(size_of_scores(len(texts)), param="documents")
+    with_documents = body.wants_documents(path, has_images=not _IMAGE_TYPES.isdisjoint(map(type, contents)))
+    call.reserve(size_of_scores(len(contents)), param="documents")
     if with_documents:
         size = size_of_texts(body.documents, body.num_results(), num_encodings=2 if body.is_voyage() else 1)
         call.reserve(size, param="documents", remedy=_FEWER_DOCUMENTS)
-    else:
+    inputs: Sequence[str | ImageInput] = await read_images(call, contents, "documents")
+    texts = [document if isinstance(document, str) else None for document in inputs]
+    if not with_documents:
         # Free the other fields of documents early: the body may stay in the queue for seconds.
-        body.documents[:] = texts
+        body.documents[:] = [text or "" for text in texts]
     options = replace(
         call.options(instruction=body.wanted_instruction(), priority=body.priority),
         max_passages=body.max_chunks_per_doc or 1,
     )
     (query,) = await truncate_texts(call, [body.query], body.max_tokens_per_query)
-    documents = await truncate_texts(call, texts, body.max_tokens_per_doc)
+    documents = await truncate_texts(call, inputs, body.max_tokens_per_doc)
     result = await call.engine.score([query], documents, body.pooling_params(), options)
     call.count(RERANK, result)
     best = np.argsort(-result.scores, kind="stable")[: body.num_results()].tolist()
@@ -326,8 +349,10 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     call = await Call.start(request, body.model, RERANKERS)
     options = call.options(instruction=body.wanted_instruction(), priority=body.priority)
     call.reserve(size_of_scores(max(len(getattr(body, side)) for side in sides)), param=right)
-    queries = await truncate_texts(call, getattr(body, left), body.max_tokens_per_query)
-    documents = await truncate_texts(call, getattr(body, right), body.max_tokens_per_doc)
+    queries = await read_images(call, getattr(body, left), left)
+    documents = await read_images(call, getattr(body, right), right)
+    queries = await truncate_texts(call, queries, body.max_tokens_per_query)
+    documents = await truncate_texts(call, documents, body.max_tokens_per_doc)
     result = await call.engine.score(queries, documents, body.pooling_params(), options)
     call.count(PoolingTask.SCORE, result)
     rows = ({"index": i, "object": "score", "score": value} for i, value in enumerate(result.scores))
@@ -335,17 +360,17 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 
 
 def _row(
-    body: RerankRequest, texts: list[str], index: int, score: np.float32, *, with_document: bool
+    body: RerankRequest, texts: list[str | None], index: int, score: np.float32, *, with_document: bool
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"index": index, "relevance_score": score}
     if with_document:
         sent = body.documents[index]
         fields = sent if isinstance(sent, dict) else {}
-        has_text = isinstance(fields.get("text"), str)
-        row["document"] = fields if has_text else {**fields, "text": texts[index]}
+        is_complete = isinstance(fields.get("text"), str) or texts[index] is None
+        row["document"] = fields if is_complete else {**fields, "text": texts[index]}
     return row
 
 
-def _voyage_row(texts: list[str], index: int, score: np.float32, *, with_document: bool) -> dict[str, Any]:
+def _voyage_row(texts: list[str | None], index: int, score: np.float32, *, with_document: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"index": index, "relevance_score": score}
     return {**row, "document": texts[index]} if with_document else row

@@ -157,6 +157,10 @@ class TokenizeRequest(ChatFields):
                 f"Give one of prompt and messages (or TEI's inputs, or Cohere's text); the body has {has}.",
                 param="prompt",
             )
+        if self.messages is not None and not all(isinstance(chat, list) for chat in self.messages):
+            raise InvalidRequestError(
+                "messages has an image, but only texts have tokens. Send texts.", param="messages"
+            )
         if self.messages is not None and len(self.messages) > 1:
             raise InvalidRequestError("messages holds several chats; send one.", param="messages")
 
@@ -328,8 +332,9 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 async def _tokens(engine: AsyncEngine, body: TokenizeRequest) -> tuple[list[int], list[str] | None]:
     """Returns the ids of the tokens, and their strings if the body requests them."""
     text, adds_special = body.prompt or "", body.add_special_tokens is not False
-    if body.messages is not None:
-        (text,) = await engine.render_chats(body.messages, body.chat_options())
+    chats = [chat for chat in body.messages or () if isinstance(chat, list)]
+    if chats:
+        (text,) = await engine.render_chats(chats, body.chat_options())
         adds_special = bool(body.add_special_tokens)
     param = "prompt" if body.messages is None else "messages"
     check_num_chars(len(text), param)

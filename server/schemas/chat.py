@@ -12,31 +12,47 @@ from penstock.engine.protocol.templates import ChatOptions
 
 from ..errors import quote
 from . import json_schema
-from .inputs import Inputs, Text
+from .images import INPUT_KEYS, Image, ImageSource, MixedContent, parse_image_part
+from .inputs import Input, Inputs
 from .options import Flag, RequestBody
 
-Conversations = list[list[dict[str, Any]]]
+Chat = list[dict[str, Any]]
+Conversations = list[Chat | Image]
 
 
 def parse_conversations(value: Any) -> Conversations:
-    """Returns a list of chats. `messages` is the list of messages of one chat, or a list of such lists."""
+    """Returns a list of chats. `messages` is the list of messages of one chat, or a list of such lists.
+
+    A chat whose only content is an image becomes an ImageSource, a chat with images and other contents a MixedContent.
+    """
     if not isinstance(value, list):
         raise ValueError('must be a list of messages {"role": ..., "content": ...}')
     if not value:
         raise ValueError("is an empty list; give at least one message")
     if not isinstance(value[0], list):
-        return [_messages(value, "")]
+        return [_chat(value, "", "")]
     for i, entry in enumerate(value):
         if not isinstance(entry, list) or not entry:
             raise ValueError(f"holds chats, so every entry must be a list of messages; entry {i} is {quote(entry)}")
-    return [_messages(entry, f" of chat {i}") for i, entry in enumerate(value)]
+    return [_chat(entry, f" of chat {i}", f"[{i}]") for i, entry in enumerate(value)]
 
 
-def _messages(entries: list[Any], where: str) -> list[dict[str, Any]]:
-    return [_message(entry, f"message {i}{where}") for i, entry in enumerate(entries)]
+def _chat(entries: list[Any], where: str, path: str) -> Chat | Image:
+    images: list[ImageSource] = []
+    messages = [_message(entry, f"message {i}{where}", f"{path}[{i}]", images) for i, entry in enumerate(entries)]
+    if not images:
+        return messages
+    return images[0] if len(images) == 1 and not any(map(_has_text, messages)) else MixedContent(path)
 
 
-def _message(entry: Any, name: str) -> dict[str, Any]:
+def _has_text(message: dict[str, Any]) -> bool:
+    content = message["content"]
+    texts = [content or ""] if not isinstance(content, list) else [part["text"] for part in content]
+    return any(map(str.strip, texts))
+
+
+def _message(entry: Any, name: str, path: str, images: list[ImageSource]) -> dict[str, Any]:
+    """Returns a message with its texts, and adds its images to `images`."""
     if not isinstance(entry, dict):
         raise ValueError(f"holds {quote(entry)}, but {name} must be an object with role and content")
     if not isinstance(entry.get("role"), str):
@@ -46,15 +62,22 @@ def _message(entry: Any, name: str) -> dict[str, Any]:
         return {**entry, "content": content}
     if not isinstance(content, list) or not content:
         raise ValueError(f"must hold a text or a list of parts as content; {name} does not")
-    return {**entry, "content": [_part(part, name) for part in content]}
+    texts: list[dict[str, str]] = []
+    for i, part in enumerate(content):
+        image = parse_image_part(part, f"{path}.content[{i}]")
+        if image is None:
+            texts.append(_text_part(part, name))
+        else:
+            images.append(image)
+    return {**entry, "content": texts}
 
 
-def _part(part: Any, name: str) -> dict[str, str]:
+def _text_part(part: Any, name: str) -> dict[str, str]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type", "text") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind != "text":
-        raise ValueError(f"may hold text only; {name} has a part of type {kind[:40]!r}")
+        raise ValueError(f"may hold texts and images; {name} has a part of type {kind[:40]!r}")
     if kind is None or not isinstance(part.get("text"), str):
         raise ValueError(f'must hold parts {{"type": "text", "text": ...}}; {name} has another')
     return {"type": "text", "text": part["text"]}
@@ -70,7 +93,7 @@ class ChatFields(RequestBody):
         None,
         description=(
             "The messages of one chat, or a list of chats. The model's chat template renders each chat to one text. No "
-            "prompt of the model is put before it."
+            "prompt of the model is put before it. A chat that holds an image alone is embedded as this image."
         ),
     )
     add_special_tokens: Flag | None = Field(
@@ -107,26 +130,31 @@ class ChatFields(RequestBody):
 class InputFields(ChatFields):
     """The fields `input` and `messages`. A body has one of the two."""
 
-    nested_keys: ClassVar[Mapping[str, Collection[str]]] = {"input": ("text",)}
+    nested_keys: ClassVar[Mapping[str, Collection[str]]] = {"input": ("text", *INPUT_KEYS)}
 
     input: Inputs | None = Field(
         None,
-        description='A text, a list of texts or of {"text": ...}, the token ids of one text, or a list of such lists.',
+        description=(
+            'A text, a list of texts, of {"text": ...} or of {"image": ...}, the token ids of one text, or a list of '
+            "such lists."
+        ),
     )
 
     @model_validator(mode="before")
     @classmethod
     def find_chats(cls, body: Any) -> Any:
-        """Moves chats from `input` to `messages`."""
+        """Moves chats from `input` to `messages`, and marks the texts of Infinity's `modality: image` as images."""
         if isinstance(body, dict) and body.get("messages") is None and _holds_messages(body.get("input")):
             return {**body, "input": None, "messages": body["input"]}
+        if isinstance(body, dict) and body.get("modality") == "image" and "modality" in cls.model_fields:
+            return {**body, "input": _as_images(body.get("input"))}
         return body
 
     def field_names(self) -> Mapping[str, str]:
         """See JsonBody."""
         return {"input": "messages"} if self.input is None and self.messages is not None else {}
 
-    def texts(self) -> list[Text]:
+    def texts(self) -> list[Input]:
         """Returns the inputs that are not chats."""
         return list(self.input or ())
 
@@ -143,6 +171,13 @@ class InputFields(ChatFields):
             raise InvalidRequestError(
                 f"input is {what}; give texts or token ids as input, or a chat as messages.", param="input"
             )
+
+
+def _as_images(value: Any) -> Any:
+    entries = [value] if isinstance(value, str) else value
+    if not isinstance(entries, list):
+        return value
+    return [{"image": entry} if isinstance(entry, str) else entry for entry in entries]
 
 
 def _holds_messages(value: Any) -> bool:

@@ -16,18 +16,39 @@ from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..errors import EMPTY_TEXT, quote, quote_names
 from . import json_schema
+from .images import (
+    IMAGE_TYPES,
+    INPUT_KEYS,
+    Image,
+    ImageSource,
+    MixedContent,
+    parse_content,
+    parse_image,
+    parse_image_object,
+)
 from .options import Listed
 
 Text = str | list[int]
+Input = Text | Image
 MAX_ENTRIES: Final = 1_000_000
 """Maximum number of texts or id lists in a body, and of ids in a list. No setting changes it."""
 
 
-def parse_inputs(value: Any) -> list[Text]:
+def parse_texts_or_ids(value: Any) -> list[Text]:
     """Returns one entry per input for the four forms of OpenAI's `input`: str, [str], [int] and [[int]].
 
-    A flat list of ids is one input. Texts, Jina's objects `{"text": ...}` and lists of ids may be mixed in one list.
+    A flat list of ids is one input. Texts, objects `{"text": ...}` and lists of ids may be mixed in one list.
     """
+    inputs: list[Text] = []
+    for i, entry in enumerate(parse_inputs(value)):
+        if isinstance(entry, IMAGE_TYPES):
+            raise ValueError(f"must hold texts or lists of token ids; entry {i} is an image")
+        inputs.append(entry)
+    return inputs
+
+
+def parse_inputs(value: Any) -> list[Input]:
+    """Like `parse_texts_or_ids`, but entries may also be Jina's objects `{"image": ...}`."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -44,14 +65,18 @@ def parse_inputs(value: Any) -> list[Text]:
     if kinds == {int}:
         return [_checked_ids(value)]
     if dict in kinds or list in kinds:
-        value = [whole_numbers(entry) if type(entry) is list else parse_text(entry) for entry in value]
-    inputs: list[Text] = value
+        value = [
+            whole_numbers(entry) if type(entry) is list else parse_text_or_image(entry, f"[{i}]", INPUT_KEYS)
+            for i, entry in enumerate(value)
+        ]
+    inputs: list[Input] = value
     for i, entry in enumerate(value):
         if type(entry) is list and set(map(type, entry)) == {int}:
             _checked_ids(entry)
-        elif type(entry) is not str:
+        elif type(entry) is not str and type(entry) not in IMAGE_TYPES:
             raise ValueError(
-                f'must hold texts, objects {{"text": ...}} or lists of token ids; entry {i} is {_kind(entry)}'
+                'must hold texts, objects {"text": ...} or {"image": ...}, or lists of token ids; '
+                f"entry {i} is {_kind(entry)}"
             )
     return inputs
 
@@ -105,6 +130,12 @@ def parse_text(value: Any) -> Any:
     return value
 
 
+def parse_text_or_image(value: Any, path: str, image_keys: Sequence[str] = ("image",)) -> Any:
+    """Returns the text of `{"text": ...}` or the image of `{"image": ...}`. Other values are returned unchanged."""
+    image = parse_image_object(value, path, image_keys) if isinstance(value, dict) else None
+    return parse_text(value) if image is None else image
+
+
 def parse_texts(value: Any) -> list[str]:
     """Returns the texts of a list whose entries are strings or `{"text": ...}`."""
     if not isinstance(value, list):
@@ -137,7 +168,8 @@ def _kind(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)[:60]
 
 
-Inputs = Annotated[list[Text], PlainValidator(parse_inputs), WithJsonSchema(json_schema.INPUTS)]
+Inputs = Annotated[list[Input], PlainValidator(parse_inputs), WithJsonSchema(json_schema.INPUTS)]
+TextsOrIds = Annotated[list[Text], PlainValidator(parse_texts_or_ids), WithJsonSchema(json_schema.FULL_INPUTS)]
 TokenIds = Annotated[list[int], PlainValidator(parse_token_ids), WithJsonSchema(json_schema.ANY_TOKEN_IDS)]
 SomeTokenIds = Annotated[list[int], PlainValidator(parse_some_token_ids), WithJsonSchema(json_schema.TOKEN_IDS)]
 TextOrObject = Annotated[str, BeforeValidator(parse_text), WithJsonSchema(json_schema.TEXT)]
@@ -148,38 +180,35 @@ TextOrTexts = Annotated[list[str], PlainValidator(parse_text_or_texts), WithJson
 Document = str | dict[str, Any]
 
 
-def content_text(content: Any) -> str:
-    """Returns the text of `content`: a text, or parts `{"type": "text", "text": ...}` joined by newlines."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise ValueError('has no content; send {"content": [{"type": "text", "text": ...}]}')
-    lines: list[str] = []
-    for part in content:
-        kind = part.get("type", "text") if isinstance(part, dict) else None
-        if kind in ("image_url", "image"):
-            raise ValueError("holds an image, but the served models read text only")
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError('has a content that is no {"type": "text", "text": ...}')
-        lines.append(part["text"])
-    return "\n".join(lines)
-
-
-def parse_contents(value: Any) -> list[str]:
-    """Returns the text of each entry of a list of objects with `content`."""
+def parse_contents(value: Any) -> list[str | Image]:
+    """Returns the text or image of each entry of a list of objects with `content`."""
     if not isinstance(value, list) or not value:
         raise ValueError('must be a list of objects {"content": [...]} and not empty; texts takes plain texts')
-    texts: list[str] = []
-    for i, entry in enumerate(value):
-        try:
-            texts.append(content_text(entry.get("content") if isinstance(entry, dict) else None))
-        except ValueError as error:
-            raise ValueError(f"{error}, in entry {i}") from None
-    return texts
+    contents = (entry.get("content") if isinstance(entry, dict) else None for entry in value)
+    return [_entry_content(content, i) for i, content in enumerate(contents)]
+
+
+def parse_images(value: Any) -> list[ImageSource]:
+    """Returns the images of a list of data URIs, base64 or URLs, which may be empty."""
+    if not isinstance(value, list):
+        raise ValueError(f"must be a list of images as data URIs, not {_kind(value)}")
+    return [parse_image(entry, f"[{i}]") for i, entry in enumerate(value)]
+
+
+def _entry_content(content: Any, index: int) -> str | Image:
+    try:
+        return parse_content(content, f"[{index}].content")
+    except ValueError as error:
+        raise ValueError(f"{error}, in entry {index}") from None
 
 
 def parse_documents(value: Any) -> list[Document]:
-    """Checks a list of texts and objects, and returns it unchanged."""
+    """Checks a list of texts and objects, and returns it unchanged.
+
+    An object with `content` alone becomes a list with one document per part, as in vLLM.
+    """
+    if isinstance(value, dict) and isinstance(value.get("content"), list):
+        value = [{"content": [part]} for part in value["content"]]
     if not isinstance(value, list):
         raise ValueError(f"must be a list of texts or objects, not {quote(value)}")
     if not value:
@@ -192,19 +221,19 @@ def parse_documents(value: Any) -> list[Document]:
     return value
 
 
-def document_texts(documents: Sequence[Document], rank_fields: Sequence[str] | None) -> list[str]:
-    """Returns the text of each document: the `rank_fields` of an object in this order, or else its text.
+def document_contents(documents: Sequence[Document], rank_fields: Sequence[str] | None) -> list[str | Image]:
+    """Returns each document: the `rank_fields` of an object in this order, or else its text or image.
 
     Raises:
         InvalidRequestError: An object has none of these fields.
     """
     return [
-        document if isinstance(document, str) else _object_text(document, rank_fields, i)
+        document if isinstance(document, str) else _object_content(document, rank_fields, i)
         for i, document in enumerate(documents)
     ]
 
 
-def _object_text(document: dict[str, Any], rank_fields: Sequence[str] | None, index: int) -> str:
+def _object_content(document: dict[str, Any], rank_fields: Sequence[str] | None, index: int) -> str | Image:
     if rank_fields:
         values = [document[name] for name in rank_fields if document.get(name) is not None]
         if not values:
@@ -214,14 +243,14 @@ def _object_text(document: dict[str, Any], rank_fields: Sequence[str] | None, in
                 param="documents",
             )
         return "\n".join(value if isinstance(value, str) else orjson.dumps(value).decode() for value in values)
-    text = document.get("text")
-    if isinstance(text, str):
-        return text
-    if "content" in document:
-        try:
-            return content_text(document["content"])
-        except ValueError as error:
-            raise InvalidRequestError(f"documents: entry {index} {error}.", param="documents") from None
+    try:
+        content = parse_text_or_image(document, f"[{index}]")
+        if isinstance(content, str | ImageSource | MixedContent):
+            return content
+        if "content" in document:
+            return parse_content(document["content"], f"[{index}].content")
+    except ValueError as error:
+        raise InvalidRequestError(f"documents: entry {index} {error}.", param="documents") from None
     raise InvalidRequestError(
         f"documents: entry {index} is an object without a text; it has {quote_names(document)}. "
         "Send the text as text, or name the fields to rank in rank_fields.",
@@ -238,7 +267,8 @@ def _can_be_written(value: dict[str, Any]) -> bool:
     return True
 
 
-Contents = Annotated[list[str], PlainValidator(parse_contents), WithJsonSchema(json_schema.CONTENTS)]
+Images = Annotated[list[ImageSource], PlainValidator(parse_images), WithJsonSchema(json_schema.IMAGES)]
+Contents = Annotated[list[str | Image], PlainValidator(parse_contents), WithJsonSchema(json_schema.CONTENTS)]
 Documents = Annotated[list[Document], PlainValidator(parse_documents), WithJsonSchema(json_schema.DOCUMENTS)]
 
 
@@ -294,7 +324,7 @@ def lower_case(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-FullInputs = Annotated[Inputs, AfterValidator(reject_empty), WithJsonSchema(json_schema.FULL_INPUTS)]
+FullInputs = Annotated[TextsOrIds, AfterValidator(reject_empty), WithJsonSchema(json_schema.FULL_INPUTS)]
 FullText = Annotated[str, AfterValidator(reject_empty), WithJsonSchema(json_schema.FULL_STRING)]
 FullTexts = Annotated[Listed[Annotated[str, WithJsonSchema(json_schema.FULL_STRING)]], AfterValidator(reject_empty)]
 SequenceInputs = Annotated[Sequences, PlainValidator(parse_sequences), WithJsonSchema(json_schema.SEQUENCES)]

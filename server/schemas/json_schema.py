@@ -41,17 +41,44 @@ TOKEN_IDS: Final = list_of(TOKEN_ID)
 ANY_TOKEN_IDS: Final[JsonSchema] = {"type": "array", "items": TOKEN_ID}
 WIDTH: Final[JsonSchema] = {"type": "integer", "minimum": 1, "maximum": MAX_INTEGER}
 TOKEN_LIMIT: Final = one_of(WIDTH, {"const": -1})
-INPUTS: Final = one_of(_STRING, list_of(_STRING, _TEXT_OBJECT, TOKEN_IDS), TOKEN_IDS)
 FULL_INPUTS: Final = one_of(FULL_STRING, list_of(FULL_STRING, _FULL_TEXT_OBJECT, TOKEN_IDS), TOKEN_IDS)
-PARTS: Final = list_of(_TEXT_PART)
+_IMAGE: Final[JsonSchema] = {
+    "type": "string",
+    "minLength": 1,
+    "description": "A data URI, base64, or an https URL if --allowed-media-domains has its host.",
+}
+_IMAGE_OBJECT: Final[JsonSchema] = {"type": "object", "required": ["image"], "properties": {"image": _IMAGE}}
+IMAGES: Final[JsonSchema] = {"type": "array", "items": _IMAGE}
+PIXEL: Final = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEAAAAALAAAAAABAAEAAAICRAEAOw=="
+"""An image of one pixel, for examples."""
+_IMAGE_URL_PART: Final[JsonSchema] = {
+    "type": "object",
+    "required": ["type", "image_url"],
+    "properties": {
+        "type": {"const": "image_url"},
+        "image_url": one_of(_IMAGE, {"type": "object", "required": ["url"], "properties": {"url": _IMAGE}}),
+    },
+}
+_IMAGE_BASE64_PART: Final[JsonSchema] = {
+    "type": "object",
+    "required": ["type", "image_base64"],
+    "properties": {"type": {"const": "image_base64"}, "image_base64": _IMAGE},
+}
+PARTS: Final = list_of(_TEXT_PART, _IMAGE_URL_PART, _IMAGE_BASE64_PART)
+INPUTS: Final = one_of(_STRING, list_of(_STRING, _TEXT_OBJECT, _IMAGE_OBJECT, TOKEN_IDS), TOKEN_IDS)
 CONTENT_OBJECT: Final[JsonSchema] = {
     "type": "object",
     "required": ["content"],
     "properties": {"content": one_of(_STRING, PARTS)},
 }
-SCORE_SIDE: Final = one_of(_STRING, _TEXT_OBJECT, CONTENT_OBJECT, list_of(_STRING, _TEXT_OBJECT, CONTENT_OBJECT))
+SCORE_SIDE: Final = one_of(
+    _STRING, _TEXT_OBJECT, CONTENT_OBJECT, list_of(_STRING, _TEXT_OBJECT, _IMAGE_OBJECT, CONTENT_OBJECT)
+)
 CONTENTS: Final = list_of(CONTENT_OBJECT)
-DOCUMENTS: Final = list_of(_STRING, {"type": "object", "properties": {"text": _STRING}})
+DOCUMENTS: Final = one_of(
+    list_of(_STRING, {"type": "object", "properties": {"text": _STRING, "image": one_of(_IMAGE, {"type": "null"})}}),
+    {"type": "object", "required": ["content"], "properties": {"content": PARTS}},
+)
 _SEQUENCE: Final[JsonSchema] = {
     "type": "array",
     "items": _STRING,
@@ -67,7 +94,9 @@ _CHAT: Final = list_of(
         "required": ["role"],
         "properties": {
             "role": _STRING,
-            "content": one_of(_STRING, list_of(_STRING, _TEXT_PART), {"type": "null"}),
+            "content": one_of(
+                _STRING, list_of(_STRING, _TEXT_PART, _IMAGE_URL_PART, _IMAGE_BASE64_PART), {"type": "null"}
+            ),
         },
     }
 )

@@ -26,6 +26,7 @@ GROUPS: Final = (
     "Load test",
 )
 """Groups of settings in the order of the help text."""
+_HOST: Final = re.compile(r"(\*\.)?([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 _ORIGIN: Final = re.compile(r"https?://[^\s/?#@]+")
 
 
@@ -50,6 +51,18 @@ def _origins_rule(value: tuple[str, ...]) -> str | None:
     if wrong is None:
         return None
     return f"must be origins; {wrong!r} is not an origin: write https://host or http://host:port, or * for all"
+
+
+def _hosts_rule(value: tuple[str, ...]) -> str | None:
+    wrong = next((host for host in value if not _is_allowed_host(host)), None)
+    if wrong is None:
+        return None
+    return f"must be host names; {wrong!r} is none: write cdn.example.org, *.example.org or cdn.example.org:8443"
+
+
+def _is_allowed_host(text: str) -> bool:
+    name, _, port = text.lower().partition(":")
+    return bool(_HOST.fullmatch(name)) and (not port or (port.isascii() and port.isdigit() and 0 < int(port) < 65536))
 
 
 def _path_rule(value: str) -> str | None:
@@ -249,6 +262,23 @@ class ServerSettings(CommandSettings):
     )
     max_body_bytes: int = setting(
         16 * 1024 * 1024, "Maximum size of a request body.", "Limits", "SIZE", above=0, parse=parse_size
+    )
+    max_image_bytes: int = setting(
+        16 * 1024 * 1024,
+        "Maximum size of the file of one image.",
+        "Limits",
+        "SIZE",
+        above=0,
+        parse=parse_size,
+    )
+    max_images_per_request: int = setting(512, "Maximum number of images in one request.", "Limits", "N", min_value=1)
+    allowed_media_domains: tuple[str, ...] = setting(
+        (),
+        "Hosts from which the server fetches images that requests name by an https URL, such as "
+        "cdn.example.org,*.example.org or cdn.example.org:8443. Default: images are accepted as data URIs only.",
+        "HTTP",
+        "HOST,...",
+        rule=_hosts_rule,
     )
     max_json_values: int = setting(
         2_000_000,

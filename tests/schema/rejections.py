@@ -31,6 +31,7 @@ OF_THE_MODEL = (
     r"is an embedding model without classes. Send labels",
     r"with its own classes; labels and examples need an embedding model",
     r"classifies tokens",
+    r"is an image, but .* reads text only|^messages has an image, but only texts have tokens",
     r"which was trained for|^function_to_apply is '\w+', but",
     r", which packs \d dimensions into a byte, but the embeddings have",
 )

@@ -15,6 +15,7 @@ FORWARDS: dict[str, dict[str, Any]] = {
     **{path: {"input": ["a"], "labels": ["b", "c"]} for path in ("/v1/classify", "/classify")},
     **{path: {"inputs": "a b"} for path in ("/", "/embed", "/embed_all", "/embed_sparse", "/predict")},
     "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b"]}},
+    "/v1/multimodalembeddings": {"inputs": [{"content": [{"type": "text", "text": "a b"}]}]},
     "/api/embeddings": {"prompt": "a b"},
 }
 

@@ -16,6 +16,7 @@ from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.dispatcher import DispatcherStats
 from penstock.engine.client.replica_group import ReplicaStatus
 from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError, RequestTooLongError
+from penstock.engine.protocol.images import ImageInput
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.multi_vector import SparseVector
 from penstock.engine.protocol.params import PoolingParams
@@ -40,6 +41,7 @@ from .fake_server import Serve, serving as serving_fakes
 WIDTH = 8
 VOCAB_SIZE = 1000
 MAX_MODEL_LEN = 64
+NUM_IMAGE_TOKENS = 50
 DEFAULTS = RequestOptions()
 CHAT_DEFAULTS = ChatOptions()
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}{{ extra }}"
@@ -89,6 +91,7 @@ class FakeEngine:
         self.gate: asyncio.Event | None = None
         self.tokenizer_config = {"tokenizer_class": "FakeTokenizer", "unk_token": "?"}
         self.cached_blocks: int | None = None
+        self.on_enter: Callable[[], None] = lambda: None
         self.entered = asyncio.Event()
         self.was_cancelled = False
         self.is_closed = False
@@ -135,7 +138,8 @@ class FakeEngine:
         await self._enter("score", left, right, params, options)
         counts = self._counts(right, params)
         lefts = list(left) * (len(right) // len(left))
-        overlap = [len({*a.split()} & {*b.split()}) / 10 for a, b in zip(lefts, right, strict=True)]
+        words = [[{*item.split()} if isinstance(item, str) else {item} for item in side] for side in (lefts, right)]
+        overlap = [len(a & b) / 10 for a, b in zip(*words, strict=True)]
         return ScoreResult(np.array(overlap, np.float32), counts)
 
     async def classify(self, inputs, params, options=DEFAULTS):
@@ -240,6 +244,7 @@ class FakeEngine:
 
     async def _enter(self, name: str, *arguments: object) -> None:
         self.calls.append((name, arguments))
+        self.on_enter()
         self.entered.set()
         if self.failure is not None:
             raise self.failure
@@ -250,10 +255,17 @@ class FakeEngine:
                 self.was_cancelled = True
                 raise
 
+    def _count(self, item: str | list[int] | ImageInput) -> int:
+        if isinstance(item, ImageInput):
+            return NUM_IMAGE_TOKENS
+        return len(item.split()) + 2 if isinstance(item, str) else len(item)
+
     def _counts(self, inputs: Sequence[str | list[int]], params: PoolingParams) -> list[int]:
-        counts = [len(item.split()) + 2 if isinstance(item, str) else len(item) for item in inputs]
+        if self.info.image is None and any(isinstance(item, ImageInput) for item in inputs):
+            raise InvalidRequestError("the model reads no images.", param="input")
+        counts = [self._count(item) for item in inputs]
         for item in inputs:
-            if not isinstance(item, str) and max(item) >= VOCAB_SIZE:
+            if isinstance(item, list) and max(item) >= VOCAB_SIZE:
                 raise InvalidRequestError(f"token id {max(item)} is out of vocabulary.", param="input")
         wanted = params.truncate_prompt_tokens
         limit, name = (MAX_MODEL_LEN, None) if wanted in (None, -1) else (wanted, "{truncate_prompt_tokens}")

@@ -76,7 +76,7 @@ KINDS = {
 async def suited(request, serving, make_engine):
     """Returns an engine, a client of its server, and the paths of its model."""
     arguments, fields, paths = KINDS[request.param]
-    engine = make_engine(*arguments, **fields)
+    engine = make_engine(*arguments, image=make_engine().info, **fields)
     async with serving(engine, names=("served",)) as client:
         yield engine, client, paths
 

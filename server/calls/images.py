@@ -1,0 +1,216 @@
+"""Reads the images of a request: decodes data URIs and base64, and fetches URLs."""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
+from urllib.parse import unquote_to_bytes
+
+from penstock.engine.images.image_file import ImageLimits, read_image_file
+from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.engine.protocol.images import ImageInput
+
+from ..errors import quote
+from ..http.image_fetcher import FetchError
+from ..schemas.images import Image, ImageSource, MixedContent
+from ..schemas.inputs import Text
+
+if TYPE_CHECKING:
+    from .call import Call
+
+FETCHES_PER_REQUEST: Final = 8
+"""Images of a request that are fetched at once."""
+_SLICE_CHARS: Final = 256 * 1024
+"""Characters of base64 that are decoded at once, which takes about 1 ms. Other requests run between two slices."""
+_MAX_HEAD_CHARS: Final = 256
+"""Maximum characters of a data URI before its data."""
+
+
+T = TypeVar("T", bound=Text)
+
+
+async def read_images(call: Call, inputs: Sequence[T | Image], param: str) -> list[T]:
+    """Returns the inputs of a request, its images as ImageInput.
+
+    Args:
+        call: The request.
+        inputs: Texts, token ids and images that are not decoded yet.
+        param: Field of the body that holds the inputs.
+
+    Raises:
+        InvalidRequestError: The model reads no images, an input has an image beside a text, there are too many images,
+            or an image is too large, is not valid base64 or cannot be fetched.
+        EngineOverloadedError: Too many images are being fetched.
+        LimitError: 503 if the images do not fit into the memory for bodies.
+    """
+    images = {i: item for i, item in enumerate(inputs) if isinstance(item, ImageSource | MixedContent)}
+    if images:
+        _check(call, list(images.values()), param)
+    sources = {i: item for i, item in images.items() if isinstance(item, ImageSource)}
+    urls = {i: source for i, source in sources.items() if _is_url(source.text)}
+    read = {i: await _decode(call, source, param) for i, source in sources.items() if i not in urls}
+    if urls:
+        read |= await _fetch_all(call, urls, param)
+    engine_inputs = [ImageInput(read[i]) if i in read else item for i, item in enumerate(inputs)]
+    return cast("list[T]", engine_inputs)  # the methods of AsyncEngine do not declare ImageInput
+
+
+class ImageSize(NamedTuple):
+    """Properties of an image from the header of its file.
+
+    Attributes:
+        format: Such as "PNG".
+        width: Pixels.
+        height: Pixels.
+    """
+
+    format: str
+    width: int
+    height: int
+
+
+class ImageUsage(NamedTuple):
+    """The images of a request, for responses.
+
+    Attributes:
+        num_tokens: Tokens of all images.
+        sizes: Properties of each image.
+    """
+
+    num_tokens: int
+    sizes: Sequence[ImageSize]
+
+
+async def image_usage(inputs: Sequence[object], num_tokens: Sequence[int]) -> ImageUsage:
+    """Returns the usage of images that the engine has read.
+
+    Args:
+        inputs: Inputs of the engine.
+        num_tokens: Tokens of each input.
+    """
+    images = [item for item in inputs if isinstance(item, ImageInput)]
+    if not images:
+        return ImageUsage(0, ())
+    tokens = sum(number for number, item in zip(num_tokens, inputs, strict=True) if isinstance(item, ImageInput))
+    return ImageUsage(tokens, await asyncio.to_thread(lambda: [_size(image) for image in images]))
+
+
+def _size(image: ImageInput) -> ImageSize:
+    file = read_image_file(image.data, ImageLimits())
+    return ImageSize(file.format, file.width, file.height)
+
+
+def _check(call: Call, images: Sequence[ImageSource | MixedContent], param: str) -> None:
+    """Raises InvalidRequestError for a model without images, an image beside a text, or too many images."""
+    if call.info.image is None:
+        raise InvalidRequestError(
+            f"{param}{images[0].path} is an image, but {call.name} reads text only. Send texts.", param=param
+        )
+    mixed = next((item for item in images if isinstance(item, MixedContent)), None)
+    if mixed is not None:
+        raise InvalidRequestError(
+            f"{param}{mixed.path} has an image beside a text or another image, but {call.name} embeds each text and "
+            "each image to a vector of its own. Send them as separate inputs.",
+            param=param,
+        )
+    limit = call.context.settings.max_images_per_request
+    if len(images) > limit:
+        raise InvalidRequestError(
+            f"{param} has {len(images)} images; the limit is {limit} (--max-images-per-request). Send fewer at once.",
+            param=param,
+        )
+
+
+def _is_url(text: str) -> bool:
+    return text[:8].lower().startswith(("http://", "https://"))
+
+
+async def _decode(call: Call, source: ImageSource, param: str) -> bytes:
+    """Returns the bytes of a data URI or of base64."""
+    text, where, start = source.text, f"{param}{source.path}", 0
+    is_base64 = True
+    if text[:5].lower() == "data:":
+        start = text.find(",", 0, _MAX_HEAD_CHARS) + 1
+        if not start:
+            raise InvalidRequestError(
+                f"{where} is a data URI without a comma in its first {_MAX_HEAD_CHARS} characters. "
+                "Send data:image/png;base64,DATA.",
+                param=param,
+            )
+        media, *parameters = text[5 : start - 1].lower().split(";")
+        if media and not media.strip().startswith("image/"):
+            raise InvalidRequestError(f"{where} is a data URI of {quote(media)}, not of an image.", param=param)
+        is_base64 = parameters[-1:] == ["base64"]
+    if not is_base64 or text.find("%", start, start + _SLICE_CHARS) >= 0:
+        _check_size(call, len(text) // 3, where, param)
+        text, start = unquote_to_bytes(text[start:]).decode("latin-1"), 0
+    num_bytes = (len(text) - start) * 3 // 4 if is_base64 else len(text)
+    _check_size(call, num_bytes - 2, where, param)
+    call.context.admission.reserve_images(call.request.scope, num_bytes)
+    if not num_bytes:
+        raise InvalidRequestError(f"{where} is an image without data.", param=param)
+    if not is_base64:
+        return text.encode("latin-1")
+    try:
+        return await _decode_base64(text, start)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"{where} is neither a data URI nor a URL, and is not valid base64 ({error})."
+            if source.text[:5].lower() != "data:"
+            else f"{where} is a data URI whose base64 is not valid ({error}).",
+            param=param,
+        ) from None
+
+
+async def _decode_base64(text: str, start: int) -> bytes:
+    """Decodes base64 in slices. Raises ValueError for other characters and wrong padding."""
+    padding = text.find("=", start)
+    if 0 <= padding < len(text) - 2:
+        raise ValueError("it has = before its end")
+    parts: list[bytes] = []
+    for begin in range(start, len(text), _SLICE_CHARS):
+        if parts:
+            await asyncio.sleep(0)
+        parts.append(binascii.a2b_base64(text[begin : begin + _SLICE_CHARS], strict_mode=True))
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _check_size(call: Call, num_bytes: int, where: str, param: str) -> None:
+    limit = call.context.settings.max_image_bytes
+    if num_bytes > limit:
+        raise InvalidRequestError(
+            f"{where} is larger than the limit of {limit} bytes (--max-image-bytes). Send a smaller image.", param=param
+        )
+
+
+async def _fetch_all(call: Call, sources: Mapping[int, ImageSource], param: str) -> dict[int, bytes]:
+    """Returns the images of URLs. An error of one ends the others."""
+    fetcher, admission, scope = call.context.fetcher, call.context.admission, call.request.scope
+    if fetcher is None:
+        raise InvalidRequestError(
+            f"{param}{next(iter(sources.values())).path} is a URL, but this server fetches no images. Send a data URI "
+            "(data:image/png;base64,DATA), or start the server with --allowed-media-domains HOST.",
+            param=param,
+        )
+    admission.reserve_fetches(scope, min(len(sources), FETCHES_PER_REQUEST))
+    slots = asyncio.Semaphore(FETCHES_PER_REQUEST)
+    images: dict[int, bytes] = {}
+
+    async def fetch(index: int, source: ImageSource) -> None:
+        async with slots:
+            try:
+                images[index] = await fetcher.fetch(source.text, lambda n: admission.reserve_images(scope, n))
+            except FetchError as error:
+                raise InvalidRequestError(f"{param}{source.path} {error}.", param=param) from None
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index, source in sources.items():
+                group.create_task(fetch(index, source))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        admission.release_fetches(scope)
+    return images

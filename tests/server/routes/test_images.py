@@ -1,0 +1,299 @@
+"""Images in the bodies of each dialect, with the clients of OpenAI and Cohere and the bodies of others."""
+
+import base64
+import io
+import warnings
+from urllib.parse import quote
+
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+from penstock.engine.protocol.images import ImageInput
+from penstock.server.http.image_fetcher import AllowedHost, FetchError, ImageFetcher
+
+from ..conftest import NUM_IMAGE_TOKENS, FakeEngine
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import cohere
+
+pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")
+
+
+def picture(color: str = "red", size: tuple[int, int] = (4, 3), kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, color).save(file, kind)
+    return file.getvalue()
+
+
+RED, BLUE = picture(), picture("blue", (2, 5), "JPEG")
+BASE64 = base64.b64encode(RED).decode()
+URI, BLUE_URI = f"data:image/png;base64,{BASE64}", f"data:image/jpeg;base64,{base64.b64encode(BLUE).decode()}"
+URL = "https://img.example.org/red.png"
+
+
+@pytest.fixture
+def engine(make_engine) -> FakeEngine:
+    return make_engine(image=make_engine().info)
+
+
+def part(url: str) -> dict:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def chat(*parts: dict | str) -> list[dict]:
+    content = [{"type": "text", "text": each} if isinstance(each, str) else each for each in parts]
+    return [{"role": "user", "content": content}]
+
+
+MULTIMODAL = "/v1/multimodalembeddings"
+ALONE = [
+    ("openai", "/v1/embeddings", {"messages": chat(part(URI))}),
+    ("openai, detail", "/v1/embeddings", {"messages": chat({**part(URI), "image_url": {"url": URI, "detail": "low"}})}),
+    ("openai, blank text", "/v1/embeddings", {"messages": chat(part(URI), " ")}),
+    ("vllm", "/pooling", {"messages": chat(part(URI)), "task": "embed"}),
+    ("vllm, token rows", "/pooling", {"messages": chat(part(URI)), "task": "token_embed"}),
+    ("vllm, invocations", "/invocations", {"messages": chat(part(URI))}),
+    ("jina, data URI", "/v1/embeddings", {"input": [{"image": URI}]}),
+    ("jina, base64", "/v1/embeddings", {"input": [{"image": BASE64}], "task": "retrieval.query"}),
+    ("jina, null text", "/v1/embeddings", {"input": [{"text": None, "image": BASE64}]}),
+    ("langchain", "/v1/embeddings", {"input": [{"bytes": BASE64}]}),
+    ("jina, multi-vector", "/v1/multi-vector", {"input": [{"image": URI}]}),
+    ("infinity", "/embeddings", {"input": [URI], "modality": "image", "dimensions": 0, "encoding_format": "base64"}),
+    ("infinity, a text", "/embeddings", {"input": URI, "modality": "image"}),
+    ("cohere images", "/v2/embed", {"images": [URI], "input_type": "image"}),
+    ("cohere v1", "/v1/embed", {"images": [URI], "input_type": "image"}),
+    ("cohere inputs", "/v2/embed", {"inputs": [{"content": [part(URI)]}]}),
+    ("voyage", MULTIMODAL, {"inputs": [{"content": [{"type": "image_base64", "image_base64": URI}]}]}),
+    ("zero-shot", "/v1/classify", {"input": [{"image": URI}], "labels": ["a", "b"]}),
+    ("combined", "/v1/encode", {"input": [{"image": URI}], "outputs": ["dense"]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), [row[1:] for row in ALONE], ids=[row[0] for row in ALONE])
+async def test_image_reaches_the_engine(client, engine, path: str, body: dict) -> None:
+    response = await client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    assert engine.calls[-1][1][0] == [ImageInput(RED)]
+
+
+@pytest.mark.parametrize("media", ["image/png;charset=x", "image/svg+xml", "", "IMAGE/PNG"])
+@pytest.mark.parametrize("is_base64", [True, False])
+async def test_data_uri_is_decoded(client, engine, media: str, is_base64: bool) -> None:
+    data = quote(BASE64) if is_base64 else quote(RED)
+    uri = f"DATA:{media}{';base64' * is_base64},{data}"
+    response = await client.post("/v1/embeddings", json={"input": [{"image": uri}]})
+    assert response.status_code == 200, response.text
+    assert engine.calls[-1][1][0] == [ImageInput(RED)]
+
+
+async def test_texts_and_images_keep_their_order(client, engine) -> None:
+    body = {"input": ["a", {"image": URI}, {"text": "b"}, [1, 2], {"image": BLUE_URI}]}
+    response = (await client.post("/v1/embeddings", json=body)).json()
+    assert engine.calls[-1][1][0] == ["a", ImageInput(RED), "b", [1, 2], ImageInput(BLUE)]
+    assert response["usage"]["prompt_tokens"] == 3 + NUM_IMAGE_TOKENS + 3 + 2 + NUM_IMAGE_TOKENS
+    chats = [chat("hello"), chat(part(URI)), chat("world")]
+    await client.post("/pooling", json={"messages": chats, "task": "embed"})
+    first, second, third = engine.calls[-1][1][0]
+    assert ("hello" in first, second, "world" in third) == (True, ImageInput(RED), True)
+
+
+async def test_openai_client_sends_images(client, engine) -> None:
+    api = openai.AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=client)
+    body = {"messages": chat(part(URI)), "encoding_format": "float"}
+    answer = await api.post("/embeddings", cast_to=openai.types.CreateEmbeddingResponse, body=body)
+    assert engine.calls[-1][1][0] == [ImageInput(RED)]
+    assert (len(answer.data[0].embedding), answer.usage.total_tokens) == (8, NUM_IMAGE_TOKENS)
+    answer = await api.embeddings.create(model="alias", input=[{"image": URI}, {"text": "a"}])
+    assert engine.calls[-1][1][0] == [ImageInput(RED), "a"]
+
+
+async def test_cohere_client_sends_images(client, engine) -> None:
+    api = cohere.AsyncClientV2(api_key="any", base_url="http://test", httpx_client=client)
+    answer = await api.embed(
+        model="alias", images=[URI, BLUE_URI], input_type="image", embedding_types=["float", "ubinary"]
+    )
+    assert engine.calls[-1][1][0] == [ImageInput(RED), ImageInput(BLUE)]
+    units = answer.meta.billed_units
+    assert (units.images, units.image_tokens, units.input_tokens) == (2, 2 * NUM_IMAGE_TOKENS, 0)
+    assert [(image.width, image.height, image.format) for image in answer.images] == [(4, 3, "png"), (2, 5, "jpeg")]
+    assert (len(answer.embeddings.float_), len(answer.embeddings.ubinary), answer.texts) == (2, 2, [])
+    inputs = [{"content": [{"type": "text", "text": "one two"}]}, {"content": [part(URI)]}]
+    answer = await api.embed(model="alias", inputs=inputs, input_type="search_document")
+    assert engine.calls[-1][1][0] == ["one two", ImageInput(RED)]
+    assert (answer.meta.billed_units.input_tokens, answer.texts) == (4, ["one two"])
+
+
+async def test_voyage_usage_counts_pixels(client, engine) -> None:
+    contents = [
+        [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
+        [{"type": "image_base64", "image_base64": BLUE_URI}],
+    ]
+    body = {"inputs": [{"content": content} for content in contents], "model": "alias", "input_type": None}
+    body |= {"truncation": True, "output_dtype": None, "output_dimension": None, "encoding_format": "base64"}
+    answer = (await client.post(MULTIMODAL, json=body)).json()
+    assert engine.calls[-1][1][0] == ["one\ntwo", ImageInput(BLUE)]
+    tokens = {"text_tokens": 4, "total_tokens": 4 + NUM_IMAGE_TOKENS}
+    assert answer["usage"] == {**tokens, "image_pixels": 10, "video_pixels": 0}
+    rows = [np.frombuffer(base64.b64decode(row["embedding"]), "<f4") for row in answer["data"]]
+    assert [row.shape for row in rows] == [(8,), (8,)]
+
+
+DOCUMENTS = ["a", {"image": URI}, {"content": [part(BLUE_URI)]}]
+
+
+async def test_rerank_takes_image_documents(client, engine) -> None:
+    body = {"query": "a", "documents": DOCUMENTS, "max_tokens_per_doc": 3}
+    answer = (await client.post("/v1/rerank", json=body)).json()
+    assert engine.calls[-1][1][1] == ["a", ImageInput(RED), ImageInput(BLUE)]
+    assert [result["index"] for result in answer["results"]] == [0, 1, 2]
+    assert not any("document" in result for result in answer["results"]), "images are returned on request only"
+    answer = (await client.post("/v1/rerank", json={**body, "return_documents": True})).json()
+    assert [result["document"] for result in answer["results"]] == [{"text": "a"}, *DOCUMENTS[1:]]
+    body = {"query": "a", "documents": {"content": [{"type": "text", "text": "a"}, part(URI)]}}  # vLLM's other form
+    assert (await client.post("/rerank", json=body)).status_code == 200
+    assert engine.calls[-1][1][1] == ["a", ImageInput(RED)]
+
+
+@pytest.mark.parametrize(
+    ("side", "images"),
+    [
+        ({"content": [part(URI)]}, [RED]),
+        ({"content": [part(URI), part(BLUE_URI)]}, [RED, BLUE]),
+        ([{"content": [part(URI)]}, {"image": BLUE_URI}], [RED, BLUE]),
+    ],
+)
+async def test_score_takes_images(client, engine, side, images: list[bytes]) -> None:
+    response = await client.post("/score", json={"text_1": "a", "text_2": side})
+    assert response.status_code == 200, response.text
+    assert engine.calls[-1][1][1] == [ImageInput(image) for image in images]
+
+
+MIXED = [
+    ("/v1/embeddings", {"messages": chat("a", part(URI))}, "messages has"),
+    ("/v1/embeddings", {"messages": [chat("a"), chat(part(URI), part(URI))]}, "messages[1] has"),
+    ("/v1/embeddings", {"messages": [{"role": "system", "content": "Be brief."}, *chat(part(URI))]}, "messages has"),
+    ("/v1/embeddings", {"input": ["a", {"text": "b", "image": URI}]}, "input[1] has"),
+    ("/v2/embed", {"inputs": [{"content": [{"type": "text", "text": "b"}, part(URI)]}]}, "inputs[0].content has"),
+    ("/rerank", {"query": "a", "documents": [{"text": "a", "image": URI}]}, "documents[0] has"),
+    ("/score", {"text_1": "a", "text_2": [{"content": [part(URI), part(URI)]}]}, "text_2[0].content has"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "where"), MIXED)
+async def test_text_and_image_in_one_input_are_rejected(client, engine, path: str, body: dict, where: str) -> None:
+    response = await client.post(path, json=body)
+    message = f"{where} an image beside a text or another image, but fake-model embeds each text and each image"
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(message)
+    assert response.json()["error"]["param"] == where.partition(" ")[0].partition("[")[0]
+
+
+WRONG = [
+    ("data:text/html;base64,AAAA", "is a data URI of 'text/html', not of an image"),
+    ("data:image/png;base64", "is a data URI without a comma"),
+    ("data:" + "x" * 300 + ",AAAA", "is a data URI without a comma"),
+    ("data:image/png;base64,", "is an image without data"),
+    ("data:image/png;base64,AAA", "a data URI whose base64 is not valid"),
+    ("data:image/png;base64,AA=A", "a data URI whose base64 is not valid"),
+    ("data:image/png;base64,AAAAA===", "= before its end"),
+    ("data:image/png;base64,AA-_", "a data URI whose base64 is not valid"),
+    ("data:image/png;base64,AAAA\n", "a data URI whose base64 is not valid"),
+    ("data:image/png;base64,ÄAAA", "a data URI whose base64 is not valid"),
+    ("/etc/passwd", "neither a data URI nor a URL, and is not valid base64"),
+    ("file:///etc/passwd", "neither a data URI nor a URL, and is not valid base64"),
+    ("data:image/png," + "a" * 2000, "larger than the limit of 1000 bytes (--max-image-bytes)"),
+    ("data:image/png;base64," + "A" * 2000, "larger than the limit of 1000 bytes (--max-image-bytes)"),
+    ("https://img.example.org/a.png", "start the server with --allowed-media-domains"),
+    ("HTTP://img.example.org/a.png", "start the server with --allowed-media-domains"),
+]
+
+
+@pytest.mark.parametrize(("image", "part"), WRONG)
+async def test_wrong_image_is_named(serving, engine, image: str, part: str) -> None:
+    async with serving(engine, max_image_bytes=1000) as client:
+        response = await client.post("/v1/embeddings", json={"input": ["a", {"image": URI}, {"image": image}]})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "input")
+    assert error["message"].startswith("input[2].image ")
+    assert part in error["message"]
+    assert not engine.calls
+
+
+async def test_number_of_images_is_limited(serving, engine) -> None:
+    async with serving(engine, max_images_per_request=2) as client:
+        for number, status in ((2, 200), (3, 400)):
+            response = await client.post("/v2/embed", json={"images": [URI] * number})
+            assert response.status_code == status
+    assert "images has 3 images; the limit is 2 (--max-images-per-request)" in response.json()["message"]
+
+
+async def test_other_uses_of_images_are_rejected(client, engine) -> None:
+    for path, body, param in (
+        ("/tokenize", {"messages": chat(part(URI))}, "messages"),
+        ("/v1/embeddings", {"input": [{"image": URI}], "late_chunking": True}, "late_chunking"),
+        ("/v1/classify", {"messages": chat(part(URI)), "labels": ["a", "b"]}, "messages"),
+        ("/embed", {"inputs": [{"image": URI}]}, "inputs"),
+    ):
+        response = await client.post(path, json=body)
+        assert response.status_code in (400, 422), path
+        assert param in response.json()["message"]
+
+
+async def test_large_images_hold_body_memory_until_the_response(serving, engine) -> None:
+    large = base64.b64encode(bytes(1_500_000)).decode()
+    async with serving(engine) as client:
+        bodies = client._transport.app.state.context.admission.bodies
+        held = []
+        engine.on_enter = lambda: held.append(bodies.used)
+        response = await client.post("/v1/embeddings", json={"input": [{"image": large}]})
+        assert response.status_code == 200
+        assert held[0] >= len(large) + 1_500_000
+        assert bodies.used == 0
+
+
+async def test_full_body_memory_rejects_images(serving, engine) -> None:
+    async with serving(engine) as client:
+        bodies = client._transport.app.state.context.admission.bodies
+        bodies.add("another client", bodies.limit)
+        response = await client.post("/v1/embeddings", json={"input": [{"image": URI}]})
+    assert response.status_code == 503
+    assert not engine.calls
+
+
+class FakeFetcher(ImageFetcher):
+    """Returns RED after it has counted its bytes."""
+
+    def __init__(self) -> None:
+        super().__init__([AllowedHost.parse("*.example.org")], 1000)
+        self.urls: list[str] = []
+
+    async def fetch(self, url, on_bytes) -> bytes:
+        self.urls.append(url)
+        if "missing" in url:
+            raise FetchError("cannot be fetched: its server answered with status 404")
+        on_bytes(len(RED))
+        return RED
+
+
+async def test_urls_are_fetched(serving, engine, monkeypatch) -> None:
+    fetcher = FakeFetcher()
+    monkeypatch.setattr("penstock.server.app.ImageFetcher", lambda hosts, max_bytes: fetcher)
+    async with serving(engine, allowed_media_domains="*.example.org") as client:
+        admission = client._transport.app.state.context.admission
+        response = await client.post(
+            "/v1/embeddings", json={"input": ["a", *[{"url": f"{URL}?{i}"} for i in range(20)]]}
+        )
+        assert response.status_code == 200, response.text
+        assert engine.calls[-1][1][0] == ["a", *[ImageInput(RED)] * 20]
+        assert sorted(fetcher.urls) == sorted(f"{URL}?{i}" for i in range(20))
+        response = await client.post("/v1/embeddings", json={"input": [{"image": URL}, {"image": f"{URL}/missing"}]})
+        assert response.status_code == 400
+        message = response.json()["error"]["message"]
+        assert message == "input[1].image cannot be fetched: its server answered with status 404."
+        assert (admission.fetches.used, admission.bodies.used) == (0, 0)
+        admission.fetches.add("another client", admission.fetches.limit)
+        response = await client.post("/v1/embeddings", json={"input": [{"image": URL}]})
+        assert (response.status_code, response.headers["retry-after"]) == (429, "2")
