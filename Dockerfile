@@ -9,6 +9,10 @@
 # All targets start from the slim Python image. PyPI's CUDA build of torch brings the CUDA libraries as wheels of its
 # own, so an nvidia/cuda base would only carry them a second time, with another Python.
 
+#   --build-arg REVISION="$(git rev-parse HEAD)"       the commit, for the labels of the image
+#   --build-arg PYTHON_IMAGE=python@sha256:...         a base of fixed content: `docker buildx imagetools inspect
+#                                                      python:3.11-slim-bookworm` prints its digest
+
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 # ---- wheel: the only stage that sees the sources ---------------------------------------------------------------------
@@ -80,6 +84,15 @@ ENV PATH=/opt/penstock/bin:$PATH \
     TORCHINDUCTOR_CACHE_DIR=/home/penstock/.cache/triton/inductor \
     PENSTOCK_HOST=0.0.0.0 \
     PENSTOCK_PORT=8000
+ARG PYTHON_IMAGE
+ARG VERSION=0.1.0
+ARG REVISION=
+LABEL org.opencontainers.image.title=penstock \
+      org.opencontainers.image.description="Server for embedding, reranking, scoring and classification models" \
+      org.opencontainers.image.licenses=Apache-2.0 \
+      org.opencontainers.image.version=${VERSION} \
+      org.opencontainers.image.revision=${REVISION} \
+      org.opencontainers.image.base.name=${PYTHON_IMAGE}
 WORKDIR /home/penstock
 EXPOSE 8000
 STOPSIGNAL SIGTERM

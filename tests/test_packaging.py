@@ -36,6 +36,12 @@ def test_every_subpackage_is_listed() -> None:
     assert sorted(SETUPTOOLS["packages"]) == sorted("penstock." + ".".join(folder.parts) for folder in folders)
 
 
+def test_image_has_the_version_and_licence_of_the_package() -> None:
+    project, dockerfile = PYPROJECT["project"], (ROOT / "Dockerfile").read_text("utf-8")
+    assert f"\nARG VERSION={project['version']}\n" in dockerfile
+    assert f"org.opencontainers.image.licenses={project['license']} " in dockerfile
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layer_is_mapped_typed_and_linked(layer: str) -> None:
     assert SETUPTOOLS["package-dir"][f"penstock.{layer}"] == layer

@@ -59,15 +59,16 @@ def variables_of(pod: dict[str, Any]) -> dict[str, str]:
 def test_documents_match_their_schemas(render: Render, values: dict[str, Any]) -> None:
     for document in render(values).values():
         for version in VERSIONS:
-            if document["kind"] not in ("PrometheusRule", "ScaledObject", "ServiceMonitor"):
+            if document["kind"] not in ("HTTPRoute", "PrometheusRule", "ScaledObject", "ServiceMonitor"):
                 kubernetes_validate.validate(document, version, strict=True)
 
 
 def test_documents_follow_the_values(render: Render) -> None:
     minilm = {("Deployment", "r-minilm"), ("Service", "r-minilm")}
-    assert set(render()) == minilm | {("PodDisruptionBudget", "r-minilm")}
+    assert set(render()) == minilm | {("PodDisruptionBudget", "r-minilm"), ("Pod", "r-test")}
     kinds = ("Deployment", "PodDisruptionBudget", "ScaledObject", "Service")
     shared = {("Ingress", "r"), ("PersistentVolumeClaim", "r-hub"), ("PrometheusRule", "r"), ("ServiceMonitor", "r")}
+    shared |= {("HTTPRoute", "r-minilm"), ("NetworkPolicy", "r"), ("Pod", "r-test")}
     secrets = {("Secret", "r-admin-keys"), ("Secret", "r-api-keys")}
     assert set(render(EVERYTHING)) == minilm | {(kind, "r-reranker") for kind in kinds} | shared | secrets
     rendered = render({"hubCache": {"enabled": True, "existingClaim": "weights"}})
@@ -192,7 +193,9 @@ def test_selectors_match_the_pods_of_one_model(render: Render) -> None:
         assert chosen(rendered["Service", f"r-{model}"]["spec"]["selector"]) == [model]
     assert chosen(rendered["PodDisruptionBudget", "r-reranker"]["spec"]["selector"]["matchLabels"]) == ["reranker"]
     monitor = rendered["ServiceMonitor", "r"]["spec"]
-    assert [(each["port"], each["path"]) for each in monitor["endpoints"]] == [("http", "/metrics")]
+    assert [(each["port"], each["path"]) for each in monitor["endpoints"]] == [("metrics", "/metrics")]
+    default = render({"serviceMonitor": {"enabled": True}})["ServiceMonitor", "r"]["spec"]
+    assert [each["port"] for each in default["endpoints"]] == ["http"]
     monitored = monitor["selector"]["matchLabels"].items()
     assert all(monitored <= rendered["Service", f"r-{model}"]["metadata"]["labels"].items() for model in labels)
     (rule,) = rendered["Ingress", "r"]["spec"]["rules"]
@@ -246,9 +249,77 @@ def test_data_folder_has_one_pod_at_a_time(render: Render) -> None:
         {"models": [{"name": "a", "settings": {"admin_key_file": "/keys"}}]},
         {"defaults": {"name": "a"}},
         {"service": {"port": "http"}},
+        {"metricsPort": 8000},
+        {"models": [{"name": "a", "settings": {"metrics_port": 9090}}]},
+        {"image": {"digest": "sha256:12"}},
+        {"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}},
+        {"httpRoute": {"enabled": True, "routes": [{"hostnames": ["a.example"], "model": "minilm"}]}},
     ],
     ids=str,
 )
 def test_unknown_values_are_rejected(render: Render, values: dict[str, Any]) -> None:
     with pytest.raises(helm.HelmError):
         render(values)
+
+
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+
+
+def test_digest_replaces_the_tag_of_the_same_image(render: Render) -> None:
+    models = [{"name": "a"}, {"name": "b", "image": {"tag": "cuda"}}, {"name": "c", "image": {"digest": DIGEST}}]
+
+    def images(image: dict[str, str]) -> list[str]:
+        rendered = render({"image": image, "models": models})
+        return [pod_of(rendered, name)["containers"][0]["image"] for name in "abc"]
+
+    pinned, other = f"penstock@{DIGEST}", "penstock:cuda"
+    assert images({"tag": "1"}) == ["penstock:1", other, pinned]
+    assert images({"tag": "1", "digest": DIGEST}) == [pinned, other, pinned]
+
+
+def test_metrics_port_is_in_pod_service_and_settings(render: Render) -> None:
+    rendered = render({"metricsPort": 9090})
+    pod = pod_of(rendered, "minilm")
+    assert variables_of(pod)["PENSTOCK_METRICS_PORT"] == "9090"
+    assert {"name": "metrics", "containerPort": 9090} in pod["containers"][0]["ports"]
+    ports = {port["name"]: port["targetPort"] for port in rendered["Service", "r-minilm"]["spec"]["ports"]}
+    assert ports == {"http": "http", "metrics": "metrics"}
+    assert len(pod_of(render(), "minilm")["containers"][0]["ports"]) == 1
+
+
+def test_http_route_leads_to_the_service_of_its_model(render: Render) -> None:
+    spec = render(EVERYTHING)["HTTPRoute", "r-minilm"]["spec"]
+    assert spec["parentRefs"] == [{"name": "public", "namespace": "gateways"}]
+    assert spec["hostnames"] == ["embed.example.com"]
+    (rule,) = spec["rules"]
+    assert rule["backendRefs"] == [{"name": "r-minilm", "port": 8000}]
+    assert rule["timeouts"] == {"request": f"{ServerSettings().request_timeout_s:g}s"}
+
+
+def test_network_policy_selects_the_servers_and_admits_the_test(render: Render) -> None:
+    rendered = render(EVERYTHING)
+    spec = rendered["NetworkPolicy", "r"]["spec"]
+    selected, test = spec["podSelector"]["matchLabels"], rendered["Pod", "r-test"]["metadata"]["labels"]
+    for model in ("minilm", "reranker"):
+        labels = rendered["Deployment", f"r-{model}"]["spec"]["template"]["metadata"]["labels"]
+        assert selected.items() <= labels.items()
+    assert not selected.items() <= test.items()
+    http, metrics = spec["ingress"]
+    assert (http["ports"], metrics["ports"]) == ([{"port": "http"}], [{"port": "metrics"}])
+    assert http["from"] == [{"podSelector": {"matchLabels": test}}, *EVERYTHING["networkPolicy"]["from"]]
+    assert metrics["from"] == EVERYTHING["networkPolicy"]["metricsFrom"]
+    dns, *others = spec["egress"]
+    assert {port["port"] for port in dns["ports"]} == {53}
+    assert others == EVERYTHING["networkPolicy"]["egress"]
+    open_spec = render({"networkPolicy": {"enabled": True}})["NetworkPolicy", "r"]["spec"]
+    assert (open_spec["policyTypes"], open_spec["ingress"]) == (["Ingress"], [{"ports": [{"port": "http"}]}])
+
+
+def test_helm_test_calls_every_model_with_the_keys(render: Render) -> None:
+    pod = render(EVERYTHING)["Pod", "r-test"]
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    (container,) = pod["spec"]["containers"]
+    assert container["command"][2] == (CHART / "check_release.py").read_text("utf-8")
+    assert container["command"][3:] == ["http://r-minilm:8000", "http://r-reranker:8000"]
+    assert container["volumeMounts"] == [{"name": "api-keys", "mountPath": "/etc/penstock", "readOnly": True}]
+    assert "volumes" not in render()["Pod", "r-test"]["spec"]

@@ -1,8 +1,28 @@
 {{/* A model with what it leaves out: call with (dict "root" $ "model" .), read with fromYaml. */}}
 {{- define "penstock.model" -}}
 {{- $model := mergeOverwrite (deepCopy .root.Values.defaults) (deepCopy .model) -}}
-{{- $_ := set $model "image" (mergeOverwrite (deepCopy .root.Values.image) $model.image) -}}
+{{- $image := $model.image -}}
+{{- if or $image.repository $image.tag -}}
+{{- $image = merge $image (dict "digest" "") -}}
+{{- end -}}
+{{- $_ := set $model "image" (mergeOverwrite (deepCopy .root.Values.image) $image) -}}
 {{- toYaml $model -}}
+{{- end -}}
+
+{{/* The image of a model that has its defaults: call with (dict "root" $ "model" $model). */}}
+{{- define "penstock.image" -}}
+{{- $image := .model.image -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $image.repository $image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $image.repository ($image.tag | default .root.Chart.AppVersion) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels of the pod of `helm test`. */}}
+{{- define "penstock.testLabels" -}}
+app.kubernetes.io/name: penstock-test
+app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
 {{- define "penstock.name" -}}
