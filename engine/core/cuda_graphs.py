@@ -222,7 +222,7 @@ class ForwardGraphs:
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """Runs the model on a batch; see PackedModel. The next call may overwrite the result."""
         bucket = self._buckets.find(batch.num_tokens, len(batch.seq_lens), batch.max_seqlen)
-        is_plain = not (need_attention or batch.cache is not None or batch.hidden or batch.adapters)
+        is_plain = not (need_attention or batch.cache is not None or batch.masked or batch.adapters)
         if bucket is None or bucket not in self._graphs or not is_plain:
             return self._model.forward(batch, need_attention=need_attention)
         return ModelOutput(hidden_states=self._replay(bucket, batch))

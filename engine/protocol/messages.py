@@ -75,7 +75,7 @@ class InputColumns(msgspec.Struct, array_like=True):
     num_tokens: list[int] = []
     type_boundaries: list[int] = []
     num_prompt_tokens: list[int] = []
-    num_hidden: list[int] = []
+    num_masked: list[int] = []
     queries: list[int] = []
 
 
@@ -334,7 +334,7 @@ class ClientMessageBuilder:
             num_tokens=[len(tokens.token_ids) for tokens in inputs],
             type_boundaries=[tokens.type_boundary for tokens in inputs],
             num_prompt_tokens=[tokens.num_prompt_tokens for tokens in inputs],
-            num_hidden=[tokens.num_hidden for tokens in inputs],
+            num_masked=[tokens.num_masked for tokens in inputs],
             queries=[-1 if tokens.query is None else query_index[id(tokens.query)] for tokens in inputs],
         )
         arrays = [tokens.token_ids for tokens in inputs]
@@ -371,13 +371,13 @@ def unpack_client_message(message: ClientMessage, frame: Frame) -> list[SubmitRe
         queries.append(values[start:end].view(np.float32).reshape(num_rows, width))
     queries.append(None)  # at index -1
     inputs = [
-        TokenizedInput(values[end - length : end], boundary, num_prompt_tokens, num_hidden, queries[query])
-        for end, length, boundary, num_prompt_tokens, num_hidden, query in zip(
+        TokenizedInput(values[end - length : end], boundary, num_prompt_tokens, num_masked, queries[query])
+        for end, length, boundary, num_prompt_tokens, num_masked, query in zip(
             accumulate(columns.num_tokens),
             columns.num_tokens,
             columns.type_boundaries,
             columns.num_prompt_tokens,
-            columns.num_hidden,
+            columns.num_masked,
             columns.queries,
             strict=True,
         )

@@ -101,7 +101,7 @@ def expanded(tokens: TokenizedInput, expansion: QueryExpansion, token_id: int) -
     if missing <= 0:
         return tokens
     token_ids = np.concatenate([tokens.token_ids, np.full(missing, token_id, np.int32)])
-    return replace(tokens, token_ids=token_ids, num_hidden=0 if expansion.attends else missing)
+    return replace(tokens, token_ids=token_ids, num_masked=0 if expansion.attends else missing)
 
 
 def remove_ids(token_ids: NDArray[np.int32], skip_ids: Sequence[int]) -> NDArray[np.int32]:

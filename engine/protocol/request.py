@@ -23,7 +23,7 @@ class TokenizedInput:
         token_ids: [L] int32, special tokens included.
         type_boundary: Index of the first token of type 1; 0 means that all tokens are of type 0.
         num_prompt_tokens: Leading tokens that pooling leaves out (0 unless the model excludes its prompt).
-        num_hidden: Trailing tokens of a ColBERT query. They attend to the other tokens; no token attends to them.
+        num_masked: Trailing tokens of a ColBERT query. They attend to the other tokens; no token attends to them.
         query: [Q, D] float32. Query vectors, if this input is a ColBERT document to score.
         is_truncated: Whether a part of the input was removed to fit a limit. Unknown in the engine's process.
     """
@@ -31,7 +31,7 @@ class TokenizedInput:
     token_ids: NDArray[np.int32]
     type_boundary: int = 0
     num_prompt_tokens: int = 0
-    num_hidden: int = 0
+    num_masked: int = 0
     query: NDArray[np.float32] | None = None
     is_truncated: bool = False
 
@@ -42,7 +42,7 @@ class TokenizedInput:
     def __getitem__(self, part: slice) -> TokenizedInput:
         """Returns some of the tokens, as a view; boundaries stay those of the whole input."""
         return TokenizedInput(
-            self.token_ids[part], self.type_boundary, self.num_prompt_tokens, self.num_hidden, self.query
+            self.token_ids[part], self.type_boundary, self.num_prompt_tokens, self.num_masked, self.query
         )
 
 

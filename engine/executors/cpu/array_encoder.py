@@ -145,7 +145,7 @@ class ArrayEncoder:
             batch.input_ids,
             _position_rows(batch, self._embedding),
             batch.cu_seqlens,
-            visible_N=None if batch.num_hidden is None else batch.lengths - batch.num_hidden,
+            visible_N=None if batch.num_masked is None else batch.lengths - batch.num_masked,
             adapters_N=batch.adapters,
             need_attention=need_attention,
             kv_blocks=batch.kv_blocks,

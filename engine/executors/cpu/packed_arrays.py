@@ -24,7 +24,7 @@ class PackedArrays:
         cu_seqlens: [N+1] int32, prefix sums of the lengths.
         lengths: [N] int32, rows of each sequence.
         skip_tokens: [N] int32, tokens at the start of each sequence that pooling leaves out; None: no tokens.
-        num_hidden: [N] int32, tokens at the end of each sequence that no token attends to; None: no tokens.
+        num_masked: [N] int32, tokens at the end of each sequence that no token attends to; None: no tokens.
         adapters: [N] int32, number of each sequence's adapter, -1: no adapter; None: no sequence has one.
         kv_blocks: Blocks of keys and values; None if all sequences are whole and nothing is stored.
     """
@@ -35,7 +35,7 @@ class PackedArrays:
     cu_seqlens: NDArray[np.int32]
     lengths: NDArray[np.int32]
     skip_tokens: NDArray[np.int32] | None = None
-    num_hidden: NDArray[np.int32] | None = None
+    num_masked: NDArray[np.int32] | None = None
     adapters: NDArray[np.int32] | None = None
     kv_blocks: BatchBlocks | None = None
 
@@ -63,15 +63,15 @@ class PackedArrays:
             positions -= cu_seqlens[:-1].repeat(lengths)
         if starts is not None:
             positions += np.repeat(np.asarray(starts, np.int64), lengths)
-        types = skips = num_hidden = None
+        types = skips = num_masked = None
         if any(i.type_boundary for i in inputs):
             boundaries = np.array([i.type_boundary for i in inputs], np.int64)
             never = np.iinfo(np.int64).max
             types = (positions >= np.repeat(np.where(boundaries > 0, boundaries, never), lengths)).astype(np.int64)
         if any(i.num_prompt_tokens for i in inputs):
             skips = np.array([i.num_prompt_tokens for i in inputs], np.int32)
-        if any(i.num_hidden for i in inputs):
-            num_hidden = np.array([i.num_hidden for i in inputs], np.int32)
+        if any(i.num_masked for i in inputs):
+            num_masked = np.array([i.num_masked for i in inputs], np.int32)
         return cls(
             input_ids=np.concatenate([i.token_ids for i in inputs], dtype=np.int64),
             positions=positions,
@@ -79,7 +79,7 @@ class PackedArrays:
             cu_seqlens=cu_seqlens,
             lengths=lengths,
             skip_tokens=skips,
-            num_hidden=num_hidden,
+            num_masked=num_masked,
             adapters=adapters,
             kv_blocks=kv_blocks,
         )

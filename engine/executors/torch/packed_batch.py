@@ -136,27 +136,27 @@ class BatchCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HiddenTokens:
-    """B sequences of the same length L that end with hidden tokens. No token attends to hidden tokens.
+class MaskedTokens:
+    """B sequences of the same length L that end with masked tokens. No token attends to masked tokens.
 
     Attributes:
         rows: [B, L] int64, the rows of the sequences in the batch.
-        is_visible: [B, L] bool, False for the hidden tokens.
+        is_visible: [B, L] bool, False for the masked tokens.
     """
 
     rows: Tensor
     is_visible: Tensor
 
     @classmethod
-    def of(cls, lengths: NDArray[np.int32], num_hidden: NDArray[np.int32]) -> list[HiddenTokens]:
-        """Groups the sequences with hidden tokens by length, on the host; the arguments have shape [N]."""
+    def of(cls, lengths: NDArray[np.int32], num_masked: NDArray[np.int32]) -> list[MaskedTokens]:
+        """Groups the sequences with masked tokens by length, on the host; the arguments have shape [N]."""
         starts = np.cumsum(lengths) - lengths
         groups = []
-        for length in np.unique(lengths[num_hidden > 0]):
-            members = np.flatnonzero((num_hidden > 0) & (lengths == length))
+        for length in np.unique(lengths[num_masked > 0]):
+            members = np.flatnonzero((num_masked > 0) & (lengths == length))
             positions = np.arange(length)
             rows = torch.from_numpy(starts[members, None] + positions)
-            is_visible = torch.from_numpy(positions < (length - num_hidden[members, None]))
+            is_visible = torch.from_numpy(positions < (length - num_masked[members, None]))
             groups.append(cls(rows=rows, is_visible=is_visible))
         return groups
 
@@ -198,7 +198,7 @@ class PackedBatch:
         skip_tokens: [N] int32 on the host, tokens at the start of each whole sequence that pooling ignores; None if
             there are none.
         cache: States between chunks; None if all sequences are whole and nothing is stored.
-        hidden: Whole sequences with hidden tokens, by length.
+        masked: Whole sequences with masked tokens, by length.
         adapters: Rows by adapter.
         token_ids: `input_ids` on the host; None if only the device has them.
     """
@@ -211,7 +211,7 @@ class PackedBatch:
     max_seqlen: int
     skip_tokens: NDArray[np.int32] | None
     cache: BatchCache | None = None
-    hidden: Sequence[HiddenTokens] = ()
+    masked: Sequence[MaskedTokens] = ()
     adapters: Sequence[AdapterRows] = ()
     token_ids: NDArray[np.int64] | None = None
 
@@ -240,12 +240,12 @@ class PackedBatch:
             adapters: [N] number of each sequence's adapter, -1: no adapter; None: no sequence has one.
         """
         arrays = PackedArrays.build(inputs, starts)
-        hidden = [] if arrays.num_hidden is None else HiddenTokens.of(arrays.lengths, arrays.num_hidden)
+        masked = [] if arrays.num_masked is None else MaskedTokens.of(arrays.lengths, arrays.num_masked)
         own: dict[str, Tensor | None] = {
             name: None if (array := getattr(arrays, name)) is None else torch.from_numpy(array) for name in _ARRAYS
         }
         cached: dict[str, Tensor | None] = {name: getattr(cache, name) for name in _CACHE_ARRAYS} if cache else {}
-        groups = {(number, name): getattr(group, name) for number, group in enumerate(hidden) for name in _GROUP}
+        groups = {(number, name): getattr(group, name) for number, group in enumerate(masked) for name in _GROUP}
         adapted = AdapterRows.of(arrays.lengths, adapters)
         rows = {(number, _ADAPTER): group.rows for number, group in enumerate(adapted)}
         put: dict[Any, Any] = copy_to_device({**own, **cached, **groups, **rows}, device)
@@ -255,7 +255,7 @@ class PackedBatch:
             seq_lens=seq_lens,
             max_seqlen=max(seq_lens),
             cache=None if cache is None else replace(cache, **{name: put[name] for name in cached}),
-            hidden=[HiddenTokens(**{name: put[number, name] for name in _GROUP}) for number in range(len(hidden))],
+            masked=[MaskedTokens(**{name: put[number, name] for name in _GROUP}) for number in range(len(masked))],
             adapters=[AdapterRows(group.number, put[number, _ADAPTER]) for number, group in enumerate(adapted)],
             skip_tokens=arrays.skip_tokens,
             token_ids=arrays.input_ids,

@@ -25,7 +25,7 @@ from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.warm_up import SampleBatches
 from penstock.engine.executors.torch.base import PackedModel
 from penstock.engine.executors.torch.layers import attention as attention_layer
-from penstock.engine.executors.torch.packed_batch import BatchCache, HiddenTokens, PackedBatch
+from penstock.engine.executors.torch.packed_batch import BatchCache, MaskedTokens, PackedBatch
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.model_info import ModelInfo
@@ -167,8 +167,8 @@ def test_other_batches_run_the_model(save_folder: SaveFolder) -> None:
         assert weights.shape == (8, 2)
         graphs.forward(make_batch([129]))
         graphs.forward(make_batch([1] * 65))
-        lengths, num_hidden = np.array([3, 5], np.int32), np.array([0, 2], np.int32)
-        graphs.forward(replace(batch, hidden=HiddenTokens.of(lengths, num_hidden)))
+        lengths, num_masked = np.array([3, 5], np.int32), np.array([0, 2], np.int32)
+        graphs.forward(replace(batch, masked=MaskedTokens.of(lengths, num_masked)))
         graphs.forward(replace(batch, cache=BatchCache(num_new_seqs=2, num_new_tokens=8, context_lens=(0, 0))))
         assert recorder.num_replays == before
         graphs.forward(batch)

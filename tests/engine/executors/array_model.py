@@ -54,7 +54,7 @@ class ArrayModel(PackedModel):
             token_type_ids=None if types is None else types.numpy(),
             cu_seqlens=batch.cu_seqlens.numpy(),
             lengths=np.array(batch.seq_lens, np.int32),
-            num_hidden=_num_hidden(batch),
+            num_masked=_num_masked(batch),
             adapters=_adapters(batch),
             kv_blocks=None,
         )
@@ -74,13 +74,13 @@ def _between_tensors(head: ArrayHead | None) -> Head | None:
     return None if head is None else lambda x_ND: torch.from_numpy(head(x_ND.numpy()))
 
 
-def _num_hidden(batch: PackedBatch) -> NDArray[np.int32] | None:
-    """Returns the number of hidden tokens at the end of each sequence, [N], or None."""
-    if not batch.hidden:
+def _num_masked(batch: PackedBatch) -> NDArray[np.int32] | None:
+    """Returns the number of masked tokens at the end of each sequence, [N], or None."""
+    if not batch.masked:
         return None
-    num_hidden_N = np.zeros(len(batch.seq_lens), np.int32)
+    num_masked_N = np.zeros(len(batch.seq_lens), np.int32)
     starts_N = batch.cu_seqlens.numpy()[:-1]
-    for hidden in batch.hidden:
-        members = np.searchsorted(starts_N, hidden.rows[:, 0].numpy())
-        num_hidden_N[members] = (~hidden.is_visible).sum(1).numpy()
-    return num_hidden_N
+    for masked in batch.masked:
+        members = np.searchsorted(starts_N, masked.rows[:, 0].numpy())
+        num_masked_N[members] = (~masked.is_visible).sum(1).numpy()
+    return num_masked_N

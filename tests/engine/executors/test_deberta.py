@@ -58,7 +58,7 @@ def test_sequences_of_one_length_equal_each_alone(executor, load, save_model, re
 def test_hidden_tokens_do_not_change_others(executor, load, save_model, resolve, pack):
     folder, reference = save_model("DebertaV2Model", **HUB)
     tokens = np.arange(3, 33, dtype=np.int32)
-    batch = PackedBatch.build([TokenizedInput(tokens, num_hidden=10)], torch.device("cpu"))
+    batch = PackedBatch.build([TokenizedInput(tokens, num_masked=10)], torch.device("cpu"))
     hidden = load(resolve(folder)).forward(batch).hidden_states
     assert_close(hidden[:20], rows_of(reference, [tokens[:20].tolist()]))
 

@@ -84,7 +84,7 @@ def test_hidden_tokens_on_cpu_equal_torch(executor, family, config, load, load_o
     folder, _ = save_model(f"{family}Model", **config)
     numbers = np.random.default_rng(2)
     inputs = [
-        TokenizedInput(numbers.integers(3, 200, length).astype(np.int32), num_hidden=hidden)
+        TokenizedInput(numbers.integers(3, 200, length).astype(np.int32), num_masked=hidden)
         for length, hidden in ((9, 4), (12, 0), (9, 8), (30, 10))
     ]
     batch = PackedBatch.build(inputs, torch.device("cpu"))

@@ -77,17 +77,17 @@ def test_requests_survive_a_client_message(
             assert after.token_ids.dtype == np.int32
             assert after.token_ids.tolist() == before.token_ids.tolist()
             assert (after.type_boundary, after.num_prompt_tokens) == (before.type_boundary, before.num_prompt_tokens)
-            assert (after.num_hidden, after.query) == (0, None)
+            assert (after.num_masked, after.query) == (0, None)
 
 
 def test_equal_queries_of_inputs_are_sent_once() -> None:
     queries = [np.random.default_rng(n).normal(size=(n, 4)).astype(np.float32) for n in (3, 7)]
     order = [queries[0], None, queries[1], queries[0]]
-    inputs = [TokenizedInput(np.arange(2, dtype=np.int32), num_hidden=i, query=q) for i, q in enumerate(order)]
+    inputs = [TokenizedInput(np.arange(2, dtype=np.int32), num_masked=i, query=q) for i, q in enumerate(order)]
     message, frame = send(SubmitRequest(1, PARAMS[0], inputs))
     (received_request,) = unpack_client_message(message, frame)
     received = received_request.inputs
-    assert [got.num_hidden for got in received] == [0, 1, 2, 3]
+    assert [got.num_masked for got in received] == [0, 1, 2, 3]
     for got, query in zip(received, order, strict=True):
         assert got.query is None if query is None else np.array_equal(got.query, query)
     assert received[0].query is received[3].query

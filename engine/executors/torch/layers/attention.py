@@ -23,7 +23,7 @@ from penstock.kernels.backends import Backend, upload
 from penstock.kernels.rotary import HeadNorm, KvDestination, rotary
 
 from ....families.spec import AttentionSpec, LayerSpec, LinearSpec
-from ..packed_batch import BatchCache, HiddenTokens, KvCache, PackedBatch
+from ..packed_batch import BatchCache, KvCache, MaskedTokens, PackedBatch
 from .distances import Distances, DistanceTerms
 from .linear import Linear
 from .norm import LayerNorm, RmsNorm, load_norm
@@ -197,8 +197,8 @@ class Attention:
                 )
             )
         attended_THK = parts[0] if len(parts) == 1 else torch.cat(parts)
-        for hidden in batch.hidden:
-            self._attend_to_visible(q_THK, k_TGK, v_TGK, attended_THK, hidden, relative_bias)
+        for masked in batch.masked:
+            self._attend_to_visible(q_THK, k_TGK, v_TGK, attended_THK, masked, relative_bias)
         return attended_THK.flatten(1)
 
     def pooling_weights(
@@ -331,15 +331,15 @@ class Attention:
         k_TGK: Tensor,
         v_TGK: Tensor,
         attended_THK: Tensor,
-        hidden: HiddenTokens,
+        masked: MaskedTokens,
         relative_bias: Tensor | None,
     ) -> None:
-        """Recomputes the rows of `hidden` in `attended_THK` from the visible keys and values.
+        """Recomputes the rows of `masked` in `attended_THK` from the visible keys and values.
 
         Uses a mask without packing, because the sequences are few and short.
         """
-        num_tokens = hidden.rows.shape[1]
-        mask = hidden.is_visible[:, None, None, :].expand(-1, 1, num_tokens, -1)
+        num_tokens = masked.rows.shape[1]
+        mask = masked.is_visible[:, None, None, :].expand(-1, 1, num_tokens, -1)
         if self.window is not None:
             positions = torch.arange(num_tokens, device=q_THK.device)
             ahead_LL = positions[None, :] - positions[:, None]
@@ -348,13 +348,13 @@ class Attention:
         if relative_bias is not None:
             bias_HLL = bias_block(relative_bias, range(num_tokens), range(num_tokens)).to(q_THK.dtype)
             mask = torch.where(mask, bias_HLL, float("-inf"))
-        q_BHLK, k_BGLK, v_BGLK = (x[hidden.rows].transpose(1, 2) for x in (q_THK, k_TGK, v_TGK))
+        q_BHLK, k_BGLK, v_BGLK = (x[masked.rows].transpose(1, 2) for x in (q_THK, k_TGK, v_TGK))
         if self._terms is not None:
             mask = torch.where(mask, self._terms(q_BHLK, k_BGLK), float("-inf"))
         attended_BHLK = F.scaled_dot_product_attention(
             q_BHLK, k_BGLK, v_BGLK, attn_mask=mask, scale=self.spec.scale, enable_gqa=q_BHLK.shape[1] != k_BGLK.shape[1]
         )
-        attended_THK[hidden.rows.flatten()] = attended_BHLK.transpose(1, 2).flatten(0, 1)
+        attended_THK[masked.rows.flatten()] = attended_BHLK.transpose(1, 2).flatten(0, 1)
 
 
 def _segment_softmax(scores_TH: Tensor, segment_of_T: Tensor, num_segments: int) -> Tensor:

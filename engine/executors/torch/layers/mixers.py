@@ -280,8 +280,8 @@ class ShortConvMixer:
 
     def __call__(self, x_TD: Tensor, batch: PackedBatch, *, add: Tensor | None = None) -> Tensor:
         """Returns [T, D]; see MambaMixer. Hidden tokens count as zeros, like padding in transformers."""
-        for hidden in batch.hidden:
-            x_TD = x_TD.index_fill(0, hidden.rows[~hidden.is_visible], 0.0)
+        for masked in batch.masked:
+            x_TD = x_TD.index_fill(0, masked.rows[~masked.is_visible], 0.0)
         b_TD, c_TD, x_TD = self.in_proj(x_TD).chunk(3, dim=1)
         return self.out_proj(c_TD * self._convolve(b_TD * x_TD, batch), add=add)
 

@@ -180,7 +180,7 @@ def test_token_heads_and_comparisons_equal_torch(library, save_model, resolve, i
         multi_vector=MultiVector(),
         tasks=tasks,
     )
-    inputs = [replace(one, num_hidden=min(i, len(one) - 1)) for i, one in enumerate(inputs)]
+    inputs = [replace(one, num_masked=min(i, len(one) - 1)) for i, one in enumerate(inputs)]
     runners = Runners(info, library, inputs)
     runners.compare(PoolingParams(also=tasks[1:]).resolved(EMBED, info))
     numbers = np.random.default_rng(3)

@@ -250,7 +250,7 @@ def test_token_vectors_never_wait(skips_queries: bool, load_info: Any, check: Ch
     document = resolved(info, PoolingTask.TOKEN_EMBED)
     maps = TokenMaps(skip_ids=tuple(range(3, 60)))
     check(info, document, document.clone(is_query=True), maps=lambda device: maps)
-    inputs = [replace(tokens, num_hidden=n) for n, tokens in enumerate(inputs_of((3, 5, 5)))]
+    inputs = [replace(tokens, num_masked=n) for n, tokens in enumerate(inputs_of((3, 5, 5)))]
     check(info, document, inputs=inputs, maps=lambda device: maps)
 
 
