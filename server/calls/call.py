@@ -29,7 +29,7 @@ from penstock.engine.protocol.model_info import ModelKind
 from ..admission import ResponseSize, has_large_response
 from ..http.json_responses import json_response
 from ..http.request_head import LIMITS, RequestLimits
-from ..models.table import Target
+from ..models.table import ModelTarget
 from ..schemas.chat import ChatFields, InputFields
 from ..schemas.images import IMAGE_TYPES, Image
 from ..schemas.inputs import Text
@@ -50,7 +50,7 @@ _TEXTS_PER_CALL: Final = 32
 _IMAGE_TYPES: Final = frozenset(IMAGE_TYPES)
 
 
-class Result(Protocol):
+class EngineResult(Protocol):
     """A result of the engine."""
 
     @property
@@ -130,7 +130,7 @@ class Call:
         "truncated",
     )
 
-    def __init__(self, request: Request, context: ServerContext, target: Target, began_s: float) -> None:
+    def __init__(self, request: Request, context: ServerContext, target: ModelTarget, began_s: float) -> None:
         self.request = request
         self.context = context
         self.target = target
@@ -240,7 +240,7 @@ class Call:
         adapter = prompt.adapter or options.adapter
         return replace(options, prompt=prompt.text, is_query=prompt.is_query, adapter=adapter)
 
-    def count(self, task: str, result: Result) -> None:
+    def count(self, task: str, result: EngineResult) -> None:
         """Counts the tokens and truncated inputs of an engine result under the name of the task in the metrics."""
         self.num_tokens = self.context.metrics.count(task, result.num_tokens, self.truncated.num)
 

@@ -27,7 +27,7 @@ _USED: Final = "penstock.models"
 """Scope key of the models whose engines the request uses."""
 
 
-class Target(NamedTuple):
+class ModelTarget(NamedTuple):
     """The engine and model of a request.
 
     Attributes:
@@ -91,7 +91,7 @@ class ModelTable:
         self._manager = manager
         self._named = {name: entry for entry in manager.entries for name in entry.model.names}
 
-    def find(self, name: str | None, scope: Scope, kinds: Collection[ModelKind] = ()) -> Target | None:
+    def find(self, name: str | None, scope: Scope, kinds: Collection[ModelKind] = ()) -> ModelTarget | None:
         """Returns the target of a request and records the model in the request's record.
 
         The engine is not unloaded until `release`.
@@ -117,7 +117,7 @@ class ModelTable:
         entry.acquire()
         return self._target(entry, name, scope)
 
-    async def load(self, name: str | None, scope: Scope, kinds: Collection[ModelKind] = ()) -> Target:
+    async def load(self, name: str | None, scope: Scope, kinds: Collection[ModelKind] = ()) -> ModelTarget:
         """Loads the model of a request and returns the target. Raises the errors of `find` and ModelManager.acquire."""
         entry = self.entry(name, kinds)
         await self._manager.acquire(entry, is_background=IS_BACKGROUND in scope)
@@ -187,10 +187,10 @@ class ModelTable:
                 descriptions.append(ModelDescription(entry, name, entry.info, entry.name))
         return descriptions
 
-    def engines(self) -> list[Target]:
+    def engines(self) -> list[ModelTarget]:
         """Returns the targets of all loaded models."""
         return [
-            Target(entry.engine, entry.name, entry.model.default_prompt_name)
+            ModelTarget(entry.engine, entry.name, entry.model.default_prompt_name)
             for entry in self.entries
             if entry.engine is not None
         ]
@@ -223,15 +223,15 @@ class ModelTable:
             states |= dict.fromkeys(expected, EngineState.STARTING)
         return states
 
-    def _target(self, entry: ModelEntry, name: str | None, scope: Scope) -> Target:
+    def _target(self, entry: ModelEntry, name: str | None, scope: Scope) -> ModelTarget:
         assert entry.engine is not None
         scope.setdefault(_USED, []).append(entry)
         prompt_name = entry.model.default_prompt_name
         if name and name in self._named:
-            return Target(entry.engine, name, prompt_name)
+            return ModelTarget(entry.engine, name, prompt_name)
         model, adapter = _split(name or "")
         shown_name = entry.name if adapter is None else f"{model or entry.name}:{adapter}"
-        return Target(entry.engine, shown_name, prompt_name, adapter)
+        return ModelTarget(entry.engine, shown_name, prompt_name, adapter)
 
     def _check_started(self, entry: ModelEntry) -> None:
         if self.is_starting and entry.model.is_preloaded:

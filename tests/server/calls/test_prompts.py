@@ -16,7 +16,7 @@ from penstock.server.calls.call import Call
 from penstock.server.calls.context import ServerContext
 from penstock.server.http.request_head import LIMITS, RequestLimits
 from penstock.server.models.manager import ModelLimits, ModelManager
-from penstock.server.models.table import ModelTable, Target
+from penstock.server.models.table import ModelTable, ModelTarget
 from penstock.server.routes.openai import EmbeddingRequest
 from penstock.server.settings import ServerSettings
 
@@ -38,7 +38,7 @@ def body(**fields: str) -> EmbeddingRequest:
 def call(engine: Any, default_prompt_name: str | None = None, adapter: str | None = None) -> Call:
     settings, table = ServerSettings(), ModelTable(ModelManager([], ModelLimits()))
     context = ServerContext(settings, None, table, 0, AdmissionController(settings))
-    return Call(REQUEST, context, Target(engine, "m", default_prompt_name, adapter), 0.0)
+    return Call(REQUEST, context, ModelTarget(engine, "m", default_prompt_name, adapter), 0.0)
 
 
 @pytest.mark.parametrize("field", ["input_type", "task"])
