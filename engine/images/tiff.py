@@ -154,7 +154,7 @@ def _with_directory(data: bytes, order: str, entries: Mapping[int, _Entry]) -> b
             values.append(entry.data + bytes(len(entry.data) % 2))
             values_start += len(values[-1])
     head = data[:4] + struct.pack(order + "I", start)
-    return b"".join((head, data[8:], bytes(start - len(data)), *directory, bytes(4), *values))
+    return b"".join((head, memoryview(data)[8:], bytes(start - len(data)), *directory, bytes(4), *values))
 
 
 def _integer(entries: Mapping[int, _Entry], order: str, tag: int, default: int) -> int:

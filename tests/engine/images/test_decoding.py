@@ -79,7 +79,9 @@ def test_first_frame_of_animation_is_read(format: str, mode: str) -> None:  # no
     np.testing.assert_array_equal(_decoded(data), _expected(data))
 
 
-def test_transparent_image_is_laid_on_white_in_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", ["1", "LA", "P", "RGBA", "I;16"])
+def test_image_is_converted_in_bands(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     monkeypatch.setattr("penstock.engine.images.decoding._BAND_PIXELS", 100)
-    data = encoded(picture("RGBA", 33, 17), "PNG")
-    np.testing.assert_array_equal(_decoded(data), _expected(data))
+    for options in ({"transparency": bytes(range(256))}, {}) if mode == "P" else ({},):
+        data = encoded(picture(mode, 33, 17), "PNG", **options)
+        np.testing.assert_array_equal(_decoded(data), _expected(data))

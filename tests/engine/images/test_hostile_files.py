@@ -14,11 +14,12 @@ from penstock.engine.images.decoding import decode
 from penstock.engine.images.errors import ImageError
 from penstock.engine.images.image_file import MAX_PIXELS, ImageLimits, read_image_file
 
-from .hostile import attacks, large_but_valid
+from .hostile import attacks, jpeg_with_scans, large_but_valid
 from .pictures import encoded, picture
 
 _MEMORY: int = 400 << 20
 """Bytes that a process may take to read all hostile files, in addition to its modules."""
+_SCAN: bytes = b"\xff\xda"
 _VALID = [
     encoded(picture(mode, 20, 15), format_, **options)
     for format_, mode, options in (
@@ -106,3 +107,12 @@ def test_changed_files_fail_with_image_errors_only(data: st.DataObject) -> None:
 def test_pixel_limit_above_pillows_is_rejected() -> None:
     with pytest.raises(ValueError, match=f"max_pixels is {MAX_PIXELS + 1}; it must be from 1 to {MAX_PIXELS}"):
         ImageLimits(max_pixels=MAX_PIXELS + 1)
+
+
+def test_scans_are_counted_across_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = jpeg_with_scans(40)
+    monkeypatch.setattr("penstock.engine.images.image_file._MAX_SCAN_PIXELS", 1)
+    for portion in (1, 2, 7, 100, 1 << 20):
+        monkeypatch.setattr("penstock.engine.images.image_file._COUNTED_BYTES", portion)
+        with pytest.raises(ImageError, match=f"800 x 800 pixels with {data.count(_SCAN)} scans"):
+            _read(data)
