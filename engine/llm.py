@@ -37,7 +37,7 @@ _IN_FLIGHT: Final = 2
 
 Output = TypeVar("Output")
 Result = TypeVar("Result")
-Call = Callable[[list[Any]], Awaitable[list[Output]]]
+EngineCall = Callable[[list[Any]], Awaitable[list[Output]]]
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = PoolingParams | Sequence[PoolingParams]
 
@@ -280,7 +280,7 @@ class LLM:
             outputs.update(zip(indices, done, strict=True))
         return [outputs[index] for index in range(len(inputs))]
 
-    def _run(self, call: Call[Output], inputs: Sequence[Any], use_tqdm: bool) -> list[Output]:
+    def _run(self, call: EngineCall[Output], inputs: Sequence[Any], use_tqdm: bool) -> list[Output]:
         if not inputs:
             raise InvalidRequestError("Give at least one input.", param="input")
         return self._loop.run(in_slices(call, inputs, shows_progress=use_tqdm))
@@ -318,7 +318,7 @@ def _input(prompt: Any, index: int) -> Text:
     )
 
 
-async def in_slices(call: Call[Output], inputs: Sequence[Any], *, shows_progress: bool) -> list[Output]:
+async def in_slices(call: EngineCall[Output], inputs: Sequence[Any], *, shows_progress: bool) -> list[Output]:
     """Runs the inputs in slices, two at a time, and returns the outputs in order.
 
     Args:
@@ -348,7 +348,7 @@ async def in_slices(call: Call[Output], inputs: Sequence[Any], *, shows_progress
     return outputs
 
 
-async def _slice(call: Call[Output], inputs: Sequence[Any], start: int) -> list[Output]:
+async def _slice(call: EngineCall[Output], inputs: Sequence[Any], start: int) -> list[Output]:
     try:
         return await call(list(inputs[start : start + _SLICE]))
     except EngineError as error:

@@ -25,7 +25,7 @@ _TASKS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_
 
 
 class CombinedEmbedder:
-    """Embeds with one model.
+    """Runs the embedding tasks of one model that need rows of tokens or return several outputs of one forward.
 
     Args:
         info: The model.

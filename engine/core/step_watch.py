@@ -77,7 +77,7 @@ class StepWatch:
         self._on_stuck = on_stuck
         self._current: Step | None = None
         self._longest_s = 0.0
-        self._most_tokens = 0
+        self._max_tokens = 0
         self._ended = threading.Event()
         self._thread_id = 0
 
@@ -118,11 +118,11 @@ class StepWatch:
     def record(self, step: Step, seconds: float) -> None:
         """Records the duration of a forward that has ended. Time while the process was stopped does not count."""
         self._longest_s = max(self._longest_s, min(seconds, (step.num_checks + 1) * self._interval_s))
-        self._most_tokens = max(self._most_tokens, step.num_tokens)
+        self._max_tokens = max(self._max_tokens, step.num_tokens)
 
     def limit_s(self, step: Step) -> float:
         """Returns the seconds that a step may take."""
-        scale = max(1.0, step.num_tokens / max(self._most_tokens, 1)) if self._longest_s else 1.0
+        scale = max(1.0, step.num_tokens / max(self._max_tokens, 1)) if self._longest_s else 1.0
         return max(self._min_limit_s, self._factor * self._longest_s * scale)
 
     @property

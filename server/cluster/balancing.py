@@ -14,7 +14,7 @@ QUEUE_S: Final = "queue_s"
 """Metric that a replica reports to the autoscaler: seconds of waiting and running work."""
 BUSY: Final = "busy"
 """Metric that a replica reports to the autoscaler: share of time in which its engine is busy, 0 to 1."""
-_MOST_BUSY: Final = 0.8
+_MAX_BUSY: Final = 0.8
 """Replicas are removed only if the remaining ones would be busy for less than this share of time, because a short queue
 does not mean that an engine is idle."""
 _TINY: Final = 1e-6
@@ -95,7 +95,7 @@ def replicas_for(queue_s: Collection[float], busy: Collection[float], target_que
         current: Current target number of replicas.
     """
     by_queue = math.ceil(sum(queue_s) / target_queue_s - _TINY)
-    by_work = math.ceil(sum(busy) / _MOST_BUSY - _TINY)
+    by_work = math.ceil(sum(busy) / _MAX_BUSY - _TINY)
     return max(by_queue, min(by_work, current))
 
 

@@ -28,7 +28,7 @@ from .ray_settings import RayEmbedSettings
 
 _AT_ONCE: Final = 2
 """Number of shards that an engine embeds at once."""
-_MOST_BLOCKS: Final = 4096
+_MAX_BLOCKS: Final = 4096
 """Number of blocks in which Ray distributes the shards."""
 
 
@@ -155,7 +155,7 @@ def _run(left: Sequence[Shard], config: EmbedderConfig, settings: RayEmbedSettin
         enable_true_multi_threading=True,
     )
     # `from_items` starts no tasks. Tasks need cores, but the engines may use all cores.
-    indices = ray.data.from_items(list(range(len(left))), override_num_blocks=min(len(left), _MOST_BLOCKS))
+    indices = ray.data.from_items(list(range(len(left))), override_num_blocks=min(len(left), _MAX_BLOCKS))
     shards_done = indices.map_batches(
         Embedder,
         fn_constructor_args=(config, left),

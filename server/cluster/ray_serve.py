@@ -12,9 +12,7 @@ from typing import Any, Final
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, HTTPOptions, RequestRouterConfig
-from ray.serve.context import (
-    _get_global_client,  # Ray's version is pinned, and there is no public API for the HTTP options
-)
+from ray.serve.context import _get_global_client
 
 from ..settings import CommandError, UsageError
 from .balancing import QueuePolicy
@@ -40,7 +38,7 @@ _PROXY_FLAGS: Final = {
     "ssl_certfile": "--ssl-certfile",
     "ssl_keyfile": "--ssl-keyfile",
 }
-_MOST_STARTS: Final = 3
+_MAX_STARTS: Final = 3
 """Maximum attempts to start a replica."""
 
 
@@ -113,13 +111,12 @@ def start_proxies(settings: RayServeSettings) -> None:
         ssl_keyfile=key or certificate,
     )
     serve.start(proxy_location=settings.proxy_location, http_options=options)
-    now = _get_global_client().http_config
+    now = _get_global_client().http_config  # private: no public function returns it; Ray's version is pinned
     for field, flag in _PROXY_FLAGS.items():
         if getattr(now, field) != getattr(options, field):
             raise UsageError(
-                f"{flag}: Ray Serve runs on this cluster with another value: {getattr(now, field)}; use that, "
-                "or stop it with "
-                "`serve shutdown`"
+                f"{flag}: Ray Serve runs on this cluster with another value: {getattr(now, field)}; use that, or stop "
+                "it with `serve shutdown`"
             )
 
 
@@ -167,7 +164,7 @@ def deployment_options(settings: RayServeSettings) -> dict[str, Any]:
             request_router_class=LeastTokensRouter, request_routing_stats_period_s=_REPORT_EVERY_S
         ),
         "graceful_shutdown_timeout_s": settings.drain_timeout_s + _CLOSE_S,
-        "max_constructor_retry_count": _MOST_STARTS,
+        "max_constructor_retry_count": _MAX_STARTS,
     }
 
 

@@ -47,7 +47,7 @@ class Progress:
 
     def __init__(self, lengths: Mapping[int, int], info: ModelInfo, *, is_terminal: bool | None = None) -> None:
         is_cut = info.auto_truncate and not info.enable_chunked_processing
-        self._most_chars = info.max_model_len * _CHARS_PER_TOKEN if is_cut else None
+        self._max_chars = info.max_model_len * _CHARS_PER_TOKEN if is_cut else None
         self._num_rows = sum(lengths.values())
         self._num_done = self._num_earlier = 0
         self._total = sum(number * self._weight(length) for length, number in lengths.items())
@@ -111,7 +111,7 @@ class Progress:
         )
 
     def _weight(self, num_chars: int) -> int:
-        return _ROW_CHARS + (num_chars if self._most_chars is None else min(num_chars, self._most_chars))
+        return _ROW_CHARS + (num_chars if self._max_chars is None else min(num_chars, self._max_chars))
 
     def _rows(self) -> str:
         return f"{self._num_done}/{self._num_rows} rows"
