@@ -153,3 +153,5 @@ async def test_token_without_an_embedding_is_rejected(save_bert: Callable[..., P
         assert (await engine.embed(["the"], PARAMS)).embeddings.shape == (1, 32)
     finally:
         await engine.close()
+    with pytest.raises(errors.EngineUnavailableError):  # its tokenizer threads have ended
+        await engine.tokenize(["word " * 20_000])

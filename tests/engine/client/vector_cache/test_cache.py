@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tracemalloc
 from pathlib import Path
 
@@ -79,3 +80,14 @@ def test_secret_is_shared_only_through_a_folder(tmp_path: Path) -> None:
     rows = VectorCache(0, tmp_path / "cache", 2**20)
     assert rows.shared_secret == rows.secret == (tmp_path / "cache" / "secret").read_bytes()
     rows.close()
+
+
+def test_unusable_folder_is_reported_as_a_broken_tier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with contextlib.closing(VectorCache(0, tmp_path, 2**20)) as cache:
+        assert [(tier.name, tier.is_working) for tier in cache.stats()] == [("memory", True), ("disk", True)]
+    data = next(path for path in tmp_path.rglob("*.mdb") if path.stat().st_size > 0 and "lock" not in path.name)
+    data.write_bytes(data.read_bytes()[:4096])
+    with contextlib.closing(VectorCache(2**20, tmp_path, 2**20)) as cache:
+        assert [(tier.name, tier.is_working) for tier in cache.stats()] == [("memory", True), ("disk", False)]
+    assert "the server continues without the folder" in caplog.text
+    assert [tier.name for tier in VectorCache(2**20).stats()] == ["memory"]
