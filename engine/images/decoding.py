@@ -57,22 +57,23 @@ def decode(file: ImageFile) -> Image.Image:
     if feature is not None and not features.check(feature):
         raise ImageError(f"is a {file.format} image, which this server's Pillow cannot read; send PNG or JPEG")
     try:
-        return _decode(file)
+        rgb, orientation = _load(file)  # the decoder's memory is free again
+        transpose = _TRANSPOSES.get(orientation)
+        return rgb if transpose is None else rgb.transpose(transpose)
     except ImageError:
         raise
     except Exception as error:  # noqa: BLE001 - Pillow raises errors of many types for corrupt files
         raise ImageError(f"is a truncated or corrupt {file.format} file ({_reason(error)})") from None
 
 
-def _decode(file: ImageFile) -> Image.Image:
+def _load(file: ImageFile) -> tuple[Image.Image, int]:
+    """Returns the image as RGB, and its orientation."""
     with Image.open(io.BytesIO(file.data), formats=[file.format]) as image:
         if image.width > file.width or image.height > file.height:
             raise ImageError(f"is a corrupt {file.format} file: its headers contradict each other")
         image.load()
         orientation = file.orientation or image.getexif().get(_ORIENTATION_TAG, 1)
-        rgb = _to_rgb(image)
-    transpose = _TRANSPOSES.get(orientation)
-    return rgb if transpose is None else rgb.transpose(transpose)
+        return _to_rgb(image), orientation
 
 
 def _reason(error: Exception) -> str:

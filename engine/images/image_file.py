@@ -313,7 +313,7 @@ _READERS: Final[Sequence[_Reader]] = (
     _Reader("PNG", "PNG", _read_png, _begins(_PNG_SIGNATURE), 12),
     _Reader("JPEG", "JPEG", _read_jpeg, _begins(b"\xff\xd8\xff"), 16),
     _Reader("GIF", "GIF", _read_gif, _begins(b"GIF87a", b"GIF89a"), 12),
-    _Reader("WebP", "WEBP", _read_webp, lambda data: data.startswith(b"RIFF") and data[8:12] == b"WEBP", 24),
+    _Reader("WebP", "WEBP", _read_webp, lambda data: data.startswith(b"RIFF") and data[8:12] == b"WEBP", 20),
     _Reader("BMP", "BMP", _read_bmp, _begins(b"BM"), 12),
     _Reader("TIFF", "TIFF", read_tiff, _begins(b"II*\0", b"MM\0*"), 16),
     _Reader("AVIF", "AVIF", read_avif, lambda data: data[4:12] in (b"ftypavif", b"ftypavis", b"ftypmif1"), 24),
