@@ -13,13 +13,13 @@ from tokenizers import Encoding, Tokenizer
 from ..protocol.errors import InvalidRequestError, RequestCancelledError, RequestTooLongError
 from ..protocol.request import Text, TokenizedInput
 
-_FEW_CHARS_PER_TOKEN: Final = 8
-_MANY_CHARS_PER_TOKEN: Final = 64
-_FIRST_CHARS: Final = 65_536
-_MAX_CHARS: Final = 524_288
-"""Minimum of `max_chars`: models with short limits must read texts that begin with many blanks."""
-_MOST_CHARS: Final = 2_000_000
-"""Maximum of `max_chars`, so that tokenizing one text takes at most about 1 GB."""
+_USUAL_CHARS_PER_TOKEN: Final = 8
+_MAX_CHARS_PER_TOKEN: Final = 64
+_MIN_FIRST_CHARS: Final = 65_536
+_MIN_MAX_CHARS: Final = 524_288
+"""Lower bound of `max_chars`: models with short limits must read texts that begin with many blanks."""
+_CHARS_LIMIT: Final = 2_000_000
+"""Upper bound of `max_chars`, so that tokenizing one text takes at most about 1 GB."""
 _LONGEST_WORD: Final = 1_000
 """Characters. Text is cut between words, unless that would remove more than this."""
 _SPARE_TOKENS: Final = 64
@@ -74,7 +74,7 @@ class Truncation:
     @property
     def first_chars(self) -> int:
         """Characters to tokenize first. In nearly every text they have more tokens than the limit."""
-        return min(max(_FEW_CHARS_PER_TOKEN * self.max_num_tokens, _FIRST_CHARS), self.max_chars)
+        return min(max(_USUAL_CHARS_PER_TOKEN * self.max_num_tokens, _MIN_FIRST_CHARS), self.max_chars)
 
     @property
     def max_chars(self) -> int:
@@ -82,12 +82,12 @@ class Truncation:
 
         Bounds the memory of one text: tokenizing takes 500 bytes per token and 30 per character.
         """
-        return min(max(_MANY_CHARS_PER_TOKEN * self.max_num_tokens, _MAX_CHARS), _MOST_CHARS)
+        return min(max(_MAX_CHARS_PER_TOKEN * self.max_num_tokens, _MIN_MAX_CHARS), _CHARS_LIMIT)
 
     @property
     def max_truncated_chars(self) -> int:
         """Most characters to tokenize of each text of a pair that may be truncated."""
-        return min(max(_MANY_CHARS_PER_TOKEN * self.max_num_tokens, _FIRST_CHARS), _MOST_CHARS)
+        return min(max(_MAX_CHARS_PER_TOKEN * self.max_num_tokens, _MIN_FIRST_CHARS), _CHARS_LIMIT)
 
     def reject_length_unless_truncated(self, num_tokens: int, index: int, *, is_whole: bool = True) -> None:
         """Raises RequestTooLongError for an input above the limit, unless it may be truncated.
