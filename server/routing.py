@@ -55,7 +55,6 @@ class RouteOptions(TypedDict, total=False):
     tags: list[str | Enum] | None
     responses: Responses
     response_model: Any
-    response_model_exclude_unset: bool
     response_class: type[Response]
     include_in_schema: bool
     operation_id: str | None

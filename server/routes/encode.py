@@ -135,9 +135,7 @@ class EncodeResponse(ListResponse[EncodeRow]):
 router = Router(PENSTOCK, tag="penstock")
 
 
-@router.task(
-    "/v1/encode", batch_use=BatchUse.EMBEDDING, response_model=EncodeResponse, response_model_exclude_unset=True
-)
+@router.task("/v1/encode", batch_use=BatchUse.EMBEDDING, response_model=EncodeResponse)
 async def encode(body: EncodeRequest, request: Request) -> Response:
     """Returns dense, sparse and token vectors of each input, computed in one forward."""
     check_inputs(request, body)
