@@ -110,6 +110,7 @@ def test_oldest_rows_are_evicted(tmp_path: Path) -> None:
     for first in range(0, 6_000, 100):
         tier.write(rows(first, first + 100))
         assert tier.num_bytes() <= tier.max_bytes
+        assert tier._used_bytes() <= 0.77 * tier.max_bytes
     left = numbers_in(tier, 6_000)
     assert left == list(range(left[0], 6_000))
     assert tier.num_evicted == left[0]
