@@ -143,6 +143,11 @@ async def test_prompt_tokens_include_the_leading_special_token(pool: TokenizerPo
     short = Truncation(max_num_tokens=4, may_truncate=True, side="left")
     (cut,) = await pool.encode(["a red fox"], short, prompt="search query: ", skip_prompt=True)
     assert cut.num_prompt_tokens == 0
+    short = Truncation(max_num_tokens=7, may_truncate=True, side="left")
+    (cut,) = await pool.encode(["a red fox"], short, prompt="search query: ", skip_prompt=True)
+    assert (len(cut.token_ids), cut.num_prompt_tokens) == (7, 3)
+    (cut,) = await pool.encode(["a red fox " * 10_000], short, prompt="search query: ", skip_prompt=True)
+    assert (len(cut.token_ids), cut.num_prompt_tokens) == (7, 0)
     (plain,) = await pool.encode(["fox"], UNCUT, prompt="search query: ")
     assert plain.num_prompt_tokens == 0
 
