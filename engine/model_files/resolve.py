@@ -92,6 +92,7 @@ def _resolve_part(
     config_file = path.name if is_gguf(path) else "config.json"
     draft = ModelDraft(config.model, model_config, config, files, config_file=config_file)
     draft.set("query", None, "default")
+    draft.set("image", None, "default")
     draft.set("default_is_query", False, "default")
     draft.set("name", config.name or config.model, "--served-model-name" if config.name else config.model_source)
     draft.set("path", str(path), config.model_source if path == root else MODULES_FILE)
