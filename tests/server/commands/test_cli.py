@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from penstock.server.commands import cli
 from penstock.server.commands.default_model import model_and_names
@@ -128,3 +130,30 @@ def test_info_as_json_names_the_source_of_each_value(capsys: pytest.CaptureFixtu
     assert info["fields"]["path"]["from"] == "default"
     assert cli.main(["info", info["path"], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fields"]["path"]["from"] == "--model"
+
+
+def test_info_as_json_shows_nested_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "bert", "architectures": ["BertModel"], "hidden_size": 32, "num_attention_heads": 4}
+    package = "sentence_transformers.models"
+    modules = [
+        {"type": f"{package}.{name}", "path": path}
+        for name, path in (("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense"))
+    ]
+    dense = {"in_features": 32, "out_features": 8, "activation_function": "torch.nn.Tanh"}
+    files = {
+        "config.json": config | {"num_hidden_layers": 1, "max_position_embeddings": 40, "vocab_size": 64},
+        "modules.json": modules,
+        "1_Pooling/config.json": {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True},
+        "2_Dense/config.json": dense,
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content))
+    for folder in (tmp_path, tmp_path / "2_Dense"):
+        save_file({"weight": np.zeros(3, np.float32)}, folder / "model.safetensors")
+    assert cli.main(["info", str(tmp_path), "--json"]) == 0
+    (spec,) = json.loads(capsys.readouterr().out)["fields"]["dense"]["value"]
+    assert (spec["in_features"], spec["out_features"], spec["activation"]) == (32, 8, "Tanh")
+    (tmp_path / "2_Dense" / "model.safetensors").unlink()
+    assert cli.main(["info", str(tmp_path)]) == 2
+    assert "2_Dense" in capsys.readouterr().err
