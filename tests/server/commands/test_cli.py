@@ -154,6 +154,6 @@ def test_info_as_json_shows_nested_values(tmp_path: Path, capsys: pytest.Capture
     assert cli.main(["info", str(tmp_path), "--json"]) == 0
     (spec,) = json.loads(capsys.readouterr().out)["fields"]["dense"]["value"]
     assert (spec["in_features"], spec["out_features"], spec["activation"]) == (32, 8, "Tanh")
-    (tmp_path / "2_Dense" / "model.safetensors").unlink()
+    (tmp_path / "2_Dense" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     assert cli.main(["info", str(tmp_path)]) == 2
     assert "2_Dense" in capsys.readouterr().err
