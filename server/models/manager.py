@@ -310,7 +310,8 @@ class Startup:
         manager: Loads the models.
         table: Its `is_starting` is cleared after all attempts.
         on_ready: Called after all attempts if a model can serve.
-        on_failure: Called with the first error if no model can serve. The application keeps running.
+        on_failure: Called with the first error if no model can serve, and with an unexpected error. The application
+            keeps running.
     """
 
     manager: ModelManager
@@ -335,10 +336,16 @@ class Startup:
         await asyncio.shield(self._loading)
 
     async def _load(self) -> None:
+        try:
+            await self._load_models()
+        except Exception as error:
+            self.on_failure(error)
+            raise
+
+    async def _load_models(self) -> None:
         first = [entry for entry in self.manager.entries if entry.model.is_preloaded]
         failed = [(entry, error) for entry in first if (error := await self.manager.load(entry)) is not None]
         if failed and len(failed) == len(self.manager.entries):
-            self.on_failure(failed[0][1])
             raise failed[0][1]
         for entry, error in failed:
             log_failure(entry, error)

@@ -52,6 +52,21 @@ async def test_failed_model_does_not_affect_others(engine) -> None:
     assert engine.is_closed
 
 
+async def test_unexpected_error_of_the_start_is_reported(engine) -> None:
+    async def start():
+        return engine
+
+    def fail() -> None:
+        raise KeyError("a bug")
+
+    failures: list[Exception] = []
+    app = create_app([ServedModel(("a",), start)], ServerSettings(), on_ready=fail, on_failure=failures.append)
+    async with client_of(app):
+        with pytest.raises(KeyError, match="a bug"):
+            await app.state.startup.wait()
+    assert [type(error) for error in failures] == [KeyError]
+
+
 async def test_loading_model_gets_503_with_retry_after(engine) -> None:
     may_load = asyncio.Event()
 
