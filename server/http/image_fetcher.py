@@ -108,7 +108,7 @@ class ImageFetcher:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._resolve = resolve or _resolve
-        self._connect = connect or _connect
+        self._connect = connect or open_tls
         self._trust = trust or ssl.create_default_context()
 
     async def fetch(self, url: str, on_bytes: Callable[[int], None]) -> bytes:
@@ -298,5 +298,6 @@ async def _resolve(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-async def _connect(address: str, port: int, trust: ssl.SSLContext, host: str) -> Streams:
+async def open_tls(address: str, port: int, trust: ssl.SSLContext, host: str) -> Streams:
+    """Opens a connection; see Connect."""
     return await asyncio.open_connection(address, port, ssl=trust, server_hostname=host)

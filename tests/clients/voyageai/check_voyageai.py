@@ -1,8 +1,9 @@
-"""voyageai: /v1/embeddings and /v1/rerank."""
+"""voyageai: /v1/embeddings, /v1/multimodalembeddings and /v1/rerank."""
 
 import plain_http as http
 import pytest
 import voyageai
+from PIL import Image
 from plain_http import DOCUMENTS, MODEL, PROTECTED_URL, QUERY, TEXTS, TOO_LONG, URL, assert_close, assert_ranks
 from voyageai.error import AuthenticationError, InvalidRequestError, VoyageError
 
@@ -32,6 +33,15 @@ def test_types_equal_plain_http(output_dtype):
 
 def test_long_text_is_cut():
     assert_close(embed([TOO_LONG]).embeddings, http.embed([TOO_LONG], truncate_prompt_tokens=-1))
+
+
+def test_multimodal_texts_equal_plain_http():
+    client = voyageai.Client(api_key="any", base_url=f"{URL}/v1")
+    answer = client.multimodal_embed([[text] for text in TEXTS], model=MODEL, input_type="document")
+    assert_close(answer.embeddings, http.embed(TEXTS))
+    assert (answer.text_tokens, answer.image_pixels) == (answer.total_tokens, 0)
+    with pytest.raises(InvalidRequestError, match=r"inputs\[1\]\.content\[0\]\.image_base64 is an image"):
+        client.multimodal_embed([["a text"], [Image.new("RGB", (4, 4))]], model=MODEL)
 
 
 def test_ranks_equal_plain_http():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.server.http.image_fetcher import AllowedHost, FetchError, ImageFetcher, is_public
+from penstock.server.http.image_fetcher import AllowedHost, FetchError, ImageFetcher, is_public, open_tls
 
 PUBLIC = "93.184.215.14"
 HOST = "img.example.org"
@@ -61,7 +61,7 @@ class Site:
 
     async def connect(self, address: str, port: int, trust: ssl.SSLContext, host: str):
         self.opened.append((address, host))
-        return await asyncio.open_connection("127.0.0.1", self.port, ssl=trust, server_hostname=host)
+        return await open_tls("127.0.0.1", self.port, trust, host)
 
     async def fetch(self, url: str = f"https://{HOST}/a.png", *hosts: str, timeout_s: float = 5.0) -> bytes:
         allowed = [AllowedHost.parse(host) for host in hosts or ("*.example.org",)]
@@ -324,6 +324,13 @@ async def test_name_without_address_is_an_error(site) -> None:
         site.resolve = resolve
         with pytest.raises(FetchError, match="has no address"):
             await site.fetch()
+
+
+async def test_resolver_of_the_system_finds_a_local_name(site) -> None:
+    fetcher = ImageFetcher([AllowedHost("localhost", has_subdomains=False, port=site.port)], MAX_BYTES)
+    with pytest.raises(FetchError, match="address that is not public"):
+        await fetcher.fetch(f"https://localhost:{site.port}/", site.on_bytes)
+    assert not site.requests
 
 
 async def test_error_of_the_counter_ends_the_fetch(site) -> None:
