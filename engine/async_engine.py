@@ -20,11 +20,12 @@ from .client.shared_engine import EngineClient
 from .client.stats import DispatcherStats
 from .client.vector_cache.cache import VectorCache
 from .client.vector_cache.model_cache import ModelCache
+from .images.encoder import ImageEncoder
 from .protocol.config import EngineConfig
 from .protocol.messages import ModelReady
 from .protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from .protocol.params import PoolingParams
-from .protocol.request import DEFAULT_OPTIONS, RequestOptions, Text
+from .protocol.request import DEFAULT_OPTIONS, Input, RequestOptions, Text
 from .protocol.results import (
     ClassResult,
     CombinedResult,
@@ -57,6 +58,7 @@ class AsyncEngine:
         tokenizer: Tokenizer of the model.
         dispatcher: Dispatcher of the requests.
         group: The replicas, or a connection to an engine that another process supervises.
+        images: Decodes images; None: the model reads texts only.
 
     Attributes:
         info: The resolved model.
@@ -70,6 +72,7 @@ class AsyncEngine:
         tokenizer: TokenizerPool,
         dispatcher: Dispatcher,
         group: ReplicaGroup | EngineClient,
+        images: ImageEncoder | None = None,
     ) -> None:
         self.info = info
         self.tokenizer_config = tokenizer.config
@@ -84,7 +87,8 @@ class AsyncEngine:
             return params.resolved(task, info)
 
         self._resolved = resolved
-        self._encoder = InputEncoder(info, tokenizer, config)
+        self._images = images
+        self._encoder = InputEncoder(info, tokenizer, config, images)
         self._scorer = PairScorer(info, self._encoder, dispatcher)
         self._combined = CombinedEmbedder(info, self._encoder, dispatcher, tokenizer.multi_vector_tokens)
 
@@ -146,7 +150,10 @@ class AsyncEngine:
                 query=tokenizer_pool(info.query, spec.query) if info.query and spec.query else None,
             )
 
-        return cls(config, ready.info, tokenizer_pool(ready.info, ready.tokenizer), dispatcher, group)
+        image, images = ready.info.image, None
+        if image is not None and image.image_spec is not None:
+            images = ImageEncoder(image.image_spec, num_workers=config.tokenizer_workers)
+        return cls(config, ready.info, tokenizer_pool(ready.info, ready.tokenizer), dispatcher, group, images)
 
     @property
     def state(self) -> EngineState:
@@ -207,15 +214,17 @@ class AsyncEngine:
         """Stops the engine; requests in progress raise EngineUnavailableError."""
         await self._group.close()
         self._tokenizer.close()
+        if self._images is not None:
+            self._images.close()
 
     async def clear_prefixes(self) -> int | None:
         """Clears the prefix cache; see Dispatcher.clear_prefixes."""
         return await self._dispatcher.clear_prefixes()
 
     async def embed(
-        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
+        self, inputs: Sequence[Input], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> EmbeddingResult:
-        """Returns one vector for each input; long-text mode supports inputs of any length (long_text.py)."""
+        """Returns one vector for each text or image; long-text mode supports texts of any length (long_text.py)."""
         params = self._resolved(self._encoder.with_side(params, options), PoolingTask.EMBED)
         async with self._dispatcher.open(options, is_cacheable=True) as request:
             tokenized = await self._encoder.encode(inputs, params, options)

@@ -93,19 +93,22 @@ class ArrayRunner(PoolingRunner[Floats]):
             self._allocate_kv_blocks()
 
     @classmethod
-    def load(cls, info: ModelInfo, library: CpuLibrary, config: EngineConfig) -> ArrayRunner:
+    def load(
+        cls, info: ModelInfo, library: CpuLibrary, config: EngineConfig, tokenizer: TokenizerSpec | None = None
+    ) -> ArrayRunner:
         """Loads a model.
 
         Args:
             info: The model, with the device and dtype that choose_kernels has set.
             library: The C library.
             config: Model and limits.
+            tokenizer: Tokenizer, if the model has none of its own.
 
         Raises:
             ModelLoadError: The model cannot be served.
         """
         with load_errors(info):
-            tokenizer = load_tokenizer(
+            tokenizer = tokenizer or load_tokenizer(
                 info, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template
             )
             encoder, dense = load_array_encoder(info, library), load_array_dense(info, library)
@@ -160,18 +163,29 @@ class ArrayRunner(PoolingRunner[Floats]):
         return times
 
     def _begin(self, chunks: Sequence[PrefillChunk], batch: PackedArrays, started_s: float) -> ArrayForward:
-        metadata = self._pooling_metadata(chunks, batch, in_chunks=batch.kv_blocks is not None)
+        rows = batch if self._encoder.attention_pool is None else batch.pooled()
+        metadata = self._pooling_metadata(chunks, rows, in_chunks=batch.kv_blocks is not None)
         running = self._encoder.begin(batch, need_attention=self._pooler.needs_attention(metadata.params))
         chunk_tokens = num_long_tokens(chunks)
         whole_tokens = batch.num_tokens - chunk_tokens
-        return ArrayForward(running, partial(self._finish, running, metadata, started_s, chunk_tokens, whole_tokens))
+        finish = partial(self._finish, running, batch, metadata, started_s, chunk_tokens, whole_tokens)
+        return ArrayForward(running, finish)
 
     def _finish(
-        self, running: CpuForward, metadata: PoolingMetadata, started_s: float, chunk_tokens: int, whole_tokens: int
+        self,
+        running: CpuForward,
+        batch: PackedArrays,
+        metadata: PoolingMetadata,
+        started_s: float,
+        chunk_tokens: int,
+        whole_tokens: int,
     ) -> BatchOutputs:
         """Waits for a forward, pools its rows and records its time."""
         try:
             output = ArrayOutput(*running.result())
+            if self._encoder.attention_pool is not None:
+                pooled = self._encoder.attention_pool(output.hidden_states, batch.cu_seqlens)
+                output = output._replace(hidden_states=pooled)
             outputs = self._pooler.pool(output, metadata, self._chunks).to_host()
         except MemoryError as error:
             raise DeviceMemoryError(str(error)) from error

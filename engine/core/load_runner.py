@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Final
 
+from ..executors.cpu.array_encoder import read_spec
 from ..families.static import STATIC_MODEL_TYPES
 from ..model_files.resolve import resolve_model, with_device
 from ..protocol.config import EngineConfig
@@ -42,14 +43,16 @@ def load_runner(config: EngineConfig) -> Runner:
     if info.query is None:
         return _load(info, config)
     queries = _load_static(info.query, replace(config, num_threads=1))  # in the thread of the loop
-    return RoutedRunner(_load(replace(info, query=None), config), queries)
+    return RoutedRunner(_load(replace(info, query=None), config), queries=queries)
 
 
 def _load(info: ModelInfo, config: EngineConfig) -> Runner:
+    if info.image is not None:
+        return _load_two_towers(info, info.image, config)
     if info.model_type in STATIC_MODEL_TYPES:
         return _load_static(info, config)
     name = config.name or config.model
-    device, dtype = "cpu", "float32" if config.dtype == "auto" else config.dtype
+    device, dtype = "cpu", _dtype(config)
     why = f"--device {config.device} needs it"
     if config.device != "cpu" and (config.device != "auto" or may_have_gpu()):
         _enable_expandable_segments()
@@ -71,6 +74,24 @@ def _load(info: ModelInfo, config: EngineConfig) -> Runner:
         from .model_runner import ModelRunner
 
         return ModelRunner.load(info, config)
+
+
+def _load_two_towers(info: ModelInfo, image: ModelInfo, config: EngineConfig) -> Runner:
+    """Loads the encoders of texts and of images on the same lanes."""
+    text, library = choose_kernels(with_device(replace(info, image=None), "cpu", _dtype(config)), config)
+    image = with_device(image, "cpu", text.dtype)
+    if library is None or config.device not in ("auto", "cpu") or read_spec(image) is None:
+        raise MachineError(
+            f"{info.name} reads images, which only the native kernels on a CPU support; set --device cpu and "
+            "--cpu-kernels auto, and build the kernels if they are missing (make native)."
+        )
+    texts = ArrayRunner.load(text, library, config)
+    image = replace(image, kernels=text.kernels, num_lanes=text.num_lanes, arithmetic=text.arithmetic)
+    return RoutedRunner(texts, images=ArrayRunner.load(image, library, config, texts.tokenizer))
+
+
+def _dtype(config: EngineConfig) -> str:
+    return "float32" if config.dtype == "auto" else config.dtype
 
 
 def _load_static(info: ModelInfo, config: EngineConfig) -> Runner:

@@ -41,13 +41,13 @@ def make_scheduler(
     budget = limits.token_budget(info.device, device.memory)
     uses_chunks = limits.enable_chunked_prefill and not sequence_pool.is_empty
     if not uses_chunks:
-        if limits.max_num_batched_tokens is not None and budget < info.max_model_len:
+        if limits.max_num_batched_tokens is not None and budget < info.longest_sequence:
             logger.warning(
                 "max_num_batched_tokens is %d, but one sequence may have %d tokens; the token budget is raised to it.",
                 budget,
-                info.max_model_len,
+                info.longest_sequence,
             )
-        budget = max(budget, info.max_model_len)
+        budget = max(budget, info.longest_sequence)
     if device.max_tokens is not None and device.max_tokens < budget:
         budget = device.max_tokens
         if not uses_chunks and budget < info.max_model_len:
@@ -65,7 +65,7 @@ def make_scheduler(
         chunk_size = budget
     prefill = ChunkedPrefillConfig(
         chunk_size=chunk_size or budget,
-        threshold=None if uses_chunks else info.max_model_len,
+        threshold=None if uses_chunks else info.longest_sequence,
         min_chunk_size=max(min(_MIN_CHUNK, budget // MAX_BUDGET_REDUCTION), 1),  # always fits into a lowered budget
         is_dynamic=chunk_size is None,
         max_retries=_MAX_RETRIES,
@@ -74,7 +74,7 @@ def make_scheduler(
         max_num_seqs=limits.seqs(info.device),
         max_wait_s=limits.max_wait_s,
         token_budget=budget,
-        max_seq_len=info.max_model_len,
+        max_seq_len=info.longest_sequence,
         prefill_config=prefill,
         sequence_pool=sequence_pool,
         num_lanes=num_lanes,

@@ -1,9 +1,10 @@
-"""The Runner of a model with a static embedding for queries (a Router of sentence-transformers)."""
+"""The Runner of a model with several parts: static embeddings for queries (a Router), or an encoder of images."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,33 +13,41 @@ from ..scheduling import Allocation, InputSequence, PrefillChunk
 from .runner import CompletedForward, Forward, ForwardTime, Runner
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _RoutedForward:
-    """A forward of documents, with the outputs of the queries of the same batch.
+class _Part(NamedTuple):
+    """The forward of one part of a batch.
 
     Attributes:
-        forward: The forward of the documents.
-        documents: Their indices in the batch.
-        queries: Outputs of the queries.
-        query_indices: Their indices in the batch.
+        forward: The forward.
+        indices: Indices of its sequences in the batch.
     """
 
     forward: Forward
-    documents: list[int]
-    queries: BatchOutputs
-    query_indices: list[int]
+    indices: list[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RoutedForward:
+    """The forwards of one batch.
+
+    Attributes:
+        parts: At least two.
+    """
+
+    parts: list[_Part]
 
     @property
     def is_done(self) -> bool:
         """See Forward."""
-        return self.forward.is_done
+        return all(part.forward.is_done for part in self.parts)
 
     def outputs(self) -> BatchOutputs:
         """See Forward."""
-        documents = self.forward.outputs()
-        is_finite = np.empty(documents.num_seqs + self.queries.num_seqs, np.bool_)
-        is_finite[self.documents], is_finite[self.query_indices] = documents.is_finite, self.queries.is_finite
-        arrays = _at(documents.arrays, self.documents) + _at(self.queries.arrays, self.query_indices)
+        results = [(part.forward.outputs(), part.indices) for part in self.parts]
+        is_finite = np.empty(sum(outputs.num_seqs for outputs, _ in results), np.bool_)
+        arrays: tuple[HostArray, ...] = ()
+        for outputs, indices in results:
+            is_finite[indices] = outputs.is_finite
+            arrays += _at(outputs.arrays, indices)
         return BatchOutputs(len(is_finite), arrays, is_finite)
 
 
@@ -51,20 +60,27 @@ def _at(arrays: Sequence[HostArray], indices: list[int]) -> tuple[HostArray, ...
 
 
 class RoutedRunner(Runner):
-    """Runs queries and documents with different models. See Runner.
+    """Runs queries or images with other models than the other sequences. See Runner.
 
-    Queries have no layers: they run at once, and take no device time.
+    The parts share the lanes of one CPU. Static embeddings run at once, and take no device time.
 
     Args:
-        documents: Runs documents.
-        queries: Runs queries, which have PoolingParams.is_query.
+        documents: Runs all other sequences.
+        queries: Runs sequences with PoolingParams.is_query; None: `documents` runs them.
+        images: Runs sequences with images; None: there are none.
     """
 
-    def __init__(self, documents: Runner, queries: Runner) -> None:
+    def __init__(self, documents: Runner, *, queries: Runner | None = None, images: Runner | None = None) -> None:
         self._documents = documents
-        self._queries = queries
-        self.info = replace(documents.info, query=queries.info)
-        self.tokenizer = replace(documents.tokenizer, query=queries.tokenizer)
+        self._queries = queries or documents
+        self._images = images or documents
+        self._runners = list(dict.fromkeys((documents, self._queries, self._images)))
+        self.info = replace(
+            documents.info,
+            query=None if queries is None else queries.info,
+            image=None if images is None else images.info,
+        )
+        self.tokenizer = replace(documents.tokenizer, query=None if queries is None else queries.tokenizer)
         self.sequence_pool = documents.sequence_pool
         self.num_lanes = documents.num_lanes
         self.keeps_order = documents.keeps_order
@@ -72,8 +88,8 @@ class RoutedRunner(Runner):
 
     def warm_up(self) -> None:
         """See Runner."""
-        self._queries.warm_up()
-        self._documents.warm_up()
+        for runner in self._runners:
+            runner.warm_up()
         self.limits = self._documents.limits
 
     @property
@@ -87,15 +103,14 @@ class RoutedRunner(Runner):
 
     def begin(self, chunks: Sequence[PrefillChunk]) -> Forward:
         """See Runner."""
-        query_indices = [i for i, chunk in enumerate(chunks) if chunk.sequence.request.params.is_query]
-        if not query_indices:
-            return self._documents.begin(chunks)
-        queries = self._queries.execute([chunks[i] for i in query_indices])
-        if len(query_indices) == len(chunks):
-            return CompletedForward(queries)
-        is_query = set(query_indices)
-        documents = [i for i in range(len(chunks)) if i not in is_query]
-        return _RoutedForward(self._documents.begin([chunks[i] for i in documents]), documents, queries, query_indices)
+        routes: dict[Runner, list[int]] = {}
+        for index, chunk in enumerate(chunks):
+            routes.setdefault(self._runner_of(chunk), []).append(index)
+        if len(routes) == 1:
+            return self._begin(next(iter(routes)), chunks)
+        return _RoutedForward(
+            [_Part(self._begin(runner, [chunks[i] for i in indices]), indices) for runner, indices in routes.items()]
+        )
 
     def preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
         """See Runner."""
@@ -111,4 +126,14 @@ class RoutedRunner(Runner):
 
     def take_times(self) -> list[ForwardTime]:
         """See Runner."""
-        return self._queries.take_times() + self._documents.take_times()
+        return [time for runner in self._runners for time in runner.take_times()]
+
+    def _begin(self, runner: Runner, chunks: Sequence[PrefillChunk]) -> Forward:
+        """Starts a part of a batch. Queries end at once: nothing would report their end to the loop."""
+        is_static = runner is self._queries and runner is not self._documents
+        return CompletedForward(runner.execute(chunks)) if is_static else runner.begin(chunks)
+
+    def _runner_of(self, chunk: PrefillChunk) -> Runner:
+        if chunk.sequence.prompt.image is not None:
+            return self._images
+        return self._queries if chunk.sequence.request.params.is_query else self._documents

@@ -108,6 +108,8 @@ def warm_up(
         WeightError: The model returns NaN or inf.
     """
     tokens = TokenizedInput(np.array(tokenizer.sample_ids[-info.max_model_len :], np.int32))
+    if info.image_spec is not None:
+        tokens = TokenizedInput.of_image(info.image_spec.gray(), info.image_spec.num_class_rows)
     first, *others = info.tasks
     requests = [
         Request(0, PoolingParams(use_activation=False if task in _CLASS_TASKS else None).resolved(task, info))
@@ -122,7 +124,7 @@ def warm_up(
         ]
     )
     if not outputs.is_finite.all():
-        found = f"{info.name} returns NaN or infinite values for a plain text; the search for damaged weights"
+        found = f"{info.name} returns NaN or infinite values for a plain input; the search for damaged weights"
         with needs_torch(found, "it reads weights of every dtype"):
             from .loading.weights_loader import not_finite_error  # imports torch
 

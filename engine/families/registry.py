@@ -23,6 +23,7 @@ from . import (
     mpnet,
     nomic_bert,
     static,
+    two_towers,
     xlm_roberta_flash,
 )
 from .spec import Family
@@ -31,7 +32,7 @@ logger = logging.getLogger("penstock.engine")
 
 _MODULES: Final = (
     *(bert, deberta, eurobert, gemma, gte, hybrid, jina_bert, lfm2, llama, mamba, ministral, modernbert, mpnet),
-    *(nomic_bert, static, xlm_roberta_flash),
+    *(nomic_bert, static, two_towers, xlm_roberta_flash),
 )
 _ALL: Final[tuple[Family, ...]] = tuple(family for module in _MODULES for family in module.FAMILIES)
 FAMILIES: Final[Mapping[str, Family]] = {f.model_type: f for f in _ALL if not f.is_chosen_by_class}

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..protocol.errors import UnsupportedModelError
-from ..protocol.model_info import ModelInfo
+from ..protocol.model_info import DenseSpec, ModelInfo
+from ..protocol.tasks import PoolingType
 from ..scheduling import CacheSpec, KvLayerSpec, SsmLayerSpec
 from .rope import RopeSpec
 
@@ -130,6 +131,30 @@ class StaticTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PatchSpec:
+    """The rows of an image: class row, then patches W^T + b; plus positions. All names are below the base.
+
+    Attributes:
+        name: Name of W, [D, 3, S, S] or [D, S * S * 3], and of b, without ".weight" and ".bias".
+        is_linear: W is [D, S * S * 3], in the order of ImagePatches.
+        bias: Whether there is a b.
+        class_row: Name of the class row [D]; None: no class row.
+        positions: Name of the table [Q, D].
+        num_positions: Q.
+        resizes_positions: The table is a square grid, which is resized to the grid of each image. Otherwise all
+            images have Q rows.
+    """
+
+    name: str
+    is_linear: bool
+    bias: Bias
+    class_row: str | None
+    positions: str
+    num_positions: int
+    resizes_positions: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingSpec:
     """The first hidden states: projection(norm(word + position + token type)). All names are below the base.
 
@@ -147,6 +172,8 @@ class EmbeddingSpec:
         norm: Norm of the sum; None: no norm.
         projection: Projection from E to D; None if they are equal.
         static: How `word_embeddings` is stored in a model without layers; None: as [V, E].
+        patches: The rows of images instead of words; `word_embeddings` is then the first of their weights. None: the
+            model reads texts.
     """
 
     word_embeddings: str
@@ -162,6 +189,7 @@ class EmbeddingSpec:
     norm: NormSpec | None = None
     projection: LinearSpec | None = None
     static: StaticTable | None = None
+    patches: PatchSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -471,6 +499,27 @@ class VocabularySpec:
     biases: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPoolSpec:
+    """Pools the rows of a sequence with a learned query: y + mlp(norm(y)), where y is attention(query, rows, rows).
+
+    The attention has the heads of the model, and the names of torch.nn.MultiheadAttention.
+
+    Attributes:
+        query: Name of the query, [1, 1, D], within the base model.
+        prefix: Prefix of the attention within the base model.
+        norm: Norm before the MLP.
+        mlp_in: First projection of the MLP, with its activation.
+        mlp_out: Second projection of the MLP.
+    """
+
+    query: str
+    prefix: str
+    norm: NormSpec
+    mlp_in: LinearSpec
+    mlp_out: LinearSpec
+
+
 def no_vocabulary_head(info: ModelInfo) -> UnsupportedModelError:
     """Returns the error for a sparse model with a checkpoint without a masked language model's head."""
     return UnsupportedModelError(
@@ -504,6 +553,7 @@ class ModelSpec:
         head: Classification head; None in an embedding model.
         scores_rows: The classification head also scores single tokens.
         vocabulary: Head of a masked language model, which the checkpoint may have; None: the family has none.
+        attention_pool: Pools the rows of a sequence to one row, which is then the only one; None: no such step.
         other_names: The same model with other weight names, for checkpoints in a second layout; None: one layout.
     """
 
@@ -523,6 +573,7 @@ class ModelSpec:
     head: HeadSpec | None = None
     scores_rows: bool = False
     vocabulary: VocabularySpec | None = None
+    attention_pool: AttentionPoolSpec | None = None
     other_names: ModelSpec | None = None
 
     def with_stored_names(self, has_tensor: Callable[[str], bool]) -> ModelSpec:
@@ -561,6 +612,8 @@ class Family:
         leaves_out: Whether transformers must run a model, by its architecture and config.json.
         is_chosen_by_class: Its model_type belongs to another family, and only the class name chooses this one.
         checks_positions: `read` rejects unsupported values of position_embedding_type.
+        pooling: Pooling of models without sentence-transformers' files; None: the default of encoders or decoders.
+        dense: Returns the Dense modules of models without sentence-transformers' files, by their config.json.
     """
 
     model_type: str
@@ -570,3 +623,5 @@ class Family:
     leaves_out: Callable[[str, Mapping[str, Any]], bool] = lambda architecture, config: False
     is_chosen_by_class: bool = False
     checks_positions: bool = False
+    pooling: PoolingType | None = None
+    dense: Callable[[Mapping[str, Any]], tuple[DenseSpec, ...]] = lambda config: ()

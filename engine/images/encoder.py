@@ -51,6 +51,7 @@ class ImageEncoder:
         limits: ImageLimits = ImageLimits(),  # noqa: B008 - immutable
         max_decoding_bytes: int = DECODING_BYTES,
     ) -> None:
+        self.spec = spec
         self._process = _load_process(spec)
         self._limits = limits
         self._memory = _DecodingMemory(max_decoding_bytes)
@@ -58,8 +59,12 @@ class ImageEncoder:
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="images")
         self._is_closed = False
 
-    async def encode(self, images: Sequence[ImageInput]) -> list[ImagePatches]:
+    async def encode(self, images: Sequence[ImageInput], positions: Sequence[int] | None = None) -> list[ImagePatches]:
         """Returns the patches of each image.
+
+        Args:
+            images: At least one.
+            positions: Position of each among the inputs of the request, for messages; None: 0, 1, 2 and so on.
 
         Raises:
             InvalidRequestError: An image has an unsupported format, is corrupt, or exceeds a limit. The message names
@@ -72,7 +77,8 @@ class ImageEncoder:
 
         async def encode_next() -> None:
             for index in indices:
-                patches[index] = await self._run(images[index], index, has_ended.is_set)
+                position = index if positions is None else positions[index]
+                patches[index] = await self._run(images[index], position, has_ended.is_set)
 
         try:
             if len(images) == 1:

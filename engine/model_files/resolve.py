@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
+from ..families.registry import FAMILIES
 from ..families.static import MODEL2VEC
 from ..protocol.config import EngineConfig, PoolerConfig
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
@@ -22,12 +23,14 @@ from .adapters import base_config, resolve_adapters
 from .architecture import DECODER_MODEL_TYPES, resolve_architecture, resolve_classes
 from .draft import ModelDraft, merged
 from .gguf_models import GgufModel
+from .image_processor import read_image_spec
 from .length_limits import resolve_long_text, resolve_max_model_len
 from .matryoshka import resolve_matryoshka
 from .model_folder import as_load_error, is_gguf, locate_model, no_model_error, read_object
 from .quantization import check_quantization
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles, read_modules
 from .static_files import read_model2vec_modules, read_static_config
+from .two_towers import tower_configs, with_image
 from .vector_outputs import read_stanford_modules, resolve_multi_vector, resolve_sparse
 
 _POOLER_FLAG: Final = "--pooler-config"
@@ -81,7 +84,14 @@ def _resolve_files(root: Path, files: SentenceTransformersFiles | None, config: 
         return _resolve_part(root, path, read_static_config(path, files.static_kind), files, config)
     if not (path / "config.json").is_file():
         raise no_model_error(path, f"{path} has no config.json.")
-    return _resolve_part(root, path, read_object(path / "config.json"), files, config)
+    stored = read_object(path / "config.json")
+    towers = tower_configs(merged(stored, config.hf_overrides))
+    if towers is None:
+        return _resolve_part(root, path, stored, files, config)
+    config = dataclasses.replace(config, hf_overrides={})
+    text = _resolve_part(root, path, towers.text, files, config)
+    image = _resolve_part(root, path, towers.image, files, dataclasses.replace(config, max_model_len=None))
+    return with_image(text, image, read_image_spec(path, image.config))
 
 
 def _resolve_part(
@@ -93,6 +103,7 @@ def _resolve_part(
     draft = ModelDraft(config.model, model_config, config, files, config_file=config_file)
     draft.set("query", None, "default")
     draft.set("image", None, "default")
+    draft.set("image_spec", None, "default")
     draft.set("default_is_query", False, "default")
     draft.set("name", config.name or config.model, "--served-model-name" if config.name else config.model_source)
     draft.set("path", str(path), config.model_source if path == root else MODULES_FILE)
@@ -246,6 +257,9 @@ def _model_pooling(draft: ModelDraft) -> tuple[tuple[PoolingType, ...], str]:
         if files.pooling is None:
             return (), f"{files.source}: no Pooling module"
         return files.pooling, files.pooling_source
+    family = FAMILIES.get(draft.fields["model_type"])
+    if family is not None and family.pooling is not None:
+        return (family.pooling,), draft.sources["model_type"]
     # sentence-transformers' defaults for a model without its files.
     if is_causal:
         return (PoolingType.LAST,), "default of causal models"
@@ -267,8 +281,11 @@ def _resolve_embedding(draft: ModelDraft) -> None:
     """Resolves Dense modules and normalisation."""
     pooler, files = draft.engine.pooler_config, draft.files
     is_embedding = draft.fields["kind"] is ModelKind.EMBEDDING
-    dense = files.dense if files is not None and is_embedding else ()
-    draft.set("dense", dense, MODULES_FILE if dense else "default")
+    family = FAMILIES.get(draft.fields["model_type"])
+    dense, source = (files.dense, MODULES_FILE) if files is not None and is_embedding else ((), "default")
+    if not dense and is_embedding and family is not None:
+        dense, source = family.dense(draft.config), draft.sources["model_type"]
+    draft.set("dense", dense, source if dense else "default")
     width = draft.fields["hidden_size"] * (len(draft.fields["sequence_pooling"]) or 1)
     for spec in dense:
         if spec.in_features != width:
@@ -277,7 +294,7 @@ def _resolve_embedding(draft: ModelDraft) -> None:
                 f"{width} (pooling {_shown(draft.fields['sequence_pooling'])}, {draft.sources['sequence_pooling']})."
             )
         width = spec.out_features
-    source = MODULES_FILE if dense else draft.sources["hidden_size"]
+    source = source if dense else draft.sources["hidden_size"]
     draft.set("embedding_size", width if is_embedding else 0, source if is_embedding else "kind")
 
     if pooler.normalize is not None:

@@ -5,6 +5,7 @@ Shape letters: P patches, S patch size in pixels.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -65,6 +66,14 @@ class ImageSpec:
     std: tuple[float, float, float]
     max_patches: int
     num_class_rows: int = 0
+
+    def gray(self) -> ImagePatches:
+        """Returns a gray image of the largest square size, for a trial."""
+        height, width = self.crop or self.size
+        grid = (height // self.patch_size, width // self.patch_size)
+        if self.resize is ImageResize.PATCHES:
+            grid = (math.isqrt(self.max_patches),) * 2
+        return ImagePatches(np.full((grid[0] * grid[1], 3 * self.patch_size**2), 127, np.uint8), grid)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

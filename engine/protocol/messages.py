@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .config import EngineConfig
+from .images import ImagePatches
 from .model_info import ModelInfo, TokenizerSpec
 from .params import PoolingParams
 from .request import TokenizedInput
@@ -69,7 +70,7 @@ class RequestHeader(msgspec.Struct, array_like=True, gc=False):
 class InputColumns(msgspec.Struct, array_like=True):
     """The inputs of all requests of a message, one list per field; see TokenizedInput.
 
-    `queries` are indices into ClientMessage.query_shapes, -1 for none.
+    `queries` are indices into ClientMessage.query_shapes, and `images` into ClientMessage.grids; -1 for none.
     """
 
     num_tokens: list[int] = []
@@ -77,12 +78,14 @@ class InputColumns(msgspec.Struct, array_like=True):
     num_prompt_tokens: list[int] = []
     num_masked: list[int] = []
     queries: list[int] = []
+    images: list[int] = []
 
 
 class ClientMessage(msgspec.Struct, tag=True):
     """Client to core: the requests and cancellations of one iteration of the client's event loop.
 
-    Frame: the int32 token ids of all inputs, then the float32 vectors of all queries. See ClientMessageBuilder.pack.
+    Frame: the int32 token ids of all inputs, the float32 vectors of all queries, then the pixels of all images. See
+    ClientMessageBuilder.pack.
 
     Attributes:
         client_number: The number of the sending client.
@@ -91,6 +94,7 @@ class ClientMessage(msgspec.Struct, tag=True):
         requests: The requests.
         inputs: Their inputs.
         query_shapes: Rows and columns of each query (TokenizedInput.query).
+        grids: Rows and columns of patches, and bytes of a patch, of each image (TokenizedInput.image).
         cancels: Ids of requests to cancel.
         clears: Ids of requests to empty the prefix cache. The core sends PrefixCacheCleared for each. Running
             requests continue.
@@ -102,6 +106,7 @@ class ClientMessage(msgspec.Struct, tag=True):
     requests: list[RequestHeader] = []
     inputs: InputColumns = msgspec.field(default_factory=InputColumns)
     query_shapes: list[tuple[int, int]] = []
+    grids: list[tuple[int, int, int]] = []
     cancels: list[int] = []
     clears: list[int] = []
 
@@ -316,8 +321,9 @@ class ClientMessageBuilder:
         clients = dict.fromkeys((request.client, request.namespace) for request in self.requests)
         inputs = [tokens for request in self.requests for tokens in request.inputs]
         queries = {id(tokens.query): tokens.query for tokens in inputs if tokens.query is not None}
-        param_index, client_index, query_index = (
-            {key: index for index, key in enumerate(table)} for table in (params, clients, queries)
+        images = {id(tokens.image): tokens.image for tokens in inputs if tokens.image is not None}
+        param_index, client_index, query_index, image_index = (
+            {key: index for index, key in enumerate(table)} for table in (params, clients, queries, images)
         )
         headers = [
             RequestHeader(
@@ -336,9 +342,11 @@ class ClientMessageBuilder:
             num_prompt_tokens=[tokens.num_prompt_tokens for tokens in inputs],
             num_masked=[tokens.num_masked for tokens in inputs],
             queries=[-1 if tokens.query is None else query_index[id(tokens.query)] for tokens in inputs],
+            images=[-1 if tokens.image is None else image_index[id(tokens.image)] for tokens in inputs],
         )
         arrays = [tokens.token_ids for tokens in inputs]
         arrays += [np.ascontiguousarray(query, np.float32).view(np.int32).ravel() for query in queries.values()]
+        arrays += [_as_int32(image.pixels) for image in images.values()]
         frame = memoryview(np.concatenate(arrays, dtype=np.int32)).cast("B") if arrays else b""
         message = ClientMessage(
             client_number=client_number_of(next(iter(self.cancels or self.clears or [self.requests[0].request_id]))),
@@ -347,6 +355,7 @@ class ClientMessageBuilder:
             requests=headers,
             inputs=columns,
             query_shapes=[query.shape for query in queries.values()],
+            grids=[(*image.grid, image.pixels.shape[1]) for image in images.values()],
             cancels=self.cancels,
             clears=self.clears,
         )
@@ -362,7 +371,8 @@ def unpack_client_message(message: ClientMessage, frame: Frame) -> list[SubmitRe
     values = np.frombuffer(frame, np.int32)
     columns = message.inputs
     num_tokens = sum(columns.num_tokens)
-    if len(values) != num_tokens + sum(rows * width for rows, width in message.query_shapes):
+    num_values = num_tokens + sum(rows * width for rows, width in message.query_shapes)
+    if len(values) != num_values + sum(_num_int32(*grid) for grid in message.grids):
         raise ValueError(f"a frame of {len(values)} values does not contain the {num_tokens} tokens of its requests")
     queries: list[NDArray[np.float32] | None] = []
     end = num_tokens
@@ -370,15 +380,25 @@ def unpack_client_message(message: ClientMessage, frame: Frame) -> list[SubmitRe
         start, end = end, end + num_rows * width
         queries.append(values[start:end].view(np.float32).reshape(num_rows, width))
     queries.append(None)  # at index -1
+    images: list[ImagePatches | None] = []
+    for num_rows, num_columns, num_bytes in message.grids:
+        start, end = end, end + _num_int32(num_rows, num_columns, num_bytes)
+        size = num_rows * num_columns * num_bytes
+        pixels = values[start:end].view(np.uint8)[:size].reshape(num_rows * num_columns, num_bytes)
+        images.append(ImagePatches(pixels, (num_rows, num_columns)))
+    images.append(None)
     inputs = [
-        TokenizedInput(values[end - length : end], boundary, num_prompt_tokens, num_masked, queries[query])
-        for end, length, boundary, num_prompt_tokens, num_masked, query in zip(
+        TokenizedInput(
+            values[end - length : end], boundary, num_prompt_tokens, num_masked, queries[query], images[image]
+        )
+        for end, length, boundary, num_prompt_tokens, num_masked, query, image in zip(
             accumulate(columns.num_tokens),
             columns.num_tokens,
             columns.type_boundaries,
             columns.num_prompt_tokens,
             columns.num_masked,
             columns.queries,
+            columns.images,
             strict=True,
         )
     ]
@@ -400,3 +420,14 @@ def unpack_client_message(message: ClientMessage, frame: Frame) -> list[SubmitRe
         )
         first = last
     return requests
+
+
+def _num_int32(num_rows: int, num_columns: int, num_bytes: int) -> int:
+    """Returns the int32 values that hold the pixels of an image."""
+    return -(-num_rows * num_columns * num_bytes // 4)
+
+
+def _as_int32(pixels: NDArray[np.uint8]) -> NDArray[np.int32]:
+    """Returns the bytes of an image as int32 values, with zeros at the end if they do not fill the last one."""
+    flat = np.ascontiguousarray(pixels).ravel()
+    return np.pad(flat, (0, -len(flat) % 4)).view(np.int32)

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from .errors import ModelNotFoundError
+from .images import ImageSpec
 from .multi_vector import MultiVector, MultiVectorTokens, SparsePooling, TokenHeads
 from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType
 from .templates import ChatTemplate, ScoreTemplate
@@ -64,10 +65,12 @@ class PairChat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSpec:
-    """One sentence-transformers Dense module.
+    """One sentence-transformers Dense module, or a projection of pooled rows in the model's own checkpoint.
 
     Attributes:
-        folder: Relative to ModelInfo.path: "2_Dense", or "../2_Dense" if the Transformer is in a subfolder.
+        folder: Relative to ModelInfo.path: "2_Dense", or "../2_Dense" if the Transformer is in a subfolder; "" for the
+            model's own checkpoint.
+        name: Name of the weights without ".weight".
         in_features: Width of the input.
         out_features: Width of the output.
         bias: Whether it has a bias.
@@ -75,6 +78,7 @@ class DenseSpec:
     """
 
     folder: str
+    name: str = "linear"
     in_features: int
     out_features: int
     bias: bool
@@ -153,7 +157,8 @@ class ModelInfo:
         token_heads: Token heads in addition to the sentence embedding; None if the model has none.
         query: The model of queries, if a Router gives queries another model than documents. This one is then the
             model of documents.
-        image: The image tower of a model that embeds texts and images; None: the model reads no images.
+        image: The model of images, if they have their own. This one is then the model of texts.
+        image_spec: Preprocessing of the images that this model reads; None: it reads texts only.
         default_is_query: Texts without a purpose are queries of that model.
         is_causal: Attention is causal.
         adapters: LoRA adapters of the model's folder, then those of --adapter.
@@ -215,6 +220,7 @@ class ModelInfo:
     token_heads: TokenHeads | None = None
     query: ModelInfo | None = None
     image: ModelInfo | None = None
+    image_spec: ImageSpec | None = None
     default_is_query: bool = False
     is_causal: bool = False
     adapters: tuple[AdapterSpec, ...] = ()
@@ -236,6 +242,11 @@ class ModelInfo:
     def folder(self) -> str:
         """Local folder of exactly this version of the model, even if the hub id changes later."""
         return self.root or self.path
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest text, or rows of the longest image if there are more."""
+        return self.max_model_len if self.image is None else max(self.max_model_len, self.image.max_model_len)
 
     @property
     def task_adapters(self) -> tuple[AdapterSpec, ...]:
@@ -289,6 +300,7 @@ class TokenizerSpec:
         dropped_id: Id of tokens that the model ignores; None if there is none.
         chars_per_token: A text that may be truncated is first cut to this many characters per token of the limit, as in
             model2vec; None: it is not.
+        padding: Token id and length in tokens: shorter texts get this token at their end. None: no padding.
         query: The tokenizer of ModelInfo.query.
         config: tokenizer_class and arguments, as in tokenizer_config.json.
     """
@@ -303,5 +315,6 @@ class TokenizerSpec:
     end_id: int | None = None
     dropped_id: int | None = None
     chars_per_token: int | None = None
+    padding: tuple[int, int] | None = None
     query: TokenizerSpec | None = None
     config: dict[str, Any] = field(default_factory=dict)

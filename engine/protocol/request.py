@@ -11,8 +11,12 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .images import ImageInput, ImagePatches
+
 Text = str | Sequence[int]
 """A text, or its token ids."""
+Input = Text | ImageInput
+"""What a model embeds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +29,7 @@ class TokenizedInput:
         num_prompt_tokens: Leading tokens that pooling leaves out (0 unless the model excludes its prompt).
         num_masked: Trailing tokens of a ColBERT query. They attend to the other tokens; no token attends to them.
         query: [Q, D] float32. Query vectors, if this input is a ColBERT document to score.
+        image: The patches of an image. Then `token_ids` are zeros, one for each row of the model. None: a text.
         is_truncated: Whether a part of the input was removed to fit a limit. Unknown in the engine's process.
     """
 
@@ -33,7 +38,13 @@ class TokenizedInput:
     num_prompt_tokens: int = 0
     num_masked: int = 0
     query: NDArray[np.float32] | None = None
+    image: ImagePatches | None = None
     is_truncated: bool = False
+
+    @classmethod
+    def of_image(cls, image: ImagePatches, num_class_rows: int) -> TokenizedInput:
+        """Returns the input of an image. `num_class_rows`: see ImageSpec."""
+        return cls(np.zeros(len(image.pixels) + num_class_rows, np.int32), image=image)
 
     def __len__(self) -> int:
         """Returns the number of tokens."""
@@ -42,7 +53,7 @@ class TokenizedInput:
     def __getitem__(self, part: slice) -> TokenizedInput:
         """Returns some of the tokens, as a view; boundaries stay those of the whole input."""
         return TokenizedInput(
-            self.token_ids[part], self.type_boundary, self.num_prompt_tokens, self.num_masked, self.query
+            self.token_ids[part], self.type_boundary, self.num_prompt_tokens, self.num_masked, self.query, self.image
         )
 
 

@@ -9,12 +9,14 @@ from typing import Final
 
 import numpy as np
 
+from ..images.encoder import ImageEncoder
 from ..protocol.config import EngineConfig
 from ..protocol.errors import CUT_TO_FIT, InvalidRequestError, RequestTooLongError
+from ..protocol.images import ImageInput
 from ..protocol.model_info import ModelInfo
 from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, expanded
 from ..protocol.params import PoolingParams
-from ..protocol.request import RequestOptions, Text, TokenizedInput
+from ..protocol.request import Input, RequestOptions, Text, TokenizedInput
 from ..protocol.tasks import PoolingTask
 from .late_chunking import JoinedText, LateChunking, verify_late_chunking
 from .long_text import MIN_PASSAGE_TOKENS, LongText, Passages, Windows
@@ -38,14 +40,18 @@ class InputEncoder:
         info: The model.
         tokenizer: Its tokenizer.
         config: Limits, and the handling of empty and over-long inputs.
+        images: Decodes images; None: the model reads texts only.
 
     Raises:
         ModelLoadError: The tokenizer does not support long-text mode.
     """
 
-    def __init__(self, info: ModelInfo, tokenizer: TokenizerPool, config: EngineConfig) -> None:
+    def __init__(
+        self, info: ModelInfo, tokenizer: TokenizerPool, config: EngineConfig, images: ImageEncoder | None = None
+    ) -> None:
         self._info = info
         self._tokenizer = tokenizer
+        self._images = images
         self._auto_truncate = config.auto_truncate
         self._rejects_empty = config.empty_input == "error"
         self._max_queued_tokens = config.scheduler.max_queued_tokens
@@ -65,14 +71,16 @@ class InputEncoder:
         return params.clone(is_query=is_query)
 
     async def encode(
-        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
+        self, inputs: Sequence[Input], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
     ) -> list[TokenizedInput]:
         """Returns each input as one sequence. Short multi-vector queries are padded with the expansion token."""
         if self._queries is not None and params.is_query:
             return await self._queries.encode(inputs, params, options, param=param)
+        if self._images is not None and (found := images_in(inputs)):
+            return await self._encode_with_images(inputs, found, self._images, params, options, param=param)
         self._check_inputs(inputs)
         tokenized = await self._tokenizer.encode(
-            inputs,
+            inputs,  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType] - _check_inputs rejects images
             self._truncation(params, param=param),
             prompt=self._prompt(options, is_query=params.is_query),
             skip_prompt=not self._info.include_prompt,
@@ -85,10 +93,32 @@ class InputEncoder:
                 expanded(tokens, multi_vector.expansion, token_id) if isinstance(item, str) else tokens
                 for item, tokens in zip(inputs, tokenized, strict=True)
             ]
+        if self._tokenizer.padding is not None:
+            return [padded(tokens, *self._tokenizer.padding) for tokens in tokenized]
         return self._replace_empty(tokenized)
 
+    async def _encode_with_images(
+        self,
+        inputs: Sequence[Input],
+        images: dict[int, ImageInput],
+        encoder: ImageEncoder,
+        params: PoolingParams,
+        options: RequestOptions,
+        *,
+        param: str | None,
+    ) -> list[TokenizedInput]:
+        texts = {index: item for index, item in enumerate(inputs) if not isinstance(item, ImageInput)}
+        encoded: dict[int, TokenizedInput] = {}
+        if texts:
+            tokenized = await self.encode(list(texts.values()), params, options, param=param)
+            encoded.update(zip(texts, tokenized, strict=True))
+        patches = await encoder.encode(list(images.values()), list(images))
+        for index, image in zip(images, patches, strict=True):
+            encoded[index] = TokenizedInput.of_image(image, encoder.spec.num_class_rows)
+        return [encoded[index] for index in range(len(inputs))]
+
     async def windows(
-        self, inputs: Sequence[Text], tokenized: list[TokenizedInput], options: RequestOptions
+        self, inputs: Sequence[Input], tokenized: list[TokenizedInput], options: RequestOptions
     ) -> Windows:
         """Splits encoded inputs of the embed task above the model's limit into windows (long_text.py)."""
         if self._long_text is None or all(len(tokens) <= self._info.max_model_len for tokens in tokenized):
@@ -184,13 +214,17 @@ class InputEncoder:
         if options.max_passages == 1:
             options.report_truncated(sum(tokens.is_truncated for tokens in tokenized))
 
-    def _check_inputs(self, inputs: Sequence[Text | tuple[str, str]]) -> None:
+    def _check_inputs(self, inputs: Sequence[Input | tuple[str, str]]) -> None:
         """Raises InvalidRequestError if there is no input, or an input is empty or a media file."""
         if not inputs:
             raise InvalidRequestError("Give at least one input.", param="input")
         for index, item in enumerate(inputs):
             if isinstance(item, str):
                 self._check_text(item, index, "input")
+            elif isinstance(item, ImageInput):
+                raise InvalidRequestError(
+                    f"Input {index} is an image, but {self._info.name} reads only text. Send text.", param="input"
+                )
             elif isinstance(item, tuple):
                 for param, text in zip(("text_1", "text_2"), item, strict=False):
                     if isinstance(text, str):  # token ids may come as a tuple, too
@@ -260,6 +294,19 @@ class InputEncoder:
         return Truncation(
             max_num_tokens=limit, may_truncate=may_truncate, side=params.truncation_side, param=param, name=name
         )
+
+
+def images_in(inputs: Sequence[object]) -> dict[int, ImageInput]:
+    """Returns the images among inputs, by position."""
+    return {index: item for index, item in enumerate(inputs) if isinstance(item, ImageInput)}
+
+
+def padded(tokens: TokenizedInput, token_id: int, length: int) -> TokenizedInput:
+    """Returns a text with `token_id` at its end up to `length` tokens, which the model reads like other tokens."""
+    missing = length - len(tokens)
+    if missing <= 0:
+        return tokens
+    return replace(tokens, token_ids=np.concatenate([tokens.token_ids, np.full(missing, token_id, np.int32)]))
 
 
 def _document_too_long(

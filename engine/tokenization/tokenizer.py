@@ -43,6 +43,7 @@ class TokenizerPool:
         special_tokens: Tokens that the tokenizer adds around a text; None if it also changes texts in other ways.
         multi_vector_tokens: Special tokens of a multi-vector model.
         end_id: See TokenizerSpec.
+        padding: See TokenizerSpec.
         config: See TokenizerSpec.
         query: The tokenizer of ModelInfo.query; None if queries have no other model than documents.
 
@@ -79,6 +80,7 @@ class TokenizerPool:
         self.special_tokens = SpecialTokens.of(self._tokenizer.backend)
         self.multi_vector_tokens = spec.multi_vector_tokens
         self.end_id = spec.end_id
+        self.padding = spec.padding
         self.config = spec.config
         self._pairs = PairEncoder(self._tokenizer, spec.score_template, uses_token_types=spec.uses_token_types)
         self._chat_template = spec.chat_template

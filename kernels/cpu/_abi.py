@@ -123,6 +123,7 @@ class Batch(Structure):
 
     _fields_ = [
         ("ids", c_void_p),
+        ("rows", c_void_p),
         ("positions", c_void_p),
         ("starts", c_void_p),
         ("visible", c_void_p),

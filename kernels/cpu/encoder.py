@@ -198,6 +198,7 @@ class CpuEncoder:
         positions_T: NDArray[np.int64],
         starts: NDArray[np.int32],
         *,
+        rows_TE: Floats | None = None,
         visible_N: NDArray[np.int32] | None = None,
         adapters_N: NDArray[np.int32] | None = None,
         need_attention: bool = False,
@@ -209,6 +210,7 @@ class CpuEncoder:
             ids_T: [T] int64 token ids.
             positions_T: [T] int64 rows of EncoderWeights.position_embeddings.
             starts: [N + 1] int32, prefix sums of the lengths.
+            rows_TE: [T, E] float32, used instead of the word embeddings of `ids_T`; None: the word embeddings.
             visible_N: [N] int32, number of leading tokens of each sequence that attention may read; None: all. Encoders
                 only.
             adapters_N: [N] int32, index of each sequence's adapter in EncoderWeights.adapters, -1: no adapter; None: no
@@ -231,6 +233,8 @@ class CpuEncoder:
             _check_rows("positions", positions_T, num_tokens, self._num_positions)
         if kv_blocks is not None:
             self._check_blocks(kv_blocks, len(lengths_N), num_tokens)
+        if rows_TE is not None and rows_TE.shape != (num_tokens, self._struct.embedding_width):
+            raise ValueError(f"rows_TE must be [{num_tokens}, {self._struct.embedding_width}], got {rows_TE.shape}")
         if self._struct.is_decoder and (need_attention or visible_N is not None):
             raise ValueError("visible_N and need_attention are not supported by decoders")
         ends_N = lengths_N if kv_blocks is None else lengths_N + kv_blocks.context_lens
@@ -252,10 +256,12 @@ class CpuEncoder:
             np.ascontiguousarray(starts, np.int32),
             None if visible_N is None else np.ascontiguousarray(visible_N, np.int32),
             None if adapters_N is None else np.ascontiguousarray(adapters_N, np.int32),
+            None if rows_TE is None else np.ascontiguousarray(rows_TE, np.float32),
         )
         blocks, block_arrays = (None, ()) if kv_blocks is None else kv_blocks.struct()
         batch = _abi.Batch(
             ids=address_of(arrays[0]),
+            rows=address_of(arrays[5]),
             positions=address_of(arrays[1]),
             starts=address_of(arrays[2]),
             visible=address_of(arrays[3]),

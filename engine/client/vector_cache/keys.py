@@ -90,7 +90,8 @@ def identity_of(info: ModelInfo, is_wanted: Callable[[], bool] = lambda: True) -
 def resolved_fields(info: ModelInfo, left_out: Container[str]) -> dict[str, Any]:
     """Returns the fields of a model, and of its model of queries, without the names in `left_out`."""
     fields = {name: value for name, value in dataclasses.asdict(info).items() if name not in left_out}
-    return fields if info.query is None else {**fields, "query": resolved_fields(info.query, left_out)}
+    parts = {"query": info.query, "image": info.image}
+    return fields | {name: resolved_fields(part, left_out) for name, part in parts.items() if part is not None}
 
 
 def add_files(digest: blake2b, info: ModelInfo, is_wanted: Callable[[], bool] = lambda: True) -> None:
@@ -127,7 +128,7 @@ def _files(info: ModelInfo) -> list[Path]:
     """Returns the files of a model, its Dense modules, its model of queries and its adapters, in a fixed order."""
     if Path(info.path).is_file():
         return [Path(info.path)]
-    models = [info] if info.query is None else [info, info.query]
+    models = [part for part in (info, info.query, info.image) if part is not None]
     folders = [
         Path(os.path.normpath(Path(m.path, name))) for m in models for name in ("", *(d.folder for d in m.dense))
     ]
@@ -177,6 +178,9 @@ class Keys:
             boundaries = (len(tokens), tokens.type_boundary, tokens.num_prompt_tokens, tokens.num_masked)
             digest.update(struct.pack("<4q", *boundaries))
             digest.update(np.ascontiguousarray(tokens.token_ids, "<i4").data)
+            if tokens.image is not None:
+                digest.update(struct.pack("<2q", *tokens.image.grid))
+                digest.update(np.ascontiguousarray(tokens.image.pixels).data)
             keys.append(digest.digest())
         return keys
 

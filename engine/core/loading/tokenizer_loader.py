@@ -11,6 +11,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from ...families.static import MODEL2VEC, STATIC_MODEL_TYPES
+from ...families.two_towers import PADDED_MODEL_TYPES
 from ...model_files.model_folder import is_gguf, one_line, read_object
 from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
@@ -112,6 +113,7 @@ def load_tokenizer(
         chat_template=chat_template_of(tokenizer),
         multi_vector_tokens=find_multi_vector_tokens(tokenizer, info),
         end_id=info.vocab_size if is_static else _end_id(tokenizer, info.vocab_size),  # StaticTable's row of zeros
+        padding=_padding(tokenizer, info),
         dropped_id=unknown_id(backend) if info.model_type == MODEL2VEC else None,
         chars_per_token=_median_length(backend) if info.model_type == MODEL2VEC else None,
         config=_config(tokenizer),
@@ -159,6 +161,16 @@ def _load_with_transformers(info: ModelInfo, folder: Path, trust_remote_code: bo
             "convert it with transformers' fast tokenizers and save it in the model folder."
         )
     return LoadedTokenizer.of_transformers(tokenizer)
+
+
+def _padding(tokenizer: LoadedTokenizer, info: ModelInfo) -> tuple[int, int] | None:
+    """Returns the padding of the texts of SigLIP, which was trained with texts of one length; see TokenizerSpec."""
+    if info.model_type not in PADDED_MODEL_TYPES:
+        return None
+    token_id = tokenizer.backend.token_to_id(str(tokenizer.settings.get("pad_token")))
+    if token_id is None:
+        raise UnsupportedModelError(f"The tokenizer of {info.name} has no pad_token, which {info.architecture} needs.")
+    return token_id, info.config.get("max_position_embeddings", 64)
 
 
 def _end_id(tokenizer: LoadedTokenizer, vocab_size: int) -> int | None:

@@ -21,7 +21,14 @@ from ...protocol.model_info import ModelInfo, ModelKind
 from ...protocol.multi_vector import SparseKind
 from .array_head import ArrayHead
 from .packed_arrays import PackedArrays
-from .read_weights import has_kernels, read_encoder, read_head, read_vocabulary_head
+from .read_weights import (
+    has_kernels,
+    read_attention_pool,
+    read_encoder,
+    read_head,
+    read_patches,
+    read_vocabulary_head,
+)
 
 
 def read_spec(info: ModelInfo) -> ModelSpec | None:
@@ -89,6 +96,7 @@ class ArrayEncoder:
         vocabulary_head: Maps hidden states [R, D] to vocabulary logits [R, V]; None unless ModelInfo.sparse needs it.
         cache_spec: Keys and values of the model; None if sequences cannot run in chunks.
         kv_itemsize: Bytes of a number in the KV blocks: 4 for float32, 2 for bfloat16.
+        attention_pool: Pools the rows of each sequence to one row; None in a model without this step.
 
     Raises:
         WeightError: A tensor is missing, has another shape, or contains NaN or inf.
@@ -114,6 +122,8 @@ class ArrayEncoder:
         steps = read_head(spec, weights)
         head = None if steps is None else ArrayHead(library, steps)
         self.kv_itemsize = self._encoder.kv_itemsize
+        self._patches = read_patches(spec, info, weights, library)
+        self.attention_pool = read_attention_pool(spec, weights, library)
         self.vocabulary_head: ArrayHead | None = None
         if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
             self.vocabulary_head = ArrayHead(library, read_vocabulary_head(spec, info, weights))
@@ -145,6 +155,7 @@ class ArrayEncoder:
             batch.input_ids,
             _position_rows(batch, self._embedding),
             batch.cu_seqlens,
+            rows_TE=None if batch.images is None or self._patches is None else self._patches(batch.images),
             visible_N=None if batch.num_masked is None else batch.lengths - batch.num_masked,
             adapters_N=batch.adapters,
             need_attention=need_attention,

@@ -74,7 +74,7 @@ def read_dense(weights: ArrayWeights, spec: DenseSpec) -> HeadSteps:
         raise UnsupportedModelError(
             f"{spec.folder} has the activation {spec.activation!r}; known are {', '.join(sorted(DENSE_ACTIVATIONS))}."
         )
-    weights = weights.scope("linear")
+    weights = weights.scope(spec.name)
     weight_CD = weights.floats("weight", spec.out_features, spec.in_features)
     bias_C = weights.floats("bias", spec.out_features) if spec.bias else None
     if isinstance(activation, ActivationCode):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.cpu import BatchBlocks
 
+from ...protocol.images import ImagePatches
 from ...protocol.request import TokenizedInput
 
 
@@ -27,6 +28,7 @@ class PackedArrays:
         num_masked: [N] int32, tokens at the end of each sequence that no token attends to; None: no tokens.
         adapters: [N] int32, number of each sequence's adapter, -1: no adapter; None: no sequence has one.
         kv_blocks: Blocks of keys and values; None if all sequences are whole and nothing is stored.
+        images: The N images; None if the sequences are texts.
     """
 
     input_ids: NDArray[np.int64]
@@ -38,6 +40,7 @@ class PackedArrays:
     num_masked: NDArray[np.int32] | None = None
     adapters: NDArray[np.int32] | None = None
     kv_blocks: BatchBlocks | None = None
+    images: Sequence[ImagePatches] | None = None
 
     @classmethod
     def build(
@@ -82,12 +85,24 @@ class PackedArrays:
             num_masked=num_masked,
             adapters=adapters,
             kv_blocks=kv_blocks,
+            images=[i.image for i in inputs if i.image is not None] or None,
         )
 
     @property
     def num_tokens(self) -> int:
         """T, the number of packed tokens."""
         return len(self.input_ids)
+
+    def pooled(self) -> PackedArrays:
+        """Returns the batch after a step that pools each sequence to one row."""
+        num_seqs = len(self.lengths)
+        return replace(
+            self,
+            input_ids=self.input_ids[self.starts],
+            positions=self.positions[self.starts],
+            cu_seqlens=np.arange(num_seqs + 1, dtype=np.int32),
+            lengths=np.ones(num_seqs, np.int32),
+        )
 
     @property
     def token_ids(self) -> NDArray[np.int64]:

@@ -13,24 +13,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels import cpu as library
-from penstock.kernels.cpu import ActivationCode
+from penstock.kernels.cpu import ActivationCode, CpuLibrary
 
 from ...checkpoint.views import Array, ArrayWeights, Floats, as_floats, cast_table
 from ...families.spec import (
     AlibiSpec,
     AnswerSpec,
+    Bias,
     DisentangledSpec,
     EmbeddingSpec,
     LayerSpec,
     LinearSpec,
     ModelSpec,
     NormSpec,
+    linear,
     no_vocabulary_head,
 )
 from ...protocol.errors import WeightError
 from ...protocol.model_info import ModelInfo
 from ...protocol.tasks import PoolingType
 from .array_head import HeadSteps
+from .images import AttentionPool, PatchEmbedding
 
 # Names as in executors/torch/layers/linear.py. Models with other activations run on torch.
 _ACTIVATIONS: Final[dict[str, ActivationCode]] = {
@@ -112,8 +115,60 @@ def read_encoder(
     )
 
 
+def read_patches(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights, machine: CpuLibrary) -> PatchEmbedding | None:
+    """Reads the first step of an encoder of images; None in an encoder of texts. See `read_encoder`."""
+    patches, width = spec.embedding.patches, spec.hidden_size
+    if patches is None:
+        return None
+    assert info.image_spec is not None, "with_image sets it"
+    base, side = _base(spec, weights), info.image_spec.patch_size
+    if patches.is_linear:
+        weight_DB = base.floats(f"{patches.name}.weight", width, 3 * side * side)
+    else:
+        weight = base.floats(f"{patches.name}.weight", width, 3, side, side)
+        weight_DB = weight.transpose(0, 2, 3, 1).reshape(width, -1)
+    positions_PD = base.floats(patches.positions, patches.num_positions, width)
+    class_row = None
+    if patches.class_row is not None:
+        class_row, positions_PD = base.floats(patches.class_row, width) + positions_PD[0], positions_PD[1:].copy()
+    return PatchEmbedding(
+        machine,
+        info.image_spec,
+        weight=weight_DB,
+        bias=base.floats(f"{patches.name}.bias", width) if patches.bias is Bias.REQUIRED else None,
+        class_row=class_row,
+        positions=positions_PD,
+        resizes_positions=patches.resizes_positions,
+    )
+
+
+def read_attention_pool(spec: ModelSpec, weights: ArrayWeights, machine: CpuLibrary) -> AttentionPool | None:
+    """Reads the attention pooling; None in a model without it. See `read_encoder`."""
+    pool, width = spec.attention_pool, spec.hidden_size
+    if pool is None:
+        return None
+    assert spec.attention is not None
+    base = _base(spec, weights)
+    scope, norm = base.scope(pool.prefix), _norm(base, pool.norm)
+    assert norm is not None
+    return AttentionPool(
+        machine,
+        query=base.floats(pool.query, 1, 1, width).ravel(),
+        in_projection=(scope.floats("in_proj_weight", 3 * width, width), scope.floats("in_proj_bias", 3 * width)),
+        out_projection=_linear(scope, linear("out_proj", width, width)),
+        norm=norm,
+        mlp=(_linear(base, pool.mlp_in), _linear(base, pool.mlp_out)),
+        num_heads=spec.attention.num_heads,
+    )
+
+
 def _word_table(base: ArrayWeights, embedding: EmbeddingSpec) -> Array:
-    """Returns the word embeddings [V, E] as they are stored, or [V + 1, E] float32 of a static embedding."""
+    """Returns the word embeddings [V, E] as they are stored, or [V + 1, E] float32 of a static embedding.
+
+    An encoder of images has one row of zeros: its batches bring their own rows.
+    """
+    if embedding.patches is not None:
+        return np.zeros((1, embedding.size), np.float32)
     static = embedding.static
     if static is None:
         return base.table(embedding.word_embeddings, embedding.vocab_size, embedding.size)

@@ -177,7 +177,7 @@ class Dense:
             )
         self._activation = _DENSE_ACTIVATIONS[spec.activation]()
         self.linear = Linear.load(
-            weights, linear("linear", spec.in_features, spec.out_features, bias=Bias.of(spec.bias)), is_head=True
+            weights, linear(spec.name, spec.in_features, spec.out_features, bias=Bias.of(spec.bias)), is_head=True
         )
 
     def __call__(self, x_NI: Tensor) -> Tensor:

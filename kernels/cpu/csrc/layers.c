@@ -215,7 +215,9 @@ static void embed(LaneContext *context) {
     for (long r = first; r < last; r++) {
         long token = context->part->start + r;
         float *row = to + r * E;
-        if (encoder->table_is_bf16) {
+        if (batch->rows) {
+            memcpy(row, batch->rows + token * E, (size_t)E * 4);
+        } else if (encoder->table_is_bf16) {
             const uint16_t *word = (const uint16_t *)encoder->word_embeddings + batch->ids[token] * E;
             for (long d = 0; d < E; d++) {
                 uint32_t bits = (uint32_t)word[d] << 16;

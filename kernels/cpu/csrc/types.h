@@ -148,6 +148,7 @@ typedef struct {
 /* Input and output of one forward: T packed tokens of S sequences, or (decoders) of S chunks of sequences. */
 typedef struct {
     const int64_t *ids;       /* [T] */
+    const float *rows;        /* [T, E] used instead of the word embeddings of `ids`, or NULL */
     const int64_t *positions; /* [T] rows of Encoder.position_embeddings */
     const int32_t *starts;    /* [S + 1], prefix sums of the lengths */
     const int32_t *visible;   /* [S] leading tokens that attention may read; NULL: all */

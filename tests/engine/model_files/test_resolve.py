@@ -475,7 +475,7 @@ TEXT_TOWER = {"hidden_size": 32, "vocab_size": 100, "num_attention_heads": 4}
 @pytest.mark.parametrize(
     ("config", "inputs"),
     [
-        ({"model_type": "clip", "text_config": TEXT_TOWER, "vision_config": {"image_size": 16}}, "images"),
+        ({"model_type": "altclip", "text_config": TEXT_TOWER, "vision_config": {"image_size": 16}}, "images"),
         ({"model_type": "flava", "image_config": {}, "audio_config": {}}, "audio and images"),
         ({"model_type": "vit", "hidden_size": 32, "image_size": 16, "patch_size": 8, "num_channels": 3}, "images"),
         ({"model_type": "ast", "hidden_size": 32, "num_mel_bins": 8, "max_source_positions": 30}, "audio"),

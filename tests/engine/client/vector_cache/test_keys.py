@@ -22,6 +22,7 @@ from penstock.engine.client.vector_cache.keys import (
     identity_of,
     stamp_of,
 )
+from penstock.engine.protocol.images import ImagePatches
 from penstock.engine.protocol.model_info import AdapterSpec, DenseSpec, ModelInfo
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
@@ -68,6 +69,7 @@ def test_equal_inputs_have_equal_keys() -> None:
         {"tokens": dataclasses.replace(TOKENS, type_boundary=2)},
         {"tokens": dataclasses.replace(TOKENS, num_prompt_tokens=0)},
         {"tokens": dataclasses.replace(TOKENS, num_masked=0)},
+        {"tokens": dataclasses.replace(TOKENS, image=ImagePatches(np.zeros((4, 3), np.uint8), (2, 2)))},
     ],
     ids=str,
 )
@@ -103,7 +105,7 @@ def info(folder: Path) -> ModelInfo:
 @pytest.mark.parametrize("name", sorted({field.name for field in dataclasses.fields(ModelInfo)} - {"path"}))
 def test_each_field_that_decides_vectors_changes_the_identity(info: ModelInfo, name: str) -> None:
     adapters = (AdapterSpec(name="legal", index=0),)
-    value: Any = {"dense": (DENSE,), "query": info, "adapters": adapters}.get(name, "another value")
+    value: Any = {"dense": (DENSE,), "query": info, "image": info, "adapters": adapters}.get(name, "another value")
     changed = dataclasses.replace(info, **{name: value})
     assert (identity_of(changed) == identity_of(info)) is (name in CHANGES_NO_VECTOR)
 
