@@ -17,7 +17,7 @@ from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, TokenizedInput
 from ..protocol.results import ClassResult, EmbeddingResult, ScoreResult
 from ..protocol.tasks import PoolingTask
-from ..tokenization.input_encoder import InputEncoder, instructed_prompt
+from ..tokenization.input_encoder import InputEncoder, images_in, instructed_prompt
 from .dispatcher import Dispatcher, OpenRequest
 from .replica import Arrays
 from .vector_cache.keys import is_cacheable
@@ -79,6 +79,8 @@ class PairScorer:
                 )
             params = params.clone(normalize=True if task is PoolingTask.EMBED else None)
         params = params.resolved(task, self._info)
+        if images_in(right):
+            options = replace(options, max_passages=1)  # images are not split
         async with self._dispatcher.open(options, is_cacheable=is_cacheable(params)) as request:
             if options.max_passages == 1:
                 return await score(request, left, right, params, options)

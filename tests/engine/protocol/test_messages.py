@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 
 from penstock.engine.protocol import messages as m
 from penstock.engine.protocol.config import EngineConfig, PoolerConfig
+from penstock.engine.protocol.images import ImagePatches
 from penstock.engine.protocol.messages import (
     ClientMessage,
     ClientMessageBuilder,
@@ -34,6 +35,8 @@ def requests(draw: st.DrawFn) -> SubmitRequest:
     inputs = [
         TokenizedInput(np.arange(n, dtype=np.int32) + n, draw(st.integers(0, n)), draw(st.integers(0, n)))
         if draw(st.booleans())
+        else TokenizedInput.of_image(ImagePatches(np.arange(n * size, dtype=np.uint8).reshape(n, size), (1, n)), n % 2)
+        if (size := draw(st.integers(0, 9)))
         else TokenizedInput(np.arange(n, dtype=np.int32) - n)
         for n in draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
     ]
@@ -78,6 +81,10 @@ def test_requests_survive_a_client_message(
             assert after.token_ids.tolist() == before.token_ids.tolist()
             assert (after.type_boundary, after.num_prompt_tokens) == (before.type_boundary, before.num_prompt_tokens)
             assert (after.num_masked, after.query) == (0, None)
+            assert (after.image is None) == (before.image is None)
+            if after.image is not None and before.image is not None:
+                assert after.image.grid == before.image.grid
+                assert np.array_equal(after.image.pixels, before.image.pixels)
 
 
 def test_equal_queries_of_inputs_are_sent_once() -> None:

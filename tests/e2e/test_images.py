@@ -1,0 +1,121 @@
+"""Images and texts of CLIP, SigLIP and SigLIP 2 over HTTP, compared with transformers."""
+
+import base64
+import importlib
+import io
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from ..servers import Server
+
+image_module = pytest.importorskip("PIL.Image")
+pytestmark = pytest.mark.filterwarnings("ignore")
+TOLERANCE = 1e-5
+TEXTS = ["A dam holds back water.", "gate"]
+SIZES = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = SIZES | {"vocab_size": 30_600, "eos_token_id": 102}
+PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "CLIP": ("clip", {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}),
+    "Siglip": ("siglip", {"size": {"height": 28, "width": 28}}),
+    "Siglip2": ("siglip2", {"patch_size": 14, "max_num_patches": 9}),
+}
+
+
+class Reference(NamedTuple):
+    """A saved model, and the normalised vectors of transformers for the images and TEXTS."""
+
+    folder: Path
+    images: np.ndarray
+    texts: np.ndarray
+
+
+def make_images() -> list[Any]:
+    """Images of odd sizes and modes."""
+    numbers = np.random.default_rng(0)
+    sizes = [(28, 28), (61, 17), (9, 90), (1, 40), (33, 32)]
+    images = [image_module.fromarray(numbers.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in sizes]
+    return [image.convert(mode) for image, mode in zip(images, ("RGB", "L", "P", "RGB", "RGBA"), strict=True)]
+
+
+IMAGES = make_images()
+
+
+def uri(image: Any) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.fixture(scope="module", params=PROCESSORS)
+def reference(request, tmp_path_factory, default_model: Path) -> Reference:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    kind, folder = request.param, tmp_path_factory.mktemp("images")
+    package, options = PROCESSORS[kind]
+    vision = SIZES | ({"num_patches": 4} if kind == "Siglip2" else {"image_size": 28}) | {"patch_size": 14}
+    extra = {"projection_dim": 40} if kind == "CLIP" else {}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(text_config=TEXT, vision_config=vision, **extra)
+    model = getattr(transformers, f"{kind}Model")(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    module = importlib.import_module(f"transformers.models.{package}.image_processing_pil_{package}")
+    processor = getattr(module, f"{kind}ImageProcessorPil")(**options)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(default_model, model_max_length=64)
+    for part in (model, processor, tokenizer):
+        part.save_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)  # SigLIP 2 has a tokenizer of its own
+    pads = {} if kind == "CLIP" else {"padding": "max_length", "max_length": 64}
+    with torch.no_grad():
+        colours = [transformers.image_transforms.convert_to_rgb(image) for image in IMAGES]
+        images = model.get_image_features(**processor(colours, return_tensors="pt")).pooler_output
+        ids = [tokenizer(text, return_tensors="pt", **pads).input_ids for text in TEXTS]
+        texts = torch.cat([model.get_text_features(input_ids=each).pooler_output for each in ids])
+    normalized = [torch.nn.functional.normalize(each, dim=1).numpy() for each in (images, texts)]
+    return Reference(folder, *normalized)
+
+
+def embed(server: Server, inputs: list[Any]) -> np.ndarray:
+    response = server.post("/v1/embeddings", {"input": inputs})
+    assert response.status_code == 200, response.text
+    return np.array([row["embedding"] for row in response.json()["data"]])
+
+
+def test_images_and_texts_equal_transformers_in_every_batch(
+    launch: Callable[..., Server], reference: Reference
+) -> None:
+    server = launch(str(reference.folder), "--dtype", "float32", "--cache", "1MB")
+    images = [{"image": uri(image)} for image in IMAGES]
+    texts = [{"text": text} for text in TEXTS]
+    mixed = [item for pair in zip(images, [*texts, *texts, *texts], strict=False) for item in pair]
+    calls = [*([item] for item in images), images, texts, mixed, images[::-1]]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda inputs: embed(server, inputs), calls))
+    alone = np.concatenate(found[: len(images)])
+    assert np.abs(alone - reference.images).max() < TOLERANCE
+    assert np.abs(found[-3] - reference.texts).max() < TOLERANCE
+    assert np.array_equal(found[-4], alone)
+    assert np.array_equal(found[-2][::2], alone)
+    assert np.array_equal(found[-1], alone[::-1])
+
+    ranked = server.post("/v1/rerank", {"query": TEXTS[0], "documents": [*images, *texts[1:]]})
+    assert ranked.status_code == 200, ranked.text
+    scores = {row["index"]: row["relevance_score"] for row in ranked.json()["results"]}
+    vectors = np.concatenate([reference.images, reference.texts[1:]])
+    expected = vectors @ reference.texts[0]
+    assert np.abs([scores[i] for i in range(len(scores))] - expected).max() < TOLERANCE
+    whole = server.post("/v1/rerank", {"query": "gate", "documents": images, "max_chunks_per_doc": 3})
+    assert whole.status_code == 200, whole.text
+
+    for image, message in (
+        ("data:image/png;base64,aGVsbG8=", "Input 1 is not an image in a supported format"),
+        (uri(IMAGES[0])[:-40] + "AAAA", "Input 1"),
+    ):
+        rejected = server.post("/v1/embeddings", {"input": [texts[0], {"image": image}, images[0]]})
+        assert rejected.status_code == 400
+        assert message in rejected.text
+    server.stop()
