@@ -253,13 +253,13 @@ def _model_pooling(draft: ModelDraft) -> tuple[tuple[PoolingType, ...], str]:
         if named in ("cls", "mean"):
             return (PoolingType(named.upper()),), draft.source_of("classifier_pooling")
         return (_classifier_pooling(draft),), draft.sources["model_type"]
-    if files is not None:
-        if files.pooling is None:
-            return (), f"{files.source}: no Pooling module"
+    if files is not None and files.pooling is not None:
         return files.pooling, files.pooling_source
     family = FAMILIES.get(draft.fields["model_type"])
     if family is not None and family.pooling is not None:
         return (family.pooling,), draft.sources["model_type"]
+    if files is not None:
+        return (), f"{files.source}: no Pooling module"
     # sentence-transformers' defaults for a model without its files.
     if is_causal:
         return (PoolingType.LAST,), "default of causal models"
@@ -282,9 +282,9 @@ def _resolve_embedding(draft: ModelDraft) -> None:
     pooler, files = draft.engine.pooler_config, draft.files
     is_embedding = draft.fields["kind"] is ModelKind.EMBEDDING
     family = FAMILIES.get(draft.fields["model_type"])
-    dense, source = (files.dense, MODULES_FILE) if files is not None and is_embedding else ((), "default")
-    if not dense and is_embedding and family is not None:
-        dense, source = family.dense(draft.config), draft.sources["model_type"]
+    own = family.dense(draft.config) if family is not None and is_embedding else ()
+    dense = own + (files.dense if files is not None and is_embedding else ())
+    source = MODULES_FILE if len(dense) > len(own) else draft.sources["model_type"]
     draft.set("dense", dense, source if dense else "default")
     width = draft.fields["hidden_size"] * (len(draft.fields["sequence_pooling"]) or 1)
     for spec in dense:

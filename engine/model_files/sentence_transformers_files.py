@@ -19,7 +19,7 @@ from .router_files import read_routes
 
 MODULES_FILE: Final = "modules.json"
 SETTINGS_FILE: Final = "config_sentence_transformers.json"
-_FIRST_MODULES: Final = "Transformer, StaticEmbedding, SparseStaticEmbedding and Router"
+_FIRST_MODULES: Final = "Transformer, CLIPModel, StaticEmbedding, SparseStaticEmbedding and Router"
 _KNOWN_MODULES: Final = (
     f"{_FIRST_MODULES} first, then Pooling, Dense, Normalize, Dropout, LogitScore, MultiVectorMask and SpladePooling"
 )
@@ -176,7 +176,7 @@ def _read_chain(root: Path, entries: list[dict[str, Any]]) -> SentenceTransforme
             if files.static_kind == STATIC:
                 files.pooling = (PoolingType.MEAN,)
         elif position == 0:
-            if kind not in ("Transformer", "MLMTransformer"):
+            if kind not in ("Transformer", "MLMTransformer", "CLIPModel"):
                 raise _unsupported(
                     root, f"starts with the module {entry['type']}; penstock needs one of {_FIRST_MODULES} first"
                 )

@@ -285,6 +285,21 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextPadding:
+    """Padding of every text to one length.
+
+    Attributes:
+        token_id: The token to add.
+        length: Tokens of a padded text.
+        side: "left" or "right": the side of the added tokens.
+    """
+
+    token_id: int
+    length: int
+    side: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSpec:
     """The tokenizer of the model. The engine process resolves it, because the client must not load transformers.
 
@@ -300,7 +315,7 @@ class TokenizerSpec:
         dropped_id: Id of tokens that the model ignores; None if there is none.
         chars_per_token: A text that may be truncated is first cut to this many characters per token of the limit, as in
             model2vec; None: it is not.
-        padding: Token id and length in tokens: shorter texts get this token at their end. None: no padding.
+        padding: Padding of texts, which the model reads like other tokens; None: no padding.
         query: The tokenizer of ModelInfo.query.
         config: tokenizer_class and arguments, as in tokenizer_config.json.
     """
@@ -315,6 +330,6 @@ class TokenizerSpec:
     end_id: int | None = None
     dropped_id: int | None = None
     chars_per_token: int | None = None
-    padding: tuple[int, int] | None = None
+    padding: TextPadding | None = None
     query: TokenizerSpec | None = None
     config: dict[str, Any] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from ..images.encoder import ImageEncoder
 from ..protocol.config import EngineConfig
 from ..protocol.errors import CUT_TO_FIT, InvalidRequestError, RequestTooLongError
 from ..protocol.images import ImageInput
-from ..protocol.model_info import ModelInfo
+from ..protocol.model_info import ModelInfo, TextPadding
 from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, expanded
 from ..protocol.params import PoolingParams
 from ..protocol.request import Input, RequestOptions, Text, TokenizedInput
@@ -94,7 +94,7 @@ class InputEncoder:
                 for item, tokens in zip(inputs, tokenized, strict=True)
             ]
         if self._tokenizer.padding is not None:
-            return [padded(tokens, *self._tokenizer.padding) for tokens in tokenized]
+            return [padded(tokens, self._tokenizer.padding) for tokens in tokenized]
         return self._replace_empty(tokenized)
 
     async def _encode_with_images(
@@ -301,12 +301,14 @@ def images_in(inputs: Sequence[object]) -> dict[int, ImageInput]:
     return {index: item for index, item in enumerate(inputs) if isinstance(item, ImageInput)}
 
 
-def padded(tokens: TokenizedInput, token_id: int, length: int) -> TokenizedInput:
-    """Returns a text with `token_id` at its end up to `length` tokens, which the model reads like other tokens."""
-    missing = length - len(tokens)
+def padded(tokens: TokenizedInput, padding: TextPadding) -> TokenizedInput:
+    """Returns a padded text. Longer texts are not changed."""
+    missing = padding.length - len(tokens)
     if missing <= 0:
         return tokens
-    return replace(tokens, token_ids=np.concatenate([tokens.token_ids, np.full(missing, token_id, np.int32)]))
+    added = np.full(missing, padding.token_id, np.int32)
+    parts = [added, tokens.token_ids] if padding.side == "left" else [tokens.token_ids, added]
+    return replace(tokens, token_ids=np.concatenate(parts))
 
 
 def _document_too_long(

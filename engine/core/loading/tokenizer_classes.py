@@ -19,6 +19,7 @@ from tokenizers.models import BPE, Unigram, WordPiece
 Values = Mapping[str, Any]
 Build = Callable[[Tokenizer, Values], None]
 
+_CLIP_WORDS: Final = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 _QWEN2_WORDS: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -64,8 +65,8 @@ def class_name(model_type: str, declared: str | None, *, is_byte_level: bool) ->
     if model_type not in _REGISTERED:
         raise NotBuiltHereError(f"its model type is {model_type!r}")
     registered = _REGISTERED[model_type]
-    # transformers ignores the declared class of Qwen2 models and of models with the plain class.
-    if model_type == "qwen2" or registered == PLAIN:
+    # transformers ignores the declared class of these models, and of models with the plain class.
+    if model_type in ("qwen2", "siglip2_text_model") or registered == PLAIN:
         return registered or PLAIN
     name = (declared or registered or PLAIN).removesuffix("Fast")
     # LlamaTokenizer would build a SentencePiece tokenizer, but Llama 3 has a byte-level one.
@@ -160,6 +161,30 @@ def _gemma(tokenizer: Tokenizer, values: Values) -> None:
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern=" ", behavior="merged_with_previous", invert=False)
     tokenizer.decoder = decoders.Sequence(_spaces())
+
+
+def _siglip2(tokenizer: Tokenizer, values: Values) -> None:
+    _gemma(tokenizer, values)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.Replace(" ", "▁")])
+
+
+def _clip(tokenizer: Tokenizer, values: Values) -> None:
+    _bpe(tokenizer, affix="", unk_token=values["unk_token"])
+    model = tokenizer.model
+    assert isinstance(model, BPE)
+    model.end_of_word_suffix = "</w>"
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_CLIP_WORDS), behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    bos, eos = _ids(tokenizer, values["bos_token"], values["eos_token"])
+    tokenizer.post_processor = processors.RobertaProcessing(eos, bos, False, False)
 
 
 def _spaces() -> list[decoders.Decoder]:
@@ -291,6 +316,10 @@ CLASSES: Final = {
         build=_llama, tokens=_LLAMA_TOKENS, options={"add_prefix_space": None, "legacy": False}, padding_side="left"
     ),
     "GemmaTokenizer": TokenizerClass(build=_gemma, tokens=_GEMMA_TOKENS, padding_side="left"),
+    "Siglip2Tokenizer": TokenizerClass(build=_siglip2, tokens=_GEMMA_TOKENS, padding_side="left"),
+    "CLIPTokenizer": TokenizerClass(
+        build=_clip, tokens=_GPT_TOKENS | {"bos_token": "<|startoftext|>", "pad_token": "<|endoftext|>"}
+    ),
 }
 """Supported tokenizer classes. transformers reads the tokenizers of other classes."""
 
@@ -325,5 +354,7 @@ _REGISTERED: Final[dict[str, str | None]] = {
     "new": None,
     "ministral3_bidirec": None,
     "lfm2": None,
+    "clip_text_model": "CLIPTokenizer",
+    "siglip2_text_model": "Siglip2Tokenizer",
 }
 """Maps a model_type to its tokenizer class in transformers."""

@@ -14,7 +14,7 @@ from ...families.static import MODEL2VEC, STATIC_MODEL_TYPES
 from ...families.two_towers import PADDED_MODEL_TYPES
 from ...model_files.model_folder import is_gguf, one_line, read_object
 from ...protocol.errors import UnsupportedModelError
-from ...protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
+from ...protocol.model_info import ModelInfo, ModelKind, TextPadding, TokenizerSpec
 from ...protocol.multi_vector import MultiVector, MultiVectorTokens, QueryExpansion
 from ...protocol.templates import ScoreTemplate, chat_template_of
 from ...tokenization.long_text import LongText
@@ -163,14 +163,15 @@ def _load_with_transformers(info: ModelInfo, folder: Path, trust_remote_code: bo
     return LoadedTokenizer.of_transformers(tokenizer)
 
 
-def _padding(tokenizer: LoadedTokenizer, info: ModelInfo) -> tuple[int, int] | None:
-    """Returns the padding of the texts of SigLIP, which was trained with texts of one length; see TokenizerSpec."""
+def _padding(tokenizer: LoadedTokenizer, info: ModelInfo) -> TextPadding | None:
+    """Returns the padding of the texts of SigLIP, which was trained with texts of one length; None for other models."""
     if info.model_type not in PADDED_MODEL_TYPES:
         return None
     token_id = tokenizer.backend.token_to_id(str(tokenizer.settings.get("pad_token")))
     if token_id is None:
         raise UnsupportedModelError(f"The tokenizer of {info.name} has no pad_token, which {info.architecture} needs.")
-    return token_id, info.config.get("max_position_embeddings", 64)
+    length = info.config["max_position_embeddings"]
+    return TextPadding(token_id=token_id, length=length, side=tokenizer.padding_side)
 
 
 def _end_id(tokenizer: LoadedTokenizer, vocab_size: int) -> int | None:

@@ -537,3 +537,34 @@ def test_saved_sentence_transformer_is_read(
     ]
     assert info.prompts["query"] == again.prompts["query"]
     assert info.default_prompt_name == again.default_prompt_name
+
+
+@pytest.mark.parametrize("module", ["models.CLIPModel", "base.modules.transformer.Transformer"])
+def test_sentence_transformers_clip_has_vectors_without_normalisation(module: str, tmp_path: Path) -> None:
+    files = {
+        "modules.json": [{"idx": 0, "name": "0", "path": "0_CLIPModel", "type": f"sentence_transformers.{module}"}],
+        "0_CLIPModel/config.json": {"model_type": "clip", "text_config": TEXT_TOWER, "projection_dim": 24},
+        "0_CLIPModel/preprocessor_config.json": {"image_processor_type": "CLIPImageProcessor"},
+    }
+    (tmp_path / "0_CLIPModel").mkdir()
+    write(tmp_path, files)
+    info = resolve_model(EngineConfig(model=str(tmp_path)))
+    assert info.image is not None
+    assert (info.model_type, info.image.model_type) == ("clip_text_model", "clip_vision_model")
+    assert (info.sequence_pooling, info.image.sequence_pooling) == ((PoolingType.LAST,), (PoolingType.CLS,))
+    assert [part.dense[0].name for part in (info, info.image)] == ["text_projection", "visual_projection"]
+    assert (info.embedding_size, info.image.embedding_size, info.normalize, info.image.normalize) == (
+        24,
+        24,
+        False,
+        False,
+    )
+    assert (info.max_model_len, info.image.max_model_len, info.longest_sequence) == (77, 50, 77)
+    assert info.tasks == (PoolingTask.EMBED, PoolingTask.SCORE)
+
+
+def test_images_and_texts_of_different_widths_are_rejected(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    write(tmp_path, {"config.json": {"model_type": "siglip", "text_config": TEXT_TOWER}})
+    with pytest.raises(UnsupportedModelError, match="gives texts vectors of width 32, and images of width 768"):
+        resolve_model(EngineConfig(model=str(tmp_path)))

@@ -301,6 +301,40 @@ def test_every_folder_is_read_as_by_transformers(change: str, tmp_path: Path) ->
     assert (num_read > 0) is is_read
 
 
+def clip_pairs() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    symbols = ["<|startoftext|>", "<|endoftext|>", *alphabet, *(f"{s}</w>" for s in alphabet), "th", "the</w>"]
+    table, merges = {symbol: i for i, symbol in enumerate(symbols)}, [("t", "h"), ("th", "e</w>")]
+    model = models.BPE(table, merges, end_of_word_suffix="</w>", unk_token="<|endoftext|>")
+    tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens(symbols[:2])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("family", "processor", "build"),
+    [("clip", "CLIP", clip_pairs), ("siglip2", "Siglip2", lambda: sentence_pairs(GEMMA))],
+)
+def test_tokenizer_of_texts_beside_images_equals_transformers(
+    family: str, processor: str, build: Callable[[], Tokenizer], tmp_path: Path
+) -> None:
+    build().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": f"{processor}ImageProcessor"})
+    )
+    for settings in SETTINGS:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(BASE | settings))
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_type": family, "text_config": SIZES | {"vocab_size": 900}, "vision_config": SIZES})
+        )
+        if (found := read(tmp_path)) is not None:
+            check_equal(found, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(BASE))
+    found = read(tmp_path)
+    assert found is not None
+    check_same_ids(found, tmp_path, 300)
+
+
 @pytest.mark.parametrize("is_byte_level", [True, False])
 def test_class_is_the_one_of_transformers(is_byte_level: bool, tmp_path: Path) -> None:
     tokenizer = byte_pairs(GPT) if is_byte_level else word_piece(BERT)
@@ -315,8 +349,9 @@ def test_class_is_the_one_of_transformers(is_byte_level: bool, tmp_path: Path) -
         patch.setattr(PreTrainedTokenizerBase, "from_pretrained", classmethod(record))
         for model_type in tokenizer_classes._REGISTERED.keys() - {"new", "ministral3_bidirec"}:
             for declared in (None, *declarable):
-                write(tmp_path, model_type, {"tokenizer_class": declared})
-                AutoTokenizer.from_pretrained(tmp_path, config=AutoConfig.for_model(model_type))
+                whole = model_type.removesuffix("_text_model")
+                write(tmp_path, whole, {"tokenizer_class": declared})
+                AutoTokenizer.from_pretrained(tmp_path, config=AutoConfig.for_model(whole))
                 found = class_name(model_type, declared, is_byte_level=is_byte_level)
                 assert found == loaded[-1], (model_type, declared)
     assert len(set(loaded)) > 8
