@@ -71,8 +71,7 @@ RUN groupadd --gid 10001 penstock \
     && install -d -o penstock -g penstock /home/penstock/.cache /home/penstock/.cache/huggingface \
         /home/penstock/.cache/triton /models
 COPY docker/healthcheck.py /usr/local/lib/penstock/healthcheck.py
-# Every flag of `penstock serve` is a variable, too. The host is set here and not in CMD, so that arguments given to
-# `docker run penstock serve MODEL` do not undo it. The root may be read-only: mount something writable at HF_HOME and
+# Every flag of `penstock serve` is a variable, too. The root may be read-only: mount something writable at HF_HOME and
 # TRITON_CACHE_DIR. Triton does not run without its cache. The driver keeps the kernels it compiles in CUDA_CACHE_PATH.
 ENV PATH=/opt/penstock/bin:$PATH \
     PYTHONSAFEPATH=1 \
@@ -81,9 +80,7 @@ ENV PATH=/opt/penstock/bin:$PATH \
     HF_HOME=/home/penstock/.cache/huggingface \
     TRITON_CACHE_DIR=/home/penstock/.cache/triton \
     CUDA_CACHE_PATH=/home/penstock/.cache/triton/driver \
-    TORCHINDUCTOR_CACHE_DIR=/home/penstock/.cache/triton/inductor \
-    PENSTOCK_HOST=0.0.0.0 \
-    PENSTOCK_PORT=8000
+    TORCHINDUCTOR_CACHE_DIR=/home/penstock/.cache/triton/inductor
 ARG PYTHON_IMAGE
 ARG VERSION=0.1.0
 ARG REVISION=

@@ -6,6 +6,15 @@ import sys
 import urllib.error
 import urllib.request
 
+COMPAT_PORTS = {"tei": "PORT", "infinity": "INFINITY_PORT"}
+"""The variable with the port of a server whose variables --env-compat reads."""
+
+
+def port() -> str:
+    """Return the port of the server."""
+    compat = COMPAT_PORTS.get(os.environ.get("PENSTOCK_ENV_COMPAT", ""), "")
+    return os.environ.get("PENSTOCK_PORT") or os.environ.get(compat) or "8000"
+
 
 def main() -> int:
     """Ask /health/ready once.
@@ -14,7 +23,7 @@ def main() -> int:
         The exit status: 0 where the answer was 200, 1 otherwise.
     """
     scheme = "https" if os.environ.get("PENSTOCK_SSL_CERTFILE") else "http"
-    url = f"{scheme}://127.0.0.1:{os.environ.get('PENSTOCK_PORT', '8000')}/health/ready"
+    url = f"{scheme}://127.0.0.1:{port()}/health/ready"
     # The certificate names another host than 127.0.0.1, and the request never leaves the container: no proxy either.
     unverified = ssl.create_default_context()
     unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE

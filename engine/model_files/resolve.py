@@ -329,9 +329,12 @@ def _resolve_operator_settings(draft: ModelDraft) -> None:
 def _resolve_text(draft: ModelDraft) -> None:
     """Resolves prompts and lower-casing."""
     files = draft.files or SentenceTransformersFiles()
-    named = files.default_prompt_name is not None
-    draft.set("prompts", files.prompts, SETTINGS_FILE if files.prompts else "default")
-    draft.set("default_prompt_name", files.default_prompt_name, SETTINGS_FILE if named else "default")
+    prompts, name, source = dict(files.prompts), files.default_prompt_name, SETTINGS_FILE
+    if draft.engine.default_prompt is not None:
+        name = source = "--default-prompt"
+        prompts[name] = draft.engine.default_prompt
+    draft.set("prompts", prompts, SETTINGS_FILE if files.prompts else "default")
+    draft.set("default_prompt_name", name, "default" if name is None else source)
     draft.set("do_lower_case", files.do_lower_case, files.transformer_source or "default")
 
 

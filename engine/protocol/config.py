@@ -461,6 +461,13 @@ class EngineConfig:
         "NAME=FOLDER,...",
         rule=_adapters_rule,
     )
+    default_prompt: str | None = setting(
+        None,
+        "Text put before the texts of requests that select no prompt. Default: that of the model's files. "
+        "ColBERT models, and /rerank and /score, use the model's query and document prompts.",
+        "Model",
+        "TEXT",
+    )
     chat_template: str | None = setting(
         None,
         "File with the Jinja template of chats, or the template itself; default: the model's own.",

@@ -11,7 +11,15 @@ from typing import Any, Final, TypeVar
 
 from penstock.engine import EngineConfig
 
-from ..settings import ModelSettings, ServerSettings, UsageError, declared_settings, load, near_name
+from ..settings import (
+    ModelSettings,
+    ServerSettings,
+    UsageError,
+    declared_settings,
+    load,
+    near_name,
+    read_compat_variables,
+)
 from .default_model import model_and_names
 
 Settings = TypeVar("Settings", bound=ServerSettings)
@@ -73,11 +81,21 @@ def planned(arguments: dict[str, Any], kind: type[Settings]) -> tuple[Settings, 
     words = arguments.pop("model", [])
     if len(words) == 1:
         arguments["model"] = words[0]
-    settings, file = load(kind, arguments, positional=("model",)), None
+    sources: dict[str, Any] = {"positional": ("model",)}
+    settings, file = load(kind, arguments, **sources), None
     if settings.config is not None:
         file = read_config(settings.config)
-        settings = load(kind, arguments, positional=("model",), file=file.settings, file_location=f"{file.path}: ")
-    return settings, plan_models(settings, words, file)
+        sources |= {"file": file.settings, "file_location": f"{file.path}: "}
+        settings = load(kind, arguments, **sources)
+    tables, location = (file.models, f"{file.path}: models") if file is not None else ((), "")
+    if settings.env_compat is not None:
+        variables = read_compat_variables(settings.env_compat, kind, {*arguments, *(["model"] if words else [])})
+        settings = replace(load(kind, arguments, compat=variables.values, **sources), env_notes=tuple(variables.notes))
+        if variables.tables and (tables or words):
+            raise UsageError("INFINITY_MODEL_ID: names several models; name all models in one place")
+        if variables.tables:
+            tables, location = tuple(variables.tables), "INFINITY_MODEL_ID: models"
+    return settings, plan_models(settings, words, tables, location)
 
 
 def read_config(path: Path) -> ConfigFile:
@@ -104,23 +122,23 @@ def read_config(path: Path) -> ConfigFile:
     return ConfigFile(path, content, tuple(models))
 
 
-def plan_models(settings: ServerSettings, words: Sequence[str | None], file: ConfigFile | None) -> list[ModelPlan]:
+def plan_models(
+    settings: ServerSettings, words: Sequence[str | None], tables: Sequence[Mapping[str, Any]], location: str
+) -> list[ModelPlan]:
     """Returns the models to serve, in order.
 
     Args:
         settings: Settings of the server. Its engine settings apply to every model whose table does not set them.
         words: Models on the command line.
-        file: The file of --config.
+        tables: Tables of models.
+        location: Prefix of a table's number in messages, such as "penstock.toml: models".
 
     Raises:
         UsageError: A table is invalid, two models have the same name, or too many models are preloaded or pinned.
     """
-    tables = () if file is None else file.models
     if tables and (words or settings.model is not None):
-        raise UsageError(
-            f"MODEL: {file.path if file else ''} has tables of models; name all models either there or on the "
-            "command line"
-        )
+        file = location.partition(":")[0]
+        raise UsageError(f"MODEL: {file} has tables of models; name all models either there or on the command line")
     if tables and settings.served_model_name:
         raise UsageError("--served-model-name: set `name` and `aliases` in the table of the model")
     max_loaded = settings.max_loaded_models or max(len(tables), len(words), 1)
@@ -130,15 +148,19 @@ def plan_models(settings: ServerSettings, words: Sequence[str | None], file: Con
         )
     if max(len(words), len(tables)) > 1 and settings.engine.adapter:
         raise UsageError("--adapter: there are several models; set `adapter` in the table of each in --config FILE")
-    if file is None or not tables:
+    if not tables:
         plans = [_of_word(settings, word) for word in words or (settings.model,)]
         plans = [replace(plan, is_preloaded=i < max_loaded) for i, plan in enumerate(plans)]
     else:
-        plans = [
-            _of_table(settings, table, f"{file.path}: models[{i}]", i < max_loaded) for i, table in enumerate(tables)
-        ]
+        plans = [_of_table(settings, table, f"{location}[{i}]", i < max_loaded) for i, table in enumerate(tables)]
         _check_max_loaded(plans, max_loaded)
     _check_names(plans)
+    for plan in plans:
+        if plan.default_prompt_name is not None and plan.config.default_prompt is not None:
+            raise UsageError(
+                f"--default-prompt: {plan.names[0]} has --default-prompt-name {plan.default_prompt_name} too; set only "
+                "one of them"
+            )
     return plans
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,8 @@ from ..settings import UsageError, load, load_failure
 from .default_model import model_and_names
 from .flags import OneLineParser, add_flags
 from .model_plans import planned
+
+logger = logging.getLogger(__name__)
 
 _RAY: Final = "Serve models, or embed files, on a Ray cluster (extra `ray`)."
 _SERVE: Final = "Deploy models with Ray Serve: replicas of the server are added and removed with the queued work."
@@ -51,6 +54,8 @@ def _serve(arguments: dict[str, Any]) -> int:
     from .serve import check_certificate, resolved
 
     configure_logging(settings.log_level, settings.log_format)
+    for note in settings.env_notes:
+        logger.info("%s", note)
     models = [(settings.on_replica(plan.config), plan.names, plan.default_prompt_name) for plan in plans]
     for config, _, default_prompt_name in models:
         resolved(config, default_prompt_name)

@@ -71,6 +71,8 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
         SystemExit: With code 0 after SIGTERM, with another code if the model cannot be loaded (see the log).
     """
     configure_logging(settings.log_level, settings.log_format)
+    for note in settings.env_notes:
+        logger.info("%s", note)
     for variable in unknown_variables((ServerSettings, EmbedSettings, EvalSettings, BenchSettings)):
         logger.warning("the environment variable %s is not known and has no effect", variable)
     num_engines = min(len(plans), settings.max_loaded_models or len(plans))

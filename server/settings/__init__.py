@@ -5,6 +5,7 @@ PENSTOCK_MAX_MODEL_LEN and the key `max_model_len`. A flag has precedence over a
 and the file over the default. This package imports no torch.
 """
 
+from .compat_variables import CompatVariables, read_compat_variables
 from .declarations import (
     GROUPS,
     BenchSettings,
@@ -38,6 +39,7 @@ __all__ = [
     "BenchSettings",
     "CommandError",
     "CommandSettings",
+    "CompatVariables",
     "DeclaredSetting",
     "EmbedSettings",
     "EvalSettings",
@@ -54,5 +56,6 @@ __all__ = [
     "load_failure",
     "near_name",
     "public_values",
+    "read_compat_variables",
     "unknown_variables",
 ]

@@ -11,6 +11,7 @@ from typing import Final
 from penstock.engine import EngineConfig
 from penstock.engine.protocol.setting import REQUIRED, check_settings, parse_size, setting
 
+from .compat_variables import COMPAT_SERVERS
 from .load import UsageError, split_list
 
 GROUPS: Final = (
@@ -234,13 +235,25 @@ class EvalSettings(TargetSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings(CommandSettings):
-    """Settings of `penstock serve`."""
+    """Settings of `penstock serve`.
 
+    Attributes:
+        env_notes: Log lines about the variables of --env-compat.
+    """
+
+    env_notes: tuple[str, ...] = ()
     config: Path | None = setting(
         None,
         "TOML file with settings and the models to serve; `penstock config` prints a template.",
         "Model",
         "FILE",
+    )
+    env_compat: str | None = setting(
+        None,
+        "Also read the environment variables of Text Embeddings Inference or Infinity, such as MODEL_ID or "
+        "INFINITY_MODEL_ID. The log lists them. Flags and variables of penstock have precedence.",
+        "Model",
+        choices=COMPAT_SERVERS,
     )
     served_model_name: tuple[str, ...] = setting(
         (),

@@ -128,6 +128,7 @@ def load(
     file: Mapping[str, Any] = MappingProxyType({}),
     file_location: str = "",
     base: SettingsT | None = None,
+    compat: Mapping[str, tuple[str, Any]] = MappingProxyType({}),
 ) -> SettingsT:
     """Builds settings from flags, the environment, a file and the defaults. Earlier sources have precedence.
 
@@ -138,6 +139,7 @@ def load(
         file: Values of the file by name.
         file_location: Prefix of names of file values in messages.
         base: Settings to use instead of the environment and the defaults.
+        compat: Variables and values of another server, by name of the setting; after the own variables.
 
     Raises:
         UsageError: A value is invalid or missing. The message names the flag, the variable or the key of the file.
@@ -148,8 +150,10 @@ def load(
         variable = environment_variable(name)
         if name in flags:
             source, value = word, flags[name]
-        elif base is None and _is_set(variable, declared):
+        elif base is None and is_set(variable, declared):
             source, value = variable, os.environ[variable]
+        elif name in compat:
+            source, value = compat[name]
         elif name in file:
             source, value = file_location + name, file[name]
         elif base is None and declared.is_required:
@@ -159,7 +163,7 @@ def load(
         try:
             values[name] = declared.convert(value)
         except ValueError as error:
-            raise UsageError(f"{source}: {error} (got {_shown(value)})") from error
+            raise UsageError(f"{source}: {error} (got {shown_value(value)})") from error
     built: SettingsT = _built(kind, values, base)
     return built
 
@@ -207,7 +211,7 @@ def load_failure(error: ModelLoadError, model: str, revision: str | None) -> Com
     return (UsageError if code == UsageError.exit_code else CommandError)(error.message)
 
 
-def _is_set(variable: str, declared: DeclaredSetting) -> bool:
+def is_set(variable: str, declared: DeclaredSetting) -> bool:
     """Whether the environment sets it. Empty variables count only for secrets: otherwise the server would be open."""
     return bool(os.environ.get(variable)) or (declared.is_secret and variable in os.environ)
 
@@ -268,6 +272,7 @@ def split_list(value: object) -> tuple[str, ...]:
     return tuple(name.strip() for part in parts for name in part.split(",") if name.strip())
 
 
-def _shown(value: object) -> str:
+def shown_value(value: object) -> str:
+    """Returns the value as Python text, for messages; cut after 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,158 @@
+"""Variables of TEI and Infinity set settings of penstock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.server.commands.model_plans import ModelPlan, planned
+from penstock.server.settings import ServerSettings, UsageError, public_values
+
+TEI = {
+    "MODEL_ID": "BAAI/bge-m3",
+    "REVISION": "main",
+    "DTYPE": "float16",
+    "POOLING": "last-token",
+    "MAX_BATCH_TOKENS": "1024",
+    "MAX_BATCH_REQUESTS": "8",
+    "MAX_CLIENT_BATCH_SIZE": "64",
+    "MAX_CONCURRENT_REQUESTS": "512",
+    "AUTO_TRUNCATE": "true",
+    "DEFAULT_PROMPT": "query: ",
+    "TOKENIZATION_WORKERS": "3",
+    "HOSTNAME": "pod-7f9c",
+    "PORT": "80",
+    "PAYLOAD_LIMIT": "2000000",
+    "API_KEY": "secret",
+    "HF_TOKEN": "secret",
+    "JSON_OUTPUT": "true",
+    "PROMETHEUS_PORT": "9000",
+    "CORS_ALLOW_ORIGIN": "https://a.example",
+    "SERVED_MODEL_NAME": "bge",
+    "UDS_PATH": "/tmp/x",
+}
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.delenv("HOSTNAME", raising=False)  # Docker sets it
+
+    def plan(variables: dict[str, str], **given: Any) -> tuple[ServerSettings, list[ModelPlan]]:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return planned(given, ServerSettings)
+
+    return plan
+
+
+def test_variables_of_tei_set_settings(plan: Any) -> None:
+    settings, (model,) = plan(TEI, env_compat="tei")
+    expected = {
+        "model": "BAAI/bge-m3",
+        "revision": "main",
+        "dtype": "float16",
+        "max_num_batched_tokens": 1024,
+        "max_num_seqs": 8,
+        "max_inputs_per_request": 64,
+        "auto_truncate": True,
+        "default_prompt": "query: ",
+        "tokenizer_workers": 3,
+        "host": "0.0.0.0",
+        "port": 80,
+        "metrics_port": 9000,
+        "max_body_bytes": 2_000_000,
+        "log_format": "json",
+        "cors_origins": ("https://a.example",),
+    }
+    assert expected.items() <= public_values(settings).items()
+    assert (settings.api_key, model.names) == (("secret",), ("bge",))
+    assert settings.engine.pooler_config.pooling_type == "LAST"
+    notes = {note.partition(" ")[0].partition("=")[0]: note for note in settings.env_notes}
+    assert set(notes) == set(TEI)
+    assert notes["MAX_BATCH_TOKENS"] == "MAX_BATCH_TOKENS=1024 sets --max-num-batched-tokens"
+    assert notes["API_KEY"] == "API_KEY sets --api-key"
+    assert "has no effect: it is no IP address" in notes["HOSTNAME"]
+    assert "has no effect" in notes["UDS_PATH"]
+    assert "secret" not in "".join(settings.env_notes)
+
+
+def test_variables_are_read_on_request_only(plan: Any) -> None:
+    settings, _ = plan(TEI, model=["a/b"])
+    assert public_values(settings) == public_values(ServerSettings(model="a/b"))
+
+
+def test_flags_and_own_variables_have_precedence(plan: Any) -> None:
+    variables = {"MODEL_ID": "a/b", "PORT": "1", "DTYPE": "float16", "PENSTOCK_PORT": "2", "PENSTOCK_ENV_COMPAT": "tei"}
+    settings, (model,) = plan(variables, model=["c/d"], dtype="float32")
+    assert (settings.port, model.config.dtype, model.config.model) == (2, "float32", "c/d")
+    assert len(settings.env_notes) == 3
+    assert all("has precedence" in note for note in settings.env_notes)
+
+
+def test_variables_of_infinity_set_settings(plan: Any) -> None:
+    variables = {
+        "INFINITY_MODEL_ID": "a/b;",
+        "INFINITY_PORT": "7997",
+        "INFINITY_API_KEY": "k",
+        "INFINITY_BATCH_SIZE": "64;",
+        "INFINITY_URL_PREFIX": "/api",
+        "INFINITY_LOG_LEVEL": "trace",
+        "INFINITY_DEVICE": "cuda",
+        "INFINITY_DEVICE_ID": "0,1",
+        "INFINITY_ENGINE": "optimum",
+        "INFINITY_QUEUE_SIZES": "1",
+    }
+    settings, (model,) = plan(variables, env_compat="infinity")
+    assert (settings.port, settings.api_key, settings.root_path, settings.log_level) == (7997, ("k",), "/api", "debug")
+    assert (model.config.model, model.config.devices) == ("a/b", ("cuda:0", "cuda:1"))
+    assert model.config.scheduler.max_num_seqs == 64
+    assert len(settings.env_notes) == len(variables)
+    assert settings.env_notes[-1].endswith("Infinity has no such variable; did you mean QUEUE_SIZE?")
+
+
+def test_lists_of_infinity_name_several_models(plan: Any) -> None:
+    variables = {
+        "INFINITY_MODEL_ID": "a/b;c/d;",
+        "INFINITY_SERVED_MODEL_NAME": "x;",
+        "INFINITY_REVISION": ";main",
+        "INFINITY_TRUST_REMOTE_CODE": "true;false",
+        "INFINITY_DTYPE": "float32",
+        "INFINITY_PORT": "1",
+    }
+    with pytest.raises(UsageError, match="served as 'x'"):
+        plan(variables, env_compat="infinity")
+    settings, models = plan({"INFINITY_SERVED_MODEL_NAME": "x;y"}, env_compat="infinity")
+    found = [(m.names, m.config.model, m.config.revision, m.config.trust_remote_code, m.config.dtype) for m in models]
+    assert found == [(("x",), "a/b", None, True, "float32"), (("y",), "c/d", "main", False, "float32")]
+    assert settings.port == 1
+    with pytest.raises(UsageError, match="INFINITY_MODEL_ID"):
+        plan({}, env_compat="infinity", model=["e/f"])
+    with pytest.raises(UsageError, match="INFINITY_DTYPE: must have one value, or one for each model"):
+        plan({"INFINITY_DTYPE": "auto;auto;auto"}, env_compat="infinity")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("MAX_BATCH_TOKENS", "0", "MAX_BATCH_TOKENS: must be at least 1 (got '0')"),
+        ("POOLING", "max", "POOLING: must be one of cls, mean, last-token, splade (got 'max')"),
+        ("DENSE_PATH", "2_Dense_512", "DENSE_PATH: is not supported"),
+        ("API_KEY", "a,b", "API_KEY: has a comma"),
+        ("PORT", "tcp://10.0.0.1:80", "PORT: must be a whole number"),
+        ("INFINITY_PRELOAD_ONLY", "true", "INFINITY_PRELOAD_ONLY: is not supported"),
+        ("INFINITY_DEVICE", "mps", "INFINITY_DEVICE: must be one of cpu, cuda, auto"),
+        ("INFINITY_EMBEDDING_DTYPE", "int8", "INFINITY_EMBEDDING_DTYPE: must be one of float32"),
+        ("INFINITY_ENGINE", "neuron", "INFINITY_ENGINE: must be one of torch, optimum, ctranslate2"),
+    ],
+)
+def test_impossible_value_is_an_error(plan: Any, variable: str, value: str, message: str) -> None:
+    server = "infinity" if variable.startswith("INFINITY_") else "tei"
+    with pytest.raises(UsageError) as error:
+        plan({variable: value}, model=["a/b"], env_compat=server)
+    assert str(error.value).startswith(message)
+
+
+def test_two_prompts_are_an_error(plan: Any) -> None:
+    with pytest.raises(UsageError, match="--default-prompt"):
+        plan({"DEFAULT_PROMPT": "a", "DEFAULT_PROMPT_NAME": "query", "MODEL_ID": "a/b"}, env_compat="tei")
