@@ -4,7 +4,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-EXTRAS = ("cache", "otel")
+EXTRAS = ("cache", "images", "otel")
 """For --cache-dir and --otlp-traces-endpoint of `penstock serve`."""
 
 

@@ -402,7 +402,7 @@ def test_table_shows_values_in_short_lines(tmp_path: Path) -> None:
         ({"config.json": {"model_type": "bert"}}, "hidden_size None"),
         ({"config.json": None, "modules.json": [TRANSFORMER]}, r"has no config\.json"),
         ({"modules.json": {"0": TRANSFORMER}}, r"modules\.json must contain a list of modules"),
-        ({"modules.json": [POOLING]}, "needs one of Transformer, StaticEmbedding"),
+        ({"modules.json": [POOLING]}, "needs one of Transformer, CLIPModel, StaticEmbedding"),
         ({"modules.json": [TRANSFORMER, CNN]}, r"sentence_transformers\.models\.CNN \(1_CNN\)"),
         ({"modules.json": [TRANSFORMER, DENSE | {"path": "../up"}]}, r"'\.\./up'"),
         ({"modules.json": [TRANSFORMER, NORMALIZE, POOLING]}, r"models\.Pooling \(1_Pooling\)"),
@@ -548,7 +548,7 @@ def test_sentence_transformers_clip_has_vectors_without_normalisation(module: st
     }
     (tmp_path / "0_CLIPModel").mkdir()
     write(tmp_path, files)
-    info = resolve_model(EngineConfig(model=str(tmp_path)))
+    info = resolve(tmp_path)
     assert info.image is not None
     assert (info.model_type, info.image.model_type) == ("clip_text_model", "clip_vision_model")
     assert (info.sequence_pooling, info.image.sequence_pooling) == ((PoolingType.LAST,), (PoolingType.CLS,))
@@ -567,4 +567,4 @@ def test_images_and_texts_of_different_widths_are_rejected(tmp_path: Path) -> No
     (tmp_path / "preprocessor_config.json").write_text("{}")
     write(tmp_path, {"config.json": {"model_type": "siglip", "text_config": TEXT_TOWER}})
     with pytest.raises(UnsupportedModelError, match="gives texts vectors of width 32, and images of width 768"):
-        resolve_model(EngineConfig(model=str(tmp_path)))
+        resolve(tmp_path)

@@ -6,9 +6,11 @@ import pytest
 
 from penstock.engine.families.registry import FAMILIES
 from penstock.engine.model_files.reranker import find_preset
+from penstock.engine.model_files.two_towers import TWO_TOWER_TYPES
 from penstock.server.commands import cli
 from penstock.server.commands.known_models import TASKS, find_models, reference_page
 
+from ...e2e.test_images import PROCESSORS
 from ...engine.executors.families import CAUSAL, ENCODERS
 from ...engine.executors.torch.test_transformers import EMBEDDERS
 
@@ -20,6 +22,8 @@ models = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_family_of_a_model_is_compared_with_transformers(model) -> None:
     cases = ENCODERS + CAUSAL if model.family in FAMILIES else EMBEDDERS
     compared = {case.values[0].removesuffix("Model").removesuffix("Encoder").lower() for case in cases}
+    if model.family in TWO_TOWER_TYPES:
+        compared = {kind.lower() for kind in PROCESSORS}
     in_transformers = {"new": "gte"}.get(model.family, model.family)
     assert re.sub("[-_]", "", in_transformers) in compared
     assert (model.tested == "weights") == (model.name == "sentence-transformers/all-MiniLM-L6-v2")
@@ -32,7 +36,7 @@ def test_facts_of_a_model_are_complete(model) -> None:
     assert set(model.tasks) <= set(TASKS)
     assert (model.dimensions is not None) == bool({"embed", "multi_vector"} & set(model.tasks))
     assert model.num_parameters > 10**7
-    assert 100 <= model.max_tokens <= 32_768
+    assert 64 <= model.max_tokens <= 32_768
     assert model.licence in {"Apache-2.0", "MIT", "CC-BY-NC-4.0", "CC-BY-NC-SA-4.0", "Gemma"}
     has_preset = model.family.startswith(("qwen", "gemma")) and "rerank" in model.tasks
     assert (find_preset(model.family, [model.name]) is not None) == has_preset
