@@ -132,7 +132,7 @@ def test_slim_image_leaves_out_torch_and_transformers() -> None:
 
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
-    assert printed("slim") == project["dependencies"] + extras["cache"] + extras["otel"]
+    assert printed("slim") == project["dependencies"] + extras["cache"] + extras["images"] + extras["otel"]
     assert printed() == printed("slim") + extras["torch"]
     names = [re.split(r"[\[><=;]", line)[0] for line in project["dependencies"]]
     assert not {"torch", "triton", "transformers", "sentence-transformers"} & set(names)
