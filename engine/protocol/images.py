@@ -72,7 +72,8 @@ class ImageSpec:
         height, width = self.crop or self.size
         grid = (height // self.patch_size, width // self.patch_size)
         if self.resize is ImageResize.PATCHES:
-            grid = (math.isqrt(self.max_patches),) * 2
+            side = math.isqrt(self.max_patches)
+            grid = (side, side)
         return ImagePatches(np.full((grid[0] * grid[1], 3 * self.patch_size**2), 127, np.uint8), grid)
 
 
