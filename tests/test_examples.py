@@ -1,4 +1,4 @@
-"""The examples run against a real server. An example whose packages are missing is skipped."""
+"""The examples run against a real server. Skips examples without their packages."""
 
 from __future__ import annotations
 

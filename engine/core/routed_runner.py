@@ -72,9 +72,9 @@ class RoutedRunner(Runner):
 
     def __init__(self, documents: Runner, *, queries: Runner | None = None, images: Runner | None = None) -> None:
         self._documents = documents
-        self._queries = queries or documents
-        self._images = images or documents
-        self._runners = list(dict.fromkeys((documents, self._queries, self._images)))
+        self._queries = queries
+        self._images = images
+        self._runners = [runner for runner in (queries, images, documents) if runner is not None]
         self.info = replace(
             documents.info,
             query=None if queries is None else queries.info,
@@ -130,10 +130,11 @@ class RoutedRunner(Runner):
 
     def _begin(self, runner: Runner, chunks: Sequence[PrefillChunk]) -> Forward:
         """Starts a part of a batch. Queries end at once: nothing would report their end to the loop."""
-        is_static = runner is self._queries and runner is not self._documents
-        return CompletedForward(runner.execute(chunks)) if is_static else runner.begin(chunks)
+        return CompletedForward(runner.execute(chunks)) if runner is self._queries else runner.begin(chunks)
 
     def _runner_of(self, chunk: PrefillChunk) -> Runner:
-        if chunk.sequence.prompt.image is not None:
+        if self._images is not None and chunk.sequence.prompt.image is not None:
             return self._images
-        return self._queries if chunk.sequence.request.params.is_query else self._documents
+        if self._queries is not None and chunk.sequence.request.params.is_query:
+            return self._queries
+        return self._documents

@@ -20,8 +20,8 @@ class TowerConfigs(NamedTuple):
     """The config.json of each encoder.
 
     Attributes:
-        text: Of the encoder of texts.
-        image: Of the encoder of images.
+        text: config.json of the text encoder.
+        image: config.json of the image encoder.
     """
 
     text: dict[str, Any]
@@ -37,8 +37,8 @@ def tower_configs(config: Mapping[str, Any]) -> TowerConfigs | None:
     model_type = config.get("model_type")
     if model_type not in TWO_TOWER_TYPES:
         return None
-    # CLIP's value of the whole model is the one of both parts.
     dtype = {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
+    # Both parts of CLIP use the projection_dim of the whole model.
     shared = {"projection_dim": config.get("projection_dim", 512)} if model_type == "clip" else {}
     towers = []
     for name in ("text", "vision"):

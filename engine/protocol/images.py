@@ -28,7 +28,7 @@ class ImageResize(StrEnum):
     """How an image is brought to the size that the model reads.
 
     Attributes:
-        EXACT: To ImageSpec.size, whatever its proportions.
+        EXACT: To ImageSpec.size; the proportions may change.
         SHORTEST_EDGE: The shorter edge to the height of ImageSpec.size; the proportions stay.
         PATCHES: To the largest size of whole patches with about the same proportions and at most `max_patches` patches
             (SigLIP 2, naflex).

@@ -1,4 +1,4 @@
-"""Decoded images equal those that transformers reads from the same files."""
+"""Decoded images equal those of transformers for the same files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A certificate whose files change while the server runs."""
+"""The files of a certificate change while the server runs."""
 
 from __future__ import annotations
 
