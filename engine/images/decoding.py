@@ -11,7 +11,6 @@ import io
 from typing import Final
 
 from PIL import (
-    AvifImagePlugin,
     BmpImagePlugin,
     GifImagePlugin,
     Image,
@@ -26,13 +25,8 @@ from PIL import (
 from .errors import ImageError
 from .image_file import ImageFile
 
-PLUGINS: Final = (
-    *(AvifImagePlugin, BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, TiffImagePlugin),
-    WebPImagePlugin,
-)
+PLUGINS: Final = (*(BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, TiffImagePlugin, WebPImagePlugin),)
 """Imported before the first image: otherwise Pillow would import all its plugins then."""
-_OPTIONAL: Final = {"AVIF": "avif", "WEBP": "webp"}
-"""Formats that Pillow may be built without, and their names in PIL.features."""
 _BAND_PIXELS: Final = 1 << 17
 """Pixels to convert at a time: Pillow holds the interpreter lock for 22 ns per transparent pixel."""
 _TRANSPOSES: Final = {
@@ -44,7 +38,6 @@ _TRANSPOSES: Final = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_ORIENTATION_TAG: Final = 0x0112
 
 
 def decode(file: ImageFile) -> Image.Image:
@@ -53,12 +46,11 @@ def decode(file: ImageFile) -> Image.Image:
     Raises:
         ImageError: The file is corrupt, truncated, or has a colour mode that cannot be converted to RGB.
     """
-    feature = _OPTIONAL.get(file.format)
-    if feature is not None and not features.check(feature):
-        raise ImageError(f"is a {file.format} image, which this server's Pillow cannot read; send PNG or JPEG")
+    if file.format == "WEBP" and not features.check("webp"):  # Pillow may be built without it
+        raise ImageError("is a WEBP image, which this server's Pillow cannot read; send PNG or JPEG")
     try:
-        rgb, orientation = _load(file)  # the decoder's memory is free again
-        transpose = _TRANSPOSES.get(orientation)
+        rgb = _load(file)  # the decoder's memory is free again
+        transpose = _TRANSPOSES.get(file.orientation)
         return rgb if transpose is None else rgb.transpose(transpose)
     except ImageError:
         raise
@@ -66,14 +58,12 @@ def decode(file: ImageFile) -> Image.Image:
         raise ImageError(f"is a truncated or corrupt {file.format} file ({_reason(error)})") from None
 
 
-def _load(file: ImageFile) -> tuple[Image.Image, int]:
-    """Returns the image as RGB, and its orientation."""
+def _load(file: ImageFile) -> Image.Image:
     with Image.open(io.BytesIO(file.data), formats=[file.format]) as image:
         if image.width > file.width or image.height > file.height:
             raise ImageError(f"is a corrupt {file.format} file: its headers contradict each other")
         image.load()
-        orientation = file.orientation or image.getexif().get(_ORIENTATION_TAG, 1)
-        return _to_rgb(image), orientation
+        return _to_rgb(image)
 
 
 def _reason(error: Exception) -> str:

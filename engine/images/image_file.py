@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .avif import read_avif
 from .container import Header
 from .errors import ImageError
 from .tiff import read_orientation, read_tiff
 
-FORMATS: Final = "PNG, JPEG, WebP, GIF, BMP, TIFF or AVIF"
+FORMATS: Final = "PNG, JPEG, WebP, GIF, BMP or TIFF"
 _MAX_CHUNKS: Final = 65_536
 """Chunks of a PNG or WebP file, and markers of a JPEG file. Each takes about a microsecond."""
 _MAX_SCAN_PIXELS: Final = 1_000_000_000
@@ -36,6 +35,8 @@ _JPEG_SIZE_MARKERS: Final = frozenset((*range(0xC0, 0xC4), *range(0xC5, 0xC8), *
 _JPEG_PROGRESSIVE: Final = frozenset((0xC2, 0xC6, 0xCA, 0xCE))
 _JPEG_TABLES: Final = frozenset((0xC4, 0xCC, 0xDB, 0xDC, 0xDD))
 _BMP_RAW, _BMP_BITFIELDS = 0, 3
+_ISO_BRANDS: Final = frozenset(b"ftyp" + brand for brand in (b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix"))
+"""AVIF and HEIC. Their decoders allocate frames of the size in the bitstream before they compare it with the header."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ class ImageFile:
         data: The parts of the file that decoding needs.
         width: Pixels, before the orientation is applied.
         height: Likewise.
-        orientation: The value of the EXIF tag Orientation, 1 to 8; 0: only the decoder knows it (AVIF).
+        orientation: The value of the EXIF tag Orientation, 1 to 8.
         num_bytes: Bytes of memory at most while the image is decoded and converted to RGB.
     """
 
@@ -90,6 +91,8 @@ def read_image_file(data: bytes, limits: ImageLimits) -> ImageFile:
     if reader is None:
         if not data:
             raise ImageError(f"is empty; send an image file ({FORMATS})")
+        if data[4:12] in _ISO_BRANDS:
+            raise ImageError(f"is an AVIF or HEIC image, which is not supported; save it as {FORMATS}")
         start = data[:_SHOWN_BYTES].decode("latin-1")
         raise ImageError(f"is not an image in a supported format ({FORMATS}); it begins with {start!a}")
     try:
@@ -316,5 +319,4 @@ _READERS: Final[Sequence[_Reader]] = (
     _Reader("WebP", "WEBP", _read_webp, lambda data: data.startswith(b"RIFF") and data[8:12] == b"WEBP", 20),
     _Reader("BMP", "BMP", _read_bmp, _begins(b"BM"), 12),
     _Reader("TIFF", "TIFF", read_tiff, _begins(b"II*\0", b"MM\0*"), 16),
-    _Reader("AVIF", "AVIF", read_avif, lambda data: data[4:12] in (b"ftypavif", b"ftypavis", b"ftypmif1"), 24),
 )

@@ -1,11 +1,14 @@
-"""Reads the first directory of TIFF files, and the orientation in EXIF data, which have the same structure."""
+"""Reads the first directory of TIFF files, and the orientation in EXIF data, which have the same structure.
+
+Pillow alone is not safe: `Image.open` copies the values of all tags, which may overlap, and `load` reads the
+directories that EXIF tags point to. So decoding sees only the tags in _KEPT.
+"""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from .container import Header
 from .errors import ImageError
@@ -33,18 +36,19 @@ _MAX_TILE_PIXELS: Final = 1 << 24
 _MAX_SAMPLES: Final = 6
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """An entry of a directory.
+class _Tag(NamedTuple):
+    """A tag of a directory.
 
     Attributes:
+        entry: Its 12 bytes in the directory.
         kind: Type of the values.
-        count: Number of values.
+        num_values: Number of values.
         data: The values.
     """
 
+    entry: bytes
     kind: int
-    count: int
+    num_values: int
     data: bytes
 
 
@@ -56,14 +60,17 @@ def read_tiff(data: bytes) -> Header:
         struct.error: The file is truncated.
     """
     order = "<" if data[:1] == b"I" else ">"
-    entries = _read_directory(data, order)
-    width, height = _integer(entries, order, _WIDTH, 0), _integer(entries, order, _HEIGHT, 0)
-    _check_layout(entries, order, width, height, len(data))
-    orientation = _integer(entries, order, _ORIENTATION, 0)
-    xmp = entries[_XMP].data if _XMP in entries else b""
-    kept = {tag: entry for tag, entry in entries.items() if tag in _KEPT}
+    start, num_entries, tags = _read_directory(data, order)
+    width, height = _integer(tags, order, _WIDTH, 0), _integer(tags, order, _HEIGHT, 0)
+    _check_layout(tags, order, width, height, len(data))
+    orientation = _integer(tags, order, _ORIENTATION, 0)
+    xmp = tags[_XMP].data if _XMP in tags else b""
+    kept = [tag.entry for number, tag in sorted(tags.items()) if number in _KEPT]
+    directory = struct.pack(order + "H", len(kept)) + b"".join(kept)
+    end = start + 2 + 12 * num_entries + 4
+    view = memoryview(data)
     return Header(
-        _with_directory(data, order, kept),
+        b"".join((view[:start], directory, bytes(end - start - len(directory)), view[end:])),
         width,
         height,
         xmp=xmp,
@@ -90,18 +97,22 @@ def read_orientation(exif: bytes) -> int | None:
     return None
 
 
-def _read_directory(data: bytes, order: str) -> dict[int, _Entry]:
-    """Returns the first directory. The values together are not larger than the file."""
+def _read_directory(data: bytes, order: str) -> tuple[int, int, dict[int, _Tag]]:
+    """Returns the position of the first directory, its number of entries, and the tags that `read_tiff` needs.
+
+    The values of the tags together are not larger than the file.
+    """
     (start,) = struct.unpack_from(order + "I", data, 4)
     (num_entries,) = struct.unpack_from(order + "H", data, start)
     if num_entries > _MAX_TAGS:
         raise ImageError(f"is a TIFF file with more than {_MAX_TAGS} tags")
-    entries: dict[int, _Entry] = {}
+    if start < 8:
+        raise ImageError("is a corrupt TIFF file: its directory overlaps the header")
+    tags: dict[int, _Tag] = {}
     num_bytes = 0
-    for position in range(num_entries):
-        at = start + 2 + 12 * position
-        tag, kind, count, offset = struct.unpack_from(order + "HHII", data, at)
-        if kind not in _SIZES or tag in entries or (tag not in _KEPT and tag not in (_ORIENTATION, _XMP)):
+    for at in range(start + 2, start + 2 + 12 * num_entries, 12):
+        number, kind, count, offset = struct.unpack_from(order + "HHII", data, at)
+        if kind not in _SIZES or number in tags or (number not in _KEPT and number not in (_ORIENTATION, _XMP)):
             continue
         size = count * _SIZES[kind]
         num_bytes += size
@@ -110,59 +121,43 @@ def _read_directory(data: bytes, order: str) -> dict[int, _Entry]:
         first = at + 8 if size <= 4 else offset
         values = data[first : first + size]
         if len(values) == size:
-            entries[tag] = _Entry(kind, count, values)
-    return entries
+            tags[number] = _Tag(data[at : at + 12], kind, count, values)
+    return start, num_entries, tags
 
 
-def _check_layout(entries: Mapping[int, _Entry], order: str, width: int, height: int, file_size: int) -> None:
+def _check_layout(tags: Mapping[int, _Tag], order: str, width: int, height: int, file_size: int) -> None:
     """Raises ImageError if the strips or tiles are more, or larger, than the image and the file."""
-    compression = _integer(entries, order, _COMPRESSION, _RAW)
+    compression = _integer(tags, order, _COMPRESSION, _RAW)
     if compression not in _COMPRESSIONS:
         raise ImageError(f"is a TIFF file with compression {compression}, which is not supported; save it as PNG")
-    is_tiled = _TILE_OFFSETS in entries and _STRIP_OFFSETS not in entries
-    tile_width = _integer(entries, order, _TILE_WIDTH, 0) if is_tiled else width
+    is_tiled = _TILE_OFFSETS in tags and _STRIP_OFFSETS not in tags
+    tile_width = _integer(tags, order, _TILE_WIDTH, 0) if is_tiled else width
     tile_height = (
-        _integer(entries, order, _TILE_HEIGHT, 0)
+        _integer(tags, order, _TILE_HEIGHT, 0)
         if is_tiled
-        else min(_integer(entries, order, _ROWS_PER_STRIP, height), height)
+        else min(_integer(tags, order, _ROWS_PER_STRIP, height), height)
     )
     if tile_width < 1 or tile_height < 1 or (is_tiled and tile_width * tile_height > _MAX_TILE_PIXELS):
         raise ImageError(f"is a TIFF file with tiles or strips of {tile_width} x {tile_height} pixels")
-    samples = _integer(entries, order, _SAMPLES, 1)
+    samples = _integer(tags, order, _SAMPLES, 1)
     if not 1 <= samples <= _MAX_SAMPLES:
         raise ImageError(f"is a TIFF file with {samples} samples in a pixel; at most {_MAX_SAMPLES} are supported")
-    num_planes = samples if _integer(entries, order, _PLANAR, 1) == 2 else 1
+    num_planes = samples if _integer(tags, order, _PLANAR, 1) == 2 else 1
     expected = -(-width // tile_width) * -(-height // tile_height) * num_planes
-    offsets = entries.get(_TILE_OFFSETS if is_tiled else _STRIP_OFFSETS)
-    sizes = _integers(entries.get(_TILE_BYTES if is_tiled else _STRIP_BYTES), order)
-    if offsets is None or offsets.count > expected:
+    offsets = tags.get(_TILE_OFFSETS if is_tiled else _STRIP_OFFSETS)
+    sizes = _integers(tags.get(_TILE_BYTES if is_tiled else _STRIP_BYTES), order)
+    if offsets is None or offsets.num_values > expected:
         raise ImageError(f"is a corrupt TIFF file: it needs {expected} strips or tiles")
-    if compression != _RAW and (len(sizes) != offsets.count or sum(sizes) > file_size):
+    if compression != _RAW and (len(sizes) != offsets.num_values or sum(sizes) > file_size):
         raise ImageError("is a corrupt TIFF file: its strips or tiles have no size, or are larger than the file")
 
 
-def _with_directory(data: bytes, order: str, entries: Mapping[int, _Entry]) -> bytes:
-    """Returns the file with a new directory at its end, as the only one."""
-    start = len(data) + len(data) % 2
-    values_start = start + 2 + 12 * len(entries) + 4
-    directory, values = [struct.pack(order + "H", len(entries))], list[bytes]()
-    for tag, entry in sorted(entries.items()):
-        if len(entry.data) <= 4:
-            directory.append(struct.pack(order + "HHI", tag, entry.kind, entry.count) + entry.data.ljust(4, b"\0"))
-        else:
-            directory.append(struct.pack(order + "HHII", tag, entry.kind, entry.count, values_start))
-            values.append(entry.data + bytes(len(entry.data) % 2))
-            values_start += len(values[-1])
-    head = data[:4] + struct.pack(order + "I", start)
-    return b"".join((head, memoryview(data)[8:], bytes(start - len(data)), *directory, bytes(4), *values))
-
-
-def _integer(entries: Mapping[int, _Entry], order: str, tag: int, default: int) -> int:
-    values = _integers(entries.get(tag), order)
+def _integer(tags: Mapping[int, _Tag], order: str, number: int, default: int) -> int:
+    values = _integers(tags.get(number), order)
     return values[0] if values else default
 
 
-def _integers(entry: _Entry | None, order: str) -> Sequence[int]:
-    if entry is None or entry.kind not in _INTEGERS:
+def _integers(tag: _Tag | None, order: str) -> Sequence[int]:
+    if tag is None or tag.kind not in _INTEGERS:
         return ()
-    return struct.unpack(f"{order}{entry.count}{_INTEGERS[entry.kind]}", entry.data)
+    return struct.unpack(f"{order}{tag.num_values}{_INTEGERS[tag.kind]}", tag.data)

@@ -35,7 +35,6 @@ _VALID = [
         ("TIFF", "RGB", {"compression": "tiff_lzw", "orientation": 6}),
         ("TIFF", "CMYK", {}),
         ("TIFF", "RGB", {"compression": "jpeg"}),
-        ("AVIF", "RGBA", {"speed": 10, "orientation": 6}),
     )
 ]
 
