@@ -25,7 +25,7 @@ from .protocol.config import EngineConfig
 from .protocol.messages import ModelReady
 from .protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from .protocol.params import PoolingParams
-from .protocol.request import DEFAULT_OPTIONS, Input, RequestOptions, Text
+from .protocol.request import DEFAULT_OPTIONS, Input, RequestOptions, TextOrImage
 from .protocol.results import (
     ClassResult,
     CombinedResult,
@@ -234,7 +234,7 @@ class AsyncEngine:
         return EmbeddingResult(windows.join(vectors, normalized=bool(params.normalize)), windows.num_tokens)
 
     async def embed_late(
-        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
+        self, inputs: Sequence[Input], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> EmbeddingResult:
         """Returns a vector for each input, computed in the context of all inputs as one text (late_chunking.py).
 
@@ -244,14 +244,14 @@ class AsyncEngine:
         return await self._combined.embed_late(inputs, params, options)
 
     async def token_embed(
-        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
+        self, inputs: Sequence[Input], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> TokenResult:
         """Returns a vector for every token of each input; multi-vector models omit some tokens."""
         result = await self._combined.embed(inputs, (PoolingTask.TOKEN_EMBED,), params, options)
         return TokenResult(result.vectors or [], result.token_ids or [], result.num_tokens)
 
     async def sparse_embed(
-        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
+        self, inputs: Sequence[Input], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> SparseResult:
         """Returns a sparse vector over the vocabulary for each input (multi_vector.py)."""
         result = await self._combined.embed(inputs, (PoolingTask.SPARSE_EMBED,), params, options)
@@ -259,7 +259,7 @@ class AsyncEngine:
 
     async def embed_combined(
         self,
-        inputs: Sequence[Text],
+        inputs: Sequence[Input],
         tasks: Sequence[PoolingTask],
         params: PoolingParams,
         options: RequestOptions = DEFAULT_OPTIONS,
@@ -276,7 +276,7 @@ class AsyncEngine:
         return await self._combined.embed(inputs, tasks, params, options)
 
     async def classify(
-        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
+        self, inputs: Sequence[Input], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> ClassResult:
         """Returns a score for each class of the model, for every input."""
         params = self._resolved(params, PoolingTask.CLASSIFY)
@@ -297,7 +297,7 @@ class AsyncEngine:
         return ClassResult(stacked([o["scores"] for o in outputs]), self.info.labels, [len(t) for t in tokenized])
 
     async def token_classify(
-        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
+        self, inputs: Sequence[Input], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> TokenResult:
         """Returns a score for each class of the model, for every token of each input."""
         params = self._resolved(params, PoolingTask.TOKEN_CLASSIFY)
@@ -313,8 +313,8 @@ class AsyncEngine:
 
     async def score(
         self,
-        left: Sequence[str],
-        right: Sequence[str],
+        left: Sequence[TextOrImage],
+        right: Sequence[TextOrImage],
         params: PoolingParams,
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> ScoreResult:
@@ -337,7 +337,7 @@ class AsyncEngine:
 
     async def zero_shot(
         self,
-        inputs: Sequence[Text],
+        inputs: Sequence[Input],
         labels: Sequence[str],
         params: PoolingParams,
         options: RequestOptions = DEFAULT_OPTIONS,
@@ -353,7 +353,7 @@ class AsyncEngine:
 
     async def few_shot(
         self,
-        inputs: Sequence[Text],
+        inputs: Sequence[Input],
         examples: Sequence[tuple[str, str]],
         params: PoolingParams,
         options: RequestOptions = DEFAULT_OPTIONS,
@@ -401,7 +401,7 @@ class AsyncEngine:
         return await self._tokenizer.decode(batches, skip_special_tokens=skip_special_tokens)
 
     async def _embed_for_classes(
-        self, texts: Sequence[Text], params: PoolingParams, options: RequestOptions
+        self, texts: Sequence[Input], params: PoolingParams, options: RequestOptions
     ) -> EmbeddingResult:
         """Returns normalized vectors of inputs and of the labels or examples for a comparison."""
         check_embeds(self.info)

@@ -11,7 +11,7 @@ from ..protocol.errors import UnsupportedTaskError
 from ..protocol.model_info import ModelInfo
 from ..protocol.multi_vector import MultiVectorTokens, SparseVector, remove_ids
 from ..protocol.params import PoolingParams
-from ..protocol.request import RequestOptions, Text, TokenizedInput
+from ..protocol.request import Input, RequestOptions, TokenizedInput
 from ..protocol.results import CombinedResult, EmbeddingResult
 from ..protocol.tasks import PoolingTask
 from ..tokenization.input_encoder import InputEncoder
@@ -43,7 +43,7 @@ class CombinedEmbedder:
         self._multi_vector_tokens = multi_vector_tokens
 
     async def embed_late(
-        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions
+        self, inputs: Sequence[Input], params: PoolingParams, options: RequestOptions
     ) -> EmbeddingResult:
         """See AsyncEngine.embed_late."""
         normalize = bool(params.resolved(PoolingTask.EMBED, self._info).normalize)
@@ -56,7 +56,7 @@ class CombinedEmbedder:
         return EmbeddingResult(output["embeddings"], text.num_tokens)
 
     async def embed(
-        self, inputs: Sequence[Text], tasks: Sequence[PoolingTask], params: PoolingParams, options: RequestOptions
+        self, inputs: Sequence[Input], tasks: Sequence[PoolingTask], params: PoolingParams, options: RequestOptions
     ) -> CombinedResult:
         """See AsyncEngine.embed_combined; accepts a single task, too."""
         first, *others = wanted = [task for task in _TASKS if task in tasks]

@@ -14,15 +14,15 @@ from ..protocol.errors import InvalidRequestError, UnsupportedTaskError
 from ..protocol.model_info import ModelInfo, ModelKind
 from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, SparseVector, maxsim_score
 from ..protocol.params import PoolingParams
-from ..protocol.request import RequestOptions, TokenizedInput
+from ..protocol.request import RequestOptions, TextOrImage, TokenizedInput
 from ..protocol.results import ClassResult, EmbeddingResult, ScoreResult
 from ..protocol.tasks import PoolingTask
-from ..tokenization.input_encoder import InputEncoder, images_in, instructed_prompt
+from ..tokenization.input_encoder import InputEncoder, instructed_prompt
 from .dispatcher import Dispatcher, OpenRequest
 from .replica import Arrays
 from .vector_cache.keys import is_cacheable
 
-Texts = Sequence[str]
+Contents = Sequence[TextOrImage]
 Array = NDArray[np.float32]
 _SCALE = 20.0
 """Factor on cosines before the softmax over labels: the inverse temperature of sentence-transformers' training."""
@@ -31,7 +31,7 @@ _QUERY_ADAPTERS: Final = ("retrieval.query", "retrieval_query", "retrieval")
 _DOCUMENT_ADAPTERS: Final = ("retrieval.passage", "retrieval_passage", "retrieval")
 
 
-def check_sides(left: Texts, right: Texts) -> None:
+def check_sides(left: Contents, right: Contents) -> None:
     """Raises InvalidRequestError unless the texts of both sides make pairs."""
     if not left or not right:
         raise InvalidRequestError(
@@ -57,7 +57,9 @@ class PairScorer:
         self._encoder = encoder
         self._dispatcher = dispatcher
 
-    async def score(self, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions) -> ScoreResult:
+    async def score(
+        self, left: Contents, right: Contents, params: PoolingParams, options: RequestOptions
+    ) -> ScoreResult:
         """See AsyncEngine.score."""
         check_sides(left, right)
         if self._info.kind is ModelKind.CROSS_ENCODER:
@@ -79,20 +81,21 @@ class PairScorer:
                 )
             params = params.clone(normalize=True if task is PoolingTask.EMBED else None)
         params = params.resolved(task, self._info)
-        if images_in(right):
+        documents = [item for item in right if isinstance(item, str)]
+        if len(documents) < len(right):
             options = replace(options, max_passages=1)  # images are not split
         async with self._dispatcher.open(options, is_cacheable=is_cacheable(params)) as request:
             if options.max_passages == 1:
                 return await score(request, left, right, params, options)
             passage_options = options if task is PoolingTask.SCORE else self._document_options(options)
-            passages = await self._encoder.passages(left, right, params, passage_options)
+            passages = await self._encoder.passages(left, documents, params, passage_options)
             queries = left if len(left) == 1 else [left[owner] for owner in passages.owners]
             if params.truncate_prompt_tokens is None:
                 params = params.clone(truncate_prompt_tokens=-1)  # a passage encoded alone may have one more token
             return passages.join(await score(request, queries, passages.texts, params, options))
 
     async def _score_jointly(
-        self, request: OpenRequest, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions
+        self, request: OpenRequest, left: Contents, right: Contents, params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
         queries = left if len(left) == len(right) else [left[0]] * len(right)
         pairs = list(zip(queries, right, strict=True))
@@ -101,7 +104,7 @@ class PairScorer:
         return ScoreResult(np.array([o["scores"][0] for o in outputs], np.float32), [len(t) for t in tokenized])
 
     async def _score_by_cosine(
-        self, request: OpenRequest, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions
+        self, request: OpenRequest, left: Contents, right: Contents, params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
         query_options, document_options = self._query_options(options), self._document_options(options)
         encoded = await self._encoder.encode(left, self._query_params(params), query_options, param=None)
@@ -119,7 +122,7 @@ class PairScorer:
         )
 
     async def _score_by_sparse_vectors(
-        self, request: OpenRequest, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions
+        self, request: OpenRequest, left: Contents, right: Contents, params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
         sparse = self._info.sparse
         assert sparse is not None, "only models with sparse vectors are scored by them"
@@ -136,7 +139,7 @@ class PairScorer:
         return ScoreResult(np.array(scores, np.float32), _count_pairs(map(len, documents), map(len, queries)))
 
     async def _score_maxsim(
-        self, request: OpenRequest, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions
+        self, request: OpenRequest, left: Contents, right: Contents, params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
         """Scores by MaxSim. Queries run first; the engine process then compares the documents with them."""
         multi_vector = self._info.multi_vector
@@ -147,7 +150,7 @@ class PairScorer:
         documents = await self._encoder.encode(right, params, self._document_options(options), param=None)
         with request.admitted([*queries, *documents]) as run_admitted:
             outputs = await run_admitted(queries, query_params)
-            rows: dict[str, NDArray[np.float32]] = {
+            rows: dict[TextOrImage, NDArray[np.float32]] = {
                 text: output["token_embeddings"] for text, output in zip(texts, outputs, strict=True)
             }
             paired_queries = [rows[text] for text in (left if len(left) == len(right) else [left[0]] * len(right))]

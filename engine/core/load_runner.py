@@ -78,12 +78,16 @@ def _load(info: ModelInfo, config: EngineConfig) -> Runner:
 
 def _load_two_towers(info: ModelInfo, image: ModelInfo, config: EngineConfig) -> Runner:
     """Loads the encoders of texts and of images on the same lanes."""
+    if config.device not in ("auto", "cpu"):
+        raise MachineError(
+            f"{info.name} reads images, which runs on a CPU only, but --device is {config.device}. Set --device cpu."
+        )
     text, library = choose_kernels(with_device(replace(info, image=None), "cpu", _dtype(config)), config)
     image = with_device(image, "cpu", text.dtype)
-    if library is None or config.device not in ("auto", "cpu") or read_spec(image) is None:
+    if library is None or read_spec(image) is None:
         raise MachineError(
-            f"{info.name} reads images, which only the native kernels on a CPU support; set --device cpu and "
-            "--cpu-kernels auto, and build the kernels if they are missing (make native)."
+            f"{info.name} reads images, which only the native kernels support; set --cpu-kernels auto, and build the "
+            "kernels if they are missing (make native)."
         )
     texts = ArrayRunner.load(text, library, config)
     image = replace(image, kernels=text.kernels, num_lanes=text.num_lanes, arithmetic=text.arithmetic)

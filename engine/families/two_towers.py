@@ -10,10 +10,10 @@ Shape letters: D model width, I inner width of the MLP, S patch size in pixels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 from ..protocol.errors import UnsupportedModelError
 from ..protocol.model_info import DenseSpec, ModelInfo
@@ -241,47 +241,41 @@ def _projection(name: str, width_key: str, config: Mapping[str, Any], *, bias: b
     )
 
 
-CONFIGS: Final[Mapping[str, type[TowerConfig]]] = {
-    "clip_text_model": ClipTextConfig,
-    "clip_vision_model": ClipVisionConfig,
-    "siglip_text_model": SiglipTextConfig,
-    "siglip_vision_model": SiglipVisionConfig,
-    "siglip2_text_model": SiglipTextConfig,
-    "siglip2_vision_model": Siglip2VisionConfig,
-}
-"""By model_type."""
+class _Tower(NamedTuple):
+    """The family of one encoder.
 
-FAMILIES: Final = (
-    Family(
-        "clip_text_model",
-        "CLIPText",
-        partial(_read_text, ClipTextConfig),
-        pooling=PoolingType.LAST,
-        dense=partial(_projection, "text_projection", "projection_dim", bias=False),
-    ),
-    Family(
-        "clip_vision_model",
-        "CLIPVision",
-        partial(_read_images, ClipVisionConfig),
-        pooling=PoolingType.CLS,
-        dense=partial(_projection, "visual_projection", "projection_dim", bias=False),
-    ),
-    Family(
-        "siglip_text_model",
-        "SiglipText",
-        partial(_read_text, SiglipTextConfig),
-        pooling=PoolingType.LAST,
-        dense=partial(_projection, "text_model.head", "projection_size", bias=True),
-    ),
-    Family("siglip_vision_model", "SiglipVision", partial(_read_images, SiglipVisionConfig), pooling=PoolingType.CLS),
-    Family(
-        "siglip2_text_model",
-        "Siglip2Text",
-        partial(_read_text, SiglipTextConfig),
-        pooling=PoolingType.LAST,
-        dense=partial(_projection, "text_model.head", "projection_size", bias=True),
-    ),
-    Family(
-        "siglip2_vision_model", "Siglip2Vision", partial(_read_images, Siglip2VisionConfig), pooling=PoolingType.CLS
-    ),
+    Attributes:
+        model_type: See Family.
+        prefix: See Family.
+        config: Its values; the class also says whether it reads texts or images.
+        dense: See Family.
+    """
+
+    model_type: str
+    prefix: str
+    config: type[SiglipTextConfig] | type[SiglipVisionConfig]
+    dense: Callable[[Mapping[str, Any]], tuple[DenseSpec, ...]] = lambda config: ()
+
+
+def _family(tower: _Tower) -> Family:
+    if issubclass(tower.config, SiglipTextConfig):
+        read, pooling = partial(_read_text, tower.config), PoolingType.LAST
+    else:
+        read, pooling = partial(_read_images, tower.config), PoolingType.CLS
+    return Family(tower.model_type, tower.prefix, read, pooling=pooling, dense=tower.dense)
+
+
+_CLIP_TEXT: Final = partial(_projection, "text_projection", "projection_dim", bias=False)
+_CLIP_VISION: Final = partial(_projection, "visual_projection", "projection_dim", bias=False)
+_SIGLIP_TEXT: Final = partial(_projection, "text_model.head", "projection_size", bias=True)
+_TOWERS: Final = (
+    _Tower("clip_text_model", "CLIPText", ClipTextConfig, _CLIP_TEXT),
+    _Tower("clip_vision_model", "CLIPVision", ClipVisionConfig, _CLIP_VISION),
+    _Tower("siglip_text_model", "SiglipText", SiglipTextConfig, _SIGLIP_TEXT),
+    _Tower("siglip_vision_model", "SiglipVision", SiglipVisionConfig),
+    _Tower("siglip2_text_model", "Siglip2Text", SiglipTextConfig, _SIGLIP_TEXT),
+    _Tower("siglip2_vision_model", "Siglip2Vision", Siglip2VisionConfig),
 )
+CONFIGS: Final[Mapping[str, type[TowerConfig]]] = {tower.model_type: tower.config for tower in _TOWERS}
+"""By model_type."""
+FAMILIES: Final = tuple(map(_family, _TOWERS))

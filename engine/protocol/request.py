@@ -17,6 +17,8 @@ Text = str | Sequence[int]
 """A text, or its token ids."""
 Input = Text | ImageInput
 """What a model embeds."""
+TextOrImage = str | ImageInput
+"""One side of a pair to score."""
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,7 @@ from ..protocol.images import ImageInput
 from ..protocol.model_info import ModelInfo, TextPadding
 from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, expanded
 from ..protocol.params import PoolingParams
-from ..protocol.request import Input, RequestOptions, Text, TokenizedInput
+from ..protocol.request import Input, RequestOptions, Text, TextOrImage, TokenizedInput
 from ..protocol.tasks import PoolingTask
 from .late_chunking import JoinedText, LateChunking, verify_late_chunking
 from .long_text import MIN_PASSAGE_TOKENS, LongText, Passages, Windows
@@ -78,9 +78,8 @@ class InputEncoder:
             return await self._queries.encode(inputs, params, options, param=param)
         if self._images is not None and (found := images_in(inputs)):
             return await self._encode_with_images(inputs, found, self._images, params, options, param=param)
-        self._check_inputs(inputs)
         tokenized = await self._tokenizer.encode(
-            inputs,  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType] - _check_inputs rejects images
+            self._texts(inputs),
             self._truncation(params, param=param),
             prompt=self._prompt(options, is_query=params.is_query),
             skip_prompt=not self._info.include_prompt,
@@ -129,21 +128,21 @@ class InputEncoder:
 
     async def pairs(
         self,
-        pairs: Sequence[tuple[str, str]],
+        pairs: Sequence[tuple[TextOrImage, TextOrImage]],
         params: PoolingParams,
         options: RequestOptions,
         *,
         param: str | None,
     ) -> list[TokenizedInput]:
         """Returns each pair, such as a query and a document, as one sequence."""
-        self._check_inputs(pairs)
+        texts = self._text_pairs(pairs)
         truncation = self._truncation(params, param=param)
-        tokenized = await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
+        tokenized = await self._tokenizer.encode_pairs(texts, truncation, instruction=options.instruction)
         self._report_truncated(tokenized, options)
         return self._replace_empty(tokenized)
 
     async def passages(
-        self, queries: Sequence[str], documents: Sequence[str], params: PoolingParams, options: RequestOptions
+        self, queries: Sequence[TextOrImage], documents: Sequence[str], params: PoolingParams, options: RequestOptions
     ) -> Passages:
         """Splits documents into passages that fit beside their query or, for embedding tasks, alone.
 
@@ -175,12 +174,12 @@ class InputEncoder:
         return passages
 
     async def _without_document(
-        self, queries: Sequence[str], params: PoolingParams, options: RequestOptions, truncation: Truncation
+        self, queries: Sequence[TextOrImage], params: PoolingParams, options: RequestOptions, truncation: Truncation
     ) -> list[TokenizedInput]:
         """Returns the tokens beside a passage: of each query or, for embedding tasks, of the prompt."""
         if params.task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED):
             return await self._tokenizer.encode(["a"], truncation, prompt=self._prompt(options))
-        pairs = [(query, "a") for query in queries]
+        pairs = self._text_pairs([(query, "a") for query in queries])
         return await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
 
     def late_chunking(self, params: PoolingParams) -> LateChunking:
@@ -200,13 +199,13 @@ class InputEncoder:
             special=special, include_prompt=include_prompt, truncation=truncation, truncates_left=truncates_left
         )
 
-    async def join(self, late: LateChunking, inputs: Sequence[Text], options: RequestOptions) -> JoinedText:
+    async def join(self, late: LateChunking, inputs: Sequence[Input], options: RequestOptions) -> JoinedText:
         """Returns all inputs as one sequence; see LateChunking.join."""
-        self._check_inputs(inputs)
-        prompt = self._prompt(options) if isinstance(inputs[0], str) else ""
-        parts, is_whole = await self._tokenizer.encode_parts(inputs, late.truncation, prompt=prompt)
+        texts = self._texts(inputs)
+        prompt = self._prompt(options) if isinstance(texts[0], str) else ""
+        parts, is_whole = await self._tokenizer.encode_parts(texts, late.truncation, prompt=prompt)
         prompt_ids = await self._prompt_ids(prompt)
-        joined = late.join(parts, [isinstance(i, str) for i in inputs], prompt_ids, is_whole=is_whole)
+        joined = late.join(parts, [isinstance(i, str) for i in texts], prompt_ids, is_whole=is_whole)
         self._report_truncated([joined.tokens], options)  # the first or last input
         return joined
 
@@ -214,21 +213,39 @@ class InputEncoder:
         if options.max_passages == 1:
             options.report_truncated(sum(tokens.is_truncated for tokens in tokenized))
 
-    def _check_inputs(self, inputs: Sequence[Input | tuple[str, str]]) -> None:
-        """Raises InvalidRequestError if there is no input, or an input is empty or a media file."""
+    def _texts(self, inputs: Sequence[Input]) -> list[Text]:
+        """Returns inputs that are all texts.
+
+        Raises InvalidRequestError if there is no input, or an input is empty, an image or a media file.
+        """
         if not inputs:
             raise InvalidRequestError("Give at least one input.", param="input")
+        texts: list[Text] = []
         for index, item in enumerate(inputs):
+            if isinstance(item, ImageInput):
+                raise self._image_error(index)
             if isinstance(item, str):
                 self._check_text(item, index, "input")
-            elif isinstance(item, ImageInput):
-                raise InvalidRequestError(
-                    f"Input {index} is an image, but {self._info.name} reads only text. Send text.", param="input"
-                )
-            elif isinstance(item, tuple):
-                for param, text in zip(("text_1", "text_2"), item, strict=False):
-                    if isinstance(text, str):  # token ids may come as a tuple, too
-                        self._check_text(text, index, param)
+            texts.append(item)
+        return texts
+
+    def _text_pairs(self, pairs: Sequence[tuple[TextOrImage, TextOrImage]]) -> list[tuple[str, str]]:
+        """Returns pairs that are all pairs of texts. Raises the errors of `_texts`."""
+        if not pairs:
+            raise InvalidRequestError("Give at least one input.", param="input")
+        texts: list[tuple[str, str]] = []
+        for index, (left, right) in enumerate(pairs):
+            if isinstance(left, ImageInput) or isinstance(right, ImageInput):
+                raise self._image_error(index)
+            self._check_text(left, index, "text_1")
+            self._check_text(right, index, "text_2")
+            texts.append((left, right))
+        return texts
+
+    def _image_error(self, index: int) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"Input {index} is an image, but {self._info.name} reads only text. Send text.", param="input"
+        )
 
     def _check_text(self, text: str, index: int, param: str) -> None:
         if self._rejects_empty and (not text or text.isspace()):

@@ -17,22 +17,21 @@ import math
 import time
 from collections.abc import Collection, Sequence, Sized
 from dataclasses import replace
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 from fastapi import Request, Response
 
 from penstock.engine import RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.images import ImageInput
 from penstock.engine.protocol.model_info import ModelKind
+from penstock.engine.protocol.request import Input, TextOrImage
 
 from ..admission import ResponseSize, has_large_response
 from ..http.json_responses import json_response
 from ..http.request_head import LIMITS, RequestLimits
 from ..models.table import ModelTarget
 from ..schemas.chat import ChatFields, InputFields
-from ..schemas.images import IMAGE_TYPES, Image
-from ..schemas.inputs import Text
+from ..schemas.images import Image, ImageSource, MixedContent
 from ..schemas.options import RequestBody
 from .context import ServerContext, context_of
 from .images import read_images
@@ -47,7 +46,6 @@ _MAX_CHARS_PER_TOKEN: Final = 64
 _MIN_CHARS: Final = 65_536
 """Minimum number of characters to tokenize of a text before truncation: it may start with many blanks."""
 _TEXTS_PER_CALL: Final = 32
-_IMAGE_TYPES: Final = frozenset(IMAGE_TYPES)
 
 
 class EngineResult(Protocol):
@@ -259,7 +257,7 @@ class Call:
         return json_response(content, incremental=has_large_response(self.request.scope))
 
 
-async def engine_inputs(call: Call, body: InputFields, options: RequestOptions) -> tuple[list[Text], RequestOptions]:
+async def engine_inputs(call: Call, body: InputFields, options: RequestOptions) -> tuple[list[Input], RequestOptions]:
     """Returns the texts, images or rendered chats of a request, and the engine options.
 
     Chats get no prompt of the model. Raises the errors of AsyncEngine.render_chats and `read_images`.
@@ -267,18 +265,22 @@ async def engine_inputs(call: Call, body: InputFields, options: RequestOptions) 
     if body.messages is None:
         if body.add_special_tokens is False:
             options = replace(options, add_special_tokens=False)
-        inputs = body.texts()
-        if _IMAGE_TYPES.isdisjoint(map(type, inputs)):
-            return cast("list[Text]", inputs), options
-        return await read_images(call, inputs, "input"), options
+        texts: list[Input] = []
+        for item in (inputs := body.texts()):
+            if isinstance(item, ImageSource | MixedContent):
+                return [*await read_images(call, inputs, "input")], options
+            texts.append(item)
+        return texts, options
     chats = [chat for chat in body.messages if isinstance(chat, list)]
-    texts = iter(await call.engine.render_chats(chats, body.chat_options()) if chats else ())
-    rendered: list[Text | Image] = [next(texts) if isinstance(chat, list) else chat for chat in body.messages]
+    prompts = iter(await call.engine.render_chats(chats, body.chat_options()) if chats else ())
+    rendered: list[str | Image] = [next(prompts) if isinstance(chat, list) else chat for chat in body.messages]
     options = replace(options, prompt="", add_special_tokens=bool(body.add_special_tokens))
-    return await read_images(call, rendered, "messages"), options
+    return [*await read_images(call, rendered, "messages")], options
 
 
-async def truncate_texts(call: Call, inputs: Sequence[str | ImageInput], max_num_tokens: int | None) -> list[str]:
+async def truncate_texts(
+    call: Call, inputs: Sequence[TextOrImage], max_num_tokens: int | None
+) -> Sequence[TextOrImage]:
     """Truncates each text to `max_num_tokens` tokens, and counts the truncated texts. Images stay.
 
     Args:
@@ -288,7 +290,7 @@ async def truncate_texts(call: Call, inputs: Sequence[str | ImageInput], max_num
             tokenized.
     """
     if not max_num_tokens or max_num_tokens >= call.info.max_model_len:
-        return cast("list[str]", [*inputs])
+        return inputs
     max_chars = max(_MAX_CHARS_PER_TOKEN * max_num_tokens, _MIN_CHARS)
     texts = {i: text for i, text in enumerate(inputs) if isinstance(text, str)}
     read = {i: text[:max_chars] for i, text in texts.items()}
@@ -303,4 +305,4 @@ async def truncate_texts(call: Call, inputs: Sequence[str | ImageInput], max_num
     cut = await call.engine.detokenize([token_ids[i][:max_num_tokens] for i in too_long])
     replaced = dict(zip(too_long, cut, strict=True))
     call.truncated.add(sum(i in replaced or len(read[i]) < len(text) for i, text in texts.items()))
-    return cast("list[str]", [replaced.get(i, read.get(i, item)) for i, item in enumerate(inputs)])
+    return [replaced.get(i, read.get(i, item)) for i, item in enumerate(inputs)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from penstock.engine.images.image_file import ImageLimits, read_image_file
@@ -31,7 +31,7 @@ _MAX_HEAD_CHARS: Final = 256
 T = TypeVar("T", bound=Text)
 
 
-async def read_images(call: Call, inputs: Sequence[T | Image], param: str) -> list[T]:
+async def read_images(call: Call, inputs: Sequence[T | Image], param: str) -> list[T | ImageInput]:
     """Returns the inputs of a request, its images as ImageInput.
 
     Args:
@@ -53,8 +53,13 @@ async def read_images(call: Call, inputs: Sequence[T | Image], param: str) -> li
     read = {i: await _decode(call, source, param) for i, source in sources.items() if i not in urls}
     if urls:
         read |= await _fetch_all(call, urls, param)
-    engine_inputs = [ImageInput(read[i]) if i in read else item for i, item in enumerate(inputs)]
-    return cast("list[T]", engine_inputs)  # the methods of AsyncEngine do not declare ImageInput
+    engine_inputs: list[T | ImageInput] = []
+    for i, item in enumerate(inputs):
+        if isinstance(item, ImageSource):
+            engine_inputs.append(ImageInput(read[i]))
+        elif not isinstance(item, MixedContent):  # _check rejects it
+            engine_inputs.append(item)
+    return engine_inputs
 
 
 class ImageSize(NamedTuple):

@@ -13,13 +13,14 @@ from pydantic import BaseModel, Field
 from penstock.engine import AsyncEngine, ClassResult, PoolingParams, PoolingTask, RequestOptions, TokenResult
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
+from penstock.engine.protocol.request import Input as EngineInput
 
 from ..calls.call import CLASSIFIERS, EMBEDDERS, Call, check_count, check_inputs, engine_inputs
 from ..calls.sizes import size_of_classes, size_of_texts
 from ..dialects import COHERE, INFINITY, SGLANG, VLLM, keys_ignored_by
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
-from ..schemas.inputs import Input, Text, TextOrTexts
+from ..schemas.inputs import Input, TextOrTexts
 from ..schemas.json_schema import documented
 from ..schemas.options import (
     CohereTruncate,
@@ -296,7 +297,7 @@ def _check_model(model: ModelInfo, body: ClassifyRequest) -> None:
 
 
 async def _classes(
-    engine: AsyncEngine, body: ClassifyRequest, texts: list[Text], options: RequestOptions
+    engine: AsyncEngine, body: ClassifyRequest, texts: Sequence[EngineInput], options: RequestOptions
 ) -> ClassResult:
     """Runs the engine call for the body and the kind of model."""
     params = body.pooling_params()

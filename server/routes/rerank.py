@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, Tag, WithJson
 
 from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.images import ImageInput
+from penstock.engine.protocol.request import TextOrImage
 
 from ..calls.call import RERANKERS, Call, check_count, truncate_texts
 from ..calls.images import read_images
@@ -311,7 +311,7 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     if with_documents:
         size = size_of_texts(body.documents, body.num_results(), num_encodings=2 if body.is_voyage() else 1)
         call.reserve(size, param="documents", remedy=_FEWER_DOCUMENTS)
-    inputs: Sequence[str | ImageInput] = await read_images(call, contents, "documents")
+    inputs = await read_images(call, contents, "documents")
     texts = [document if isinstance(document, str) else None for document in inputs]
     if not with_documents:
         # Free the other fields of documents early: the body may stay in the queue for seconds.
@@ -349,8 +349,8 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     call = await Call.start(request, body.model, RERANKERS)
     options = call.options(instruction=body.wanted_instruction(), priority=body.priority)
     call.reserve(size_of_scores(max(len(getattr(body, side)) for side in sides)), param=right)
-    queries = await read_images(call, getattr(body, left), left)
-    documents = await read_images(call, getattr(body, right), right)
+    queries: Sequence[TextOrImage] = await read_images(call, getattr(body, left), left)
+    documents: Sequence[TextOrImage] = await read_images(call, getattr(body, right), right)
     queries = await truncate_texts(call, queries, body.max_tokens_per_query)
     documents = await truncate_texts(call, documents, body.max_tokens_per_doc)
     result = await call.engine.score(queries, documents, body.pooling_params(), options)

@@ -22,6 +22,7 @@ from penstock.engine import (
 )
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import ModelKind
+from penstock.engine.protocol.request import Input
 from penstock.engine.protocol.templates import ChatOptions
 
 from ..calls.call import Call, check_inputs, check_messages, engine_inputs
@@ -44,7 +45,7 @@ from ..http.json_responses import json_response
 from ..routing import BatchUse, Router, respond_as
 from ..schemas.chat import ChatFields, InputFields
 from ..schemas.encodings import EncodingOptions
-from ..schemas.inputs import Text, TokenIds
+from ..schemas.inputs import TokenIds
 from ..schemas.json_schema import documented
 from ..schemas.options import Count, EmbeddingBody, Flag, Listed, ListResponse, RequestBody
 from ..schemas.tei_bodies import (
@@ -265,7 +266,7 @@ def _check_encoding(encoding: Encoding, task: PoolingTask, width: int) -> None:
 
 def _calls(
     engine: AsyncEngine,
-) -> dict[PoolingTask, Callable[[list[Text], PoolingParams, RequestOptions], Awaitable[PoolingResult]]]:
+) -> dict[PoolingTask, Callable[[list[Input], PoolingParams, RequestOptions], Awaitable[PoolingResult]]]:
     return {
         PoolingTask.EMBED: engine.embed,
         PoolingTask.CLASSIFY: engine.classify,
