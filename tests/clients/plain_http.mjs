@@ -1,6 +1,7 @@
 // plain_http.py for Node, without packages.
 
 import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
 
 export const URL = process.env.SERVER_URL;
 export const MODEL = "all-MiniLM-L6-v2";
@@ -11,12 +12,7 @@ export const CLASSIFIER_URL = process.env.CLASSIFIER_URL;
 export const PROTECTED_URL = process.env.PROTECTED_URL;
 export const KEY = process.env.PROTECTED_KEY;
 
-export const TEXTS = [
-  "A gate holds the water.",
-  "short",
-  "naïve café 東京 😀",
-  "A longer text that goes on about pipes, gates, dams and the people who look after them. ".repeat(6),
-];
+export const TEXTS = JSON.parse(readFileSync(process.env.EXPECTED_FILE, "utf8")).texts;
 export const MANY = Array.from({ length: 2048 }, (_, i) => `text number ${i}`);
 export const QUERY = "What holds back the water?";
 export const DOCUMENTS = [

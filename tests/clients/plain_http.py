@@ -6,10 +6,8 @@ It runs in the environment of each client with the standard library. tests/clien
 import json
 import os
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 URL = os.environ["SERVER_URL"]
@@ -29,12 +27,7 @@ PROTECTED_URL = os.environ["PROTECTED_URL"]
 """The embedded model with an API key and a short queue."""
 KEY = os.environ["PROTECTED_KEY"]
 
-TEXTS = [
-    "A gate holds the water.",
-    "short",
-    "naïve café 東京 😀",
-    "A longer text that goes on about pipes, gates, dams and the people who look after them. " * 6,
-]
+TEXTS: list[str] = json.loads(Path(os.environ["EXPECTED_FILE"]).read_text())["texts"]
 MANY = [f"text number {i}" for i in range(2048)]
 QUERY = "What holds back the water?"
 DOCUMENTS = ["A song about the sea.", "The gate holds back the water.", "Bread is baked in an oven.", "A dam."]
@@ -84,43 +77,17 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-6) -> None:
         assert_close(one, other, tolerance)
 
 
-@contextmanager
-def rejecting(status: int, times: int, headers: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Yields the URL of a server that rejects the first requests, and the paths of all requests that it received.
+class Rejecting:
+    """A prefix of URLs whose first requests are rejected: see `rejecting` in servers.py.
 
-    It rejects `times` requests with an error body of penstock, and passes later ones on to the server at URL.
+    Attributes:
+        url: The base URL. The server at URL answers the requests after the first `times`.
     """
-    paths: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            paths.append(self.path)
-            body = self.rfile.read(int(self.headers["content-length"]))
-            if len(paths) <= times:
-                error = {"message": "no", "type": "server_error", "param": None, "code": None}
-                answer = json.dumps({"error": error, "message": "no", "detail": "no"}).encode()
-                self._send(status, headers, answer)
-            else:
-                request = urllib.request.Request(URL + self.path, body, {"content-type": "application/json"})
-                with urllib.request.urlopen(request, timeout=60) as response:
-                    self._send(200, {}, response.read())
+    def __init__(self, status: int, times: int, name: str) -> None:
+        self.url = f"{os.environ['REJECTING_URL']}/{status}/{times}/{name}"
 
-        def _send(self, status: int, headers: dict[str, str], content: bytes) -> None:
-            self.send_response(status)
-            for name, value in {"content-type": "application/json", **headers}.items():
-                self.send_header(name, value)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None:
-            """Prints nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", paths
-        finally:
-            server.shutdown()
-            thread.join()
+    def num_sent(self) -> int:
+        """The number of requests since the last call."""
+        with urllib.request.urlopen(self.url, timeout=60) as response:
+            return int(response.read())

@@ -1,7 +1,8 @@
 """Runs client libraries against real servers: `make test-clients`.
 
-Each folder is a client with its pins and a file of checks. The checks run in the client's environment, by pytest or by
-Node's test runner, and compare results of the client with responses to plain HTTP.
+Each folder is a client with its pins and a file of checks. The checks run in the client's environment with the test
+runner of its language, and compare results of the client with responses to plain HTTP. A client is skipped if this
+machine has no toolchain for it.
 """
 
 import os
@@ -41,9 +42,14 @@ def main(names: list[str]) -> int:
         print(f"There is no client {', '.join(unknown)}; there are {', '.join(known)}.", file=sys.stderr)
         return 2
     chosen = [known[name] for name in names] or list(known.values())
-    failed = []
+    failed: list[str] = []
+    skipped: list[str] = []
     with serving(BUILD) as variables:
         for client in chosen:
+            if not client.is_runnable:
+                print(f"{client.name} skipped: no {client.program}")
+                skipped.append(client.name)
+                continue
             try:
                 client.install()
             except InstallError as error:
@@ -52,7 +58,7 @@ def main(names: list[str]) -> int:
                 continue
             if not check(client, variables):
                 failed.append(client.name)
-    print(f"{len(chosen)} clients, {len(failed)} failed: {', '.join(failed) or 'none'}")
+    print(f"{len(chosen)} clients; failed: {', '.join(failed) or 'none'}; skipped: {', '.join(skipped) or 'none'}")
     return 1 if failed else 0
 
 
