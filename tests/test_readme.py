@@ -13,6 +13,7 @@ from penstock.engine.families.registry import FAMILIES
 from penstock.server.cluster.ray_settings import RayEmbedSettings, RayServeSettings
 from penstock.server.commands.cli import _parser, main
 from penstock.server.commands.flags import translated
+from penstock.server.commands.known_models import find_models
 from penstock.server.settings import (
     BenchSettings,
     EmbedSettings,
@@ -141,8 +142,11 @@ def test_penstock_commands_parse(document: Path) -> None:
 
 def test_support_matrix_has_every_family() -> None:
     section = text_of(ROOT / "docs" / "support.md").split("## Families and devices")[1].split("##")[0]
-    rows = re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)
-    assert sorted(re.findall(r"`(.+?)`", "".join(rows))) == sorted(FAMILIES)
+    rows = re.findall(r"^\| (`.+?) \| (\S+) \|", section, re.MULTILINE)
+    levels = {family: level for families, level in rows for family in re.findall(r"`(.+?)`", families)}
+    assert sorted(levels) == sorted(FAMILIES)
+    tested = {model.family for model in find_models() if model.tested == "weights"}
+    assert {family for family, level in levels.items() if level == "real"} == tested
 
 
 def test_metrics_exist() -> None:

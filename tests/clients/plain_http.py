@@ -23,11 +23,18 @@ CLASSIFIER_URL = os.environ["CLASSIFIER_URL"]
 """A small classifier with three labels."""
 LABELS = {"joy", "anger", "fear"}
 
+IMAGES_URL = os.environ["IMAGES_URL"]
+"""A small CLIP model for texts and images."""
+TWO_TOWER = "two-tower"
+
 PROTECTED_URL = os.environ["PROTECTED_URL"]
 """The embedded model with an API key and a short queue."""
 KEY = os.environ["PROTECTED_KEY"]
 
-TEXTS: list[str] = json.loads(Path(os.environ["EXPECTED_FILE"]).read_text())["texts"]
+EXPECTED = json.loads(Path(os.environ["EXPECTED_FILE"]).read_text())
+TEXTS: list[str] = EXPECTED["texts"]
+IMAGES: list[str] = EXPECTED["images"]
+"""PNG files in base64."""
 MANY = [f"text number {i}" for i in range(2048)]
 QUERY = "What holds back the water?"
 DOCUMENTS = ["A song about the sea.", "The gate holds back the water.", "Bread is baked in an oven.", "A dam."]
@@ -44,6 +51,11 @@ def post(path: str, body: dict[str, Any], url: str = URL) -> Any:
 def embed(texts: str | Sequence[Any], **fields: Any) -> list[Any]:
     """A vector for each text or list of token ids."""
     return [row["embedding"] for row in post("/v1/embeddings", {"input": texts, **fields})["data"]]
+
+
+def embed_items(items: Sequence[dict[str, str]]) -> list[list[float]]:
+    """A vector of TWO_TOWER for each {"text": ...} or {"image": base64}."""
+    return [row["embedding"] for row in post("/v1/embeddings", {"input": items}, IMAGES_URL)["data"]]
 
 
 def rerank(documents: Sequence[str] = DOCUMENTS, url: str = RERANKER_URL) -> list[tuple[int, float]]:

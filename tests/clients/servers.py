@@ -1,5 +1,7 @@
 """The servers of all clients, and small models."""
 
+import base64
+import io
 import json
 import shutil
 import sys
@@ -12,8 +14,11 @@ from pathlib import Path
 from threading import Thread
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
+import numpy as np
+from PIL import Image
+
 from penstock.server.commands.default_model import default_model_folder
-from tests.random_models import save_random_model
+from tests.random_models import save_random_model, save_two_tower_model
 from tests.servers import launching
 
 KEY = "key-of-the-clients"
@@ -37,14 +42,30 @@ def serving(folder: Path) -> Iterator[dict[str, str]]:
         "RERANKER_URL": [str(save_classifier(folder / "reranker", ("LABEL_0",)))],
         "CLASSIFIER_URL": [str(save_classifier(folder / "classifier", LABELS))],
     }
+    images = folder / "two-tower"
+    shutil.rmtree(images, ignore_errors=True)
+    save_two_tower_model(images, "CLIP", default_model_folder())
+    flags["IMAGES_URL"] = [str(images), "--dtype", "float32"]
     with contextmanager(launching)() as launch:
         servers = {name: launch(*given, log=folder / f"{name.lower()}.log") for name, given in flags.items()}
         urls = {name: server.url for name, server in servers.items()}
         rows = servers["SERVER_URL"].embed(TEXTS).json()["data"]
         expected = folder / "expected.json"
-        expected.write_text(json.dumps({"texts": TEXTS, "embeddings": [row["embedding"] for row in rows]}))
+        embeddings = [row["embedding"] for row in rows]
+        expected.write_text(json.dumps({"texts": TEXTS, "embeddings": embeddings, "images": make_images()}))
         with rejecting(urls["SERVER_URL"]) as url:
             yield {**urls, "REJECTING_URL": url, "PROTECTED_KEY": KEY, "EXPECTED_FILE": str(expected)}
+
+
+def make_images() -> list[str]:
+    """PNG files of images of odd sizes, in base64."""
+    numbers = np.random.default_rng(0)
+    texts = []
+    for size in ((28, 28), (61, 17), (33, 90)):
+        file = io.BytesIO()
+        Image.fromarray(numbers.integers(0, 255, (*size, 3), dtype=np.uint8)).save(file, "PNG")
+        texts.append(base64.b64encode(file.getvalue()).decode())
+    return texts
 
 
 @contextmanager

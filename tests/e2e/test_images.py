@@ -1,7 +1,6 @@
 """Images and texts of CLIP, SigLIP and SigLIP 2 over HTTP, compared with transformers."""
 
 import base64
-import importlib
 import io
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,19 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from ..random_models import TWO_TOWERS, save_two_tower_model
 from ..servers import Server
 
 image_module = pytest.importorskip("PIL.Image")
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOLERANCE = 1e-5
 TEXTS = ["A dam holds back water.", "gate"]
-SIZES = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
-TEXT = SIZES | {"vocab_size": 30_600, "eos_token_id": 102}
-PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
-    "CLIP": ("clip", {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}),
-    "Siglip": ("siglip", {"size": {"height": 28, "width": 28}}),
-    "Siglip2": ("siglip2", {"patch_size": 14, "max_num_patches": 9}),
-}
 
 
 class Reference(NamedTuple):
@@ -51,23 +44,11 @@ def uri(image: Any) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-@pytest.fixture(scope="module", params=PROCESSORS)
+@pytest.fixture(scope="module", params=TWO_TOWERS)
 def reference(request, tmp_path_factory, default_model: Path) -> Reference:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     kind, folder = request.param, tmp_path_factory.mktemp("images")
-    package, options = PROCESSORS[kind]
-    vision = SIZES | ({"num_patches": 4} if kind == "Siglip2" else {"image_size": 28}) | {"patch_size": 14}
-    extra = {"projection_dim": 40} if kind == "CLIP" else {}
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(text_config=TEXT, vision_config=vision, **extra)
-    model = getattr(transformers, f"{kind}Model")(config).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    module = importlib.import_module(f"transformers.models.{package}.image_processing_pil_{package}")
-    processor = getattr(module, f"{kind}ImageProcessorPil")(**options)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(default_model, model_max_length=64)
-    for part in (model, processor, tokenizer):
-        part.save_pretrained(folder)
+    model, processor = save_two_tower_model(folder, kind, default_model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)  # SigLIP 2 has a tokenizer of its own
     pads = {} if kind == "CLIP" else {"padding": "max_length", "max_length": 64}
     with torch.no_grad():

@@ -59,6 +59,21 @@ def test_v2_embeddings_equal_plain_http():
     assert_close(answer.embeddings.float_, http.embed(TEXTS))
 
 
+def test_images_are_sent_unmodified():
+    client = cohere.ClientV2(base_url=http.IMAGES_URL, api_key="any")
+    uris = [f"data:image/png;base64,{image}" for image in http.IMAGES]
+    expected = http.embed_items([{"image": image} for image in http.IMAGES])
+    arguments = {"model": http.TWO_TOWER, "embedding_types": ["float"]}
+    answer = client.embed(images=uris, input_type="image", **arguments)  # one request for each image
+    assert_close(answer.embeddings.float_, expected)
+    parts = [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]
+    parts.append({"type": "text", "text": TEXTS[0]})
+    answer = client.embed(inputs=[{"content": [part]} for part in parts], input_type="search_document", **arguments)
+    assert_close(answer.embeddings.float_, [*expected, *http.embed_items([{"text": TEXTS[0]}])])
+    one = cohere.Client(base_url=http.IMAGES_URL, api_key="any").embed(images=uris[:1], input_type="image", **arguments)
+    assert_close(one.embeddings.float_, expected[:1])
+
+
 @CLIENTS
 def test_ranks_equal_plain_http(kind):
     client = kind(base_url=http.RERANKER_URL, api_key="any")

@@ -5,7 +5,7 @@ import pytest
 from infinity_client import AuthenticatedClient, Client
 from infinity_client.api.default import classify, embeddings, rerank
 from infinity_client.errors import UnexpectedStatus
-from infinity_client.models import ClassifyInput, OpenAIEmbeddingInputText, RerankInput
+from infinity_client.models import ClassifyInput, OpenAIEmbeddingInputImage, OpenAIEmbeddingInputText, RerankInput
 from infinity_client.models.embedding_encoding_format import EmbeddingEncodingFormat
 from plain_http import DOCUMENTS, MODEL, PROTECTED_URL, QUERY, TEXTS, URL, assert_close, assert_ranks
 
@@ -22,6 +22,19 @@ def test_embeddings_equal_plain_http(options):
     assert_close([row.embedding for row in answer.data], http.embed(TEXTS))
     assert answer.model.rpartition("/")[2] == MODEL
     assert answer.usage.total_tokens > 0
+
+
+@pytest.mark.parametrize("num_images", [1, 3])
+def test_images_are_sent_unmodified(num_images):
+    images = http.IMAGES[:num_images]
+    uris = [f"data:image/png;base64,{image}" for image in images]
+    body = OpenAIEmbeddingInputImage(input_=uris if num_images > 1 else uris[0], model=http.TWO_TOWER)
+    answer = embeddings.sync(client=connect(http.IMAGES_URL), body=body)
+    expected = http.embed_items([{"image": image} for image in images])
+    assert_close([row.embedding for row in answer.data], expected)
+    texts = OpenAIEmbeddingInputText(input_=TEXTS[:3], model=http.TWO_TOWER)
+    answer = embeddings.sync(client=connect(http.IMAGES_URL), body=texts)
+    assert_close([row.embedding for row in answer.data], http.embed_items([{"text": text} for text in TEXTS[:3]]))
 
 
 @pytest.mark.parametrize(("options", "num_ranks"), [({}, 4), ({"top_n": 2}, 2)])

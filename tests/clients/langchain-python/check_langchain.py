@@ -1,8 +1,11 @@
-"""langchain-openai and langchain-cohere, which wrap the clients of openai and cohere."""
+"""langchain-openai and langchain-cohere, which wrap the clients of openai and cohere, and JinaEmbeddings."""
+
+import base64
 
 import plain_http as http
 import pytest
 from langchain_cohere import CohereEmbeddings, CohereRerank
+from langchain_community.embeddings import JinaEmbeddings, jina
 from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_openai import OpenAIEmbeddings
@@ -40,3 +43,14 @@ def test_ranks_equal_plain_http():
     documents = reranker.compress_documents([Document(text) for text in DOCUMENTS], QUERY)
     ranks = [(DOCUMENTS.index(d.page_content), d.metadata["relevance_score"]) for d in documents]
     assert_ranks(ranks, http.rerank()[:3])
+
+
+def test_images_of_jina_are_sent_unmodified(monkeypatch, tmp_path):
+    monkeypatch.setattr(jina, "JINA_API_URL", f"{http.IMAGES_URL}/v1/embeddings")  # LangChain has no setting for it
+    embeddings = JinaEmbeddings(model_name=http.TWO_TOWER, jina_api_key="any")
+    assert_close(embeddings.embed_documents(TEXTS[:3]), http.embed_items([{"text": text} for text in TEXTS[:3]]))
+    files = [tmp_path / f"{i}.png" for i in range(len(http.IMAGES))]
+    for file, image in zip(files, http.IMAGES, strict=True):
+        file.write_bytes(base64.b64decode(image))
+    found = embeddings.embed_images([str(file) for file in files])
+    assert_close(found, http.embed_items([{"image": image} for image in http.IMAGES]))

@@ -1,9 +1,12 @@
-"""LlamaIndex: embeddings of OpenAI and TEI, rerankers of Cohere, Jina and TEI, and an index."""
+"""LlamaIndex: embeddings of OpenAI, Jina and TEI, rerankers of Cohere, Jina and TEI, and an index."""
+
+import base64
 
 import plain_http as http
 import pytest
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from llama_index.embeddings.jinaai import JinaEmbedding
 from llama_index.embeddings.openai import OpenAIEmbedding
 from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.embeddings.text_embeddings_inference import TextEmbeddingsInference
@@ -68,3 +71,21 @@ def test_ranks_equal_plain_http(reranker):
 def test_tei_key_without_bearer_is_accepted():
     reranker = TEIRerank(base_url=PROTECTED_URL, auth_token=KEY, top_n=4)
     assert_ranks(ranks(reranker.postprocess_nodes(NODES, QueryBundle(QUERY))), http.rerank(url=URL))
+
+
+@pytest.mark.parametrize("encoding", ["float", "binary", "ubinary"])
+def test_embeddings_of_jina_equal_plain_http(encoding):
+    embedding = JinaEmbedding(model=MODEL, api_key="any", encoding_queries=encoding, dimensions=http.WIDTH)
+    embedding._api.api_url = f"{URL}/v1/embeddings"  # LlamaIndex has no setting for it
+    expected = http.embed(TEXTS[:1])[0]
+    if encoding != "float":
+        expected = [int(value > 0) for value in expected]  # LlamaIndex unpacks the bits
+    assert_close(embedding.get_query_embedding(TEXTS[0]), expected)
+
+
+def test_images_of_jina_are_sent_unmodified(tmp_path):
+    embedding = JinaEmbedding(model=http.TWO_TOWER, api_key="any")
+    embedding._api.api_url = f"{http.IMAGES_URL}/v1/embeddings"
+    (tmp_path / "image.png").write_bytes(base64.b64decode(http.IMAGES[0]))
+    found = [embedding.get_image_embedding(str(tmp_path / "image.png")), embedding.get_text_embedding(TEXTS[0])]
+    assert_close(found, http.embed_items([{"image": http.IMAGES[0]}, {"text": TEXTS[0]}]))

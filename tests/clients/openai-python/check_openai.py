@@ -41,6 +41,17 @@ def test_options_are_sent(client):
     assert_close(vectors(raw.parse()), http.embed(TEXTS))
 
 
+def test_images_are_sent_unmodified():
+    items = [{"text": TEXTS[0]}, *({"image": image} for image in http.IMAGES)]
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{http.IMAGES[0]}"}}
+    messages = {"messages": [{"role": "user", "content": [part]}]}
+    expected = http.embed_items(items)
+    with openai.OpenAI(base_url=f"{http.IMAGES_URL}/v1", api_key="any") as client:
+        assert_close(vectors(client.embeddings.create(model=http.TWO_TOWER, input=items)), expected)
+        answer = client.post("/embeddings", body=messages, cast_to=openai.types.CreateEmbeddingResponse)
+        assert_close(vectors(answer), expected[1:2])
+
+
 @pytest.mark.parametrize("path", ["/v1", "/v1/", ""])
 def test_base_urls_have_models_and_embeddings(path):
     with openai.OpenAI(base_url=URL + path, api_key="any") as client:

@@ -1,5 +1,8 @@
 """voyageai: /v1/embeddings, /v1/multimodalembeddings and /v1/rerank."""
 
+import base64
+import io
+
 import plain_http as http
 import pytest
 import voyageai
@@ -42,6 +45,17 @@ def test_multimodal_texts_equal_plain_http():
     assert (answer.text_tokens, answer.image_pixels) == (answer.total_tokens, 0)
     with pytest.raises(InvalidRequestError, match=r"inputs\[1\]\.content\[0\]\.image_base64 is an image"):
         client.multimodal_embed([["a text"], [Image.new("RGB", (4, 4))]], model=MODEL)
+
+
+def test_images_are_sent_unmodified():
+    client = voyageai.Client(api_key="any", base_url=f"{http.IMAGES_URL}/v1")
+    images = [Image.open(io.BytesIO(base64.b64decode(image))) for image in http.IMAGES]
+    expected = http.embed_items([*({"image": image} for image in http.IMAGES), {"text": TEXTS[0]}])
+    answer = client.multimodal_embed([[image] for image in images] + [[TEXTS[0]]], model=http.TWO_TOWER)
+    assert_close(answer.embeddings, expected)
+    assert answer.image_pixels == sum(image.width * image.height for image in images)
+    with pytest.raises(InvalidRequestError, match="has an image beside a text"):
+        client.multimodal_embed([[TEXTS[0], images[0]]], model=http.TWO_TOWER)
 
 
 def test_ranks_equal_plain_http():
