@@ -89,11 +89,13 @@ _EXTRA: Final = ("additional_special_tokens", "extra_special_tokens")
 _FLAGGED: Final = "AddedToken"
 _WITHOUT_EFFECT: Final = frozenset(
     (
-        *("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces", "do_basic_tokenize"),
-        *("do_lower_case", "errors", "legacy", "max_length", "model_max_length", "name_or_path", "never_split"),
+        *("add_bos_token", "add_eos_token", "add_prefix_space", "backend", "clean_up_tokenization_spaces"),
+        *("do_basic_tokenize", "do_lower_case", "errors", "is_local", "legacy", "local_files_only", "max_length"),
+        *("model_max_length", "name_or_path", "never_split"),
         *("pad_to_multiple_of", "pad_token_type_id", "processor_class", "sp_model_kwargs", "special_tokens_map_file"),
-        *("spaces_between_special_tokens", "stride", "strip_accents", "tokenize_chinese_chars", "tokenizer_class"),
-        *("tokenizer_file", "trim_offsets", "truncation_strategy", "use_default_system_prompt"),
+        *("spaces_between_special_tokens", "split_by_punct", "stride", "strip_accents", "tokenize_chinese_chars"),
+        *("tokenizer_class", "tokenizer_file", "trim_offsets", "truncation_strategy", "unk_id"),
+        *("use_default_system_prompt", "vocab_type"),
     )
 )
 """Keys of tokenizer_config.json without effect on token ids, unless they are options of a TokenizerClass."""
@@ -221,6 +223,8 @@ def _settings(folder: Path) -> dict[str, Any]:
         ):
             raise NotBuiltHereError("its special_tokens_map.json has other settings than special tokens")
         settings |= {key: {"__type": _FLAGGED, **v} if isinstance(v, dict) else v for key, v in older.items()}
+    if settings.get("backend", "tokenizers") != "tokenizers":  # transformers 5 writes the library that it used
+        raise NotBuiltHereError(f"its tokenizer_config.json has the backend {settings['backend']!r}")
     if unknown := settings.keys() - _READ - _WITHOUT_EFFECT:
         raise NotBuiltHereError(f"its tokenizer_config.json has {min(unknown)}")
     return settings

@@ -140,6 +140,7 @@ SETTINGS: list[Json] = [
     {"chat_template": "{{ bos_token }}{{ messages[0].content }}"},
     {"chat_template": [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]},
     {"split_special_tokens": True},
+    {"unk_id": 5, "vocab_type": "spm", "backend": "tokenizers", "is_local": False, "local_files_only": True},
     {"unknown_key": 1},
 ]
 
@@ -238,9 +239,13 @@ def token_table(folder: Path) -> Json:
     return {str(token.pop("id")): token for token in added_tokens(folder)}
 
 
-def write_table(folder: Path, table: Json) -> None:
+def edit_config(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    write_json(folder, "tokenizer_config.json", config | {"added_tokens_decoder": table})
+    write_json(folder, "tokenizer_config.json", config | changes)
+
+
+def write_table(folder: Path, table: Json) -> None:
+    edit_config(folder, added_tokens_decoder=table)
 
 
 def write_templates(folder: Path) -> None:
@@ -277,6 +282,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], bool]] = {
         lambda f: edit_tokenizer(f, added_tokens=[*added_tokens(f), {"content": "<new>", "id": 900, **FLAGS}]),
         False,
     ),
+    "backend of another library": (lambda f: edit_config(f, backend="sentencepiece"), False),
     "no tokenizer_config.json": (lambda f: (f / "tokenizer_config.json").unlink(), True),
     "charsmap": (
         lambda f: edit_tokenizer(f, normalizer={"type": "Sequence", "normalizers": [CHARSMAP, {"type": "NFC"}]}),
@@ -299,6 +305,18 @@ def test_every_folder_is_read_as_by_transformers(change: str, tmp_path: Path) ->
             num_read += 1
             check_equal(found, folder)
     assert (num_read > 0) is is_read
+
+
+@pytest.mark.parametrize(("name", "model_type", "declared"), READERS)
+def test_folder_saved_by_transformers_is_read_without_it(
+    name: str, model_type: str, declared: str | None, tmp_path: Path
+) -> None:
+    FILES[name][1]().save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, model_type, BASE | {"tokenizer_class": declared})
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    found = read(tmp_path)
+    assert found is not None
+    check_equal(found, tmp_path)
 
 
 def clip_pairs() -> Tokenizer:
