@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Final
 
@@ -239,6 +240,7 @@ def dialect_of(scope: Scope) -> Dialect:
 
 
 _Handler = Callable[[Request, Any], Awaitable[Response]]
+_MAX_COMPARED_CHARS: Final = 64
 _METHODS: Final = ("GET", "HEAD", "POST", "DELETE")
 
 
@@ -260,8 +262,7 @@ def install_error_handlers(app: FastAPI) -> None:
         path: str = request.scope["path"]
         message, headers = str(error.detail), error.headers
         if error.status_code == 404:
-            has_docs = any(route.path == "/docs" for route in app.routes if isinstance(route, APIRoute))
-            message = f"There is no {quote(path)} on this {'server; /docs lists its routes' if has_docs else 'port'}."
+            message = f"There is no {quote(path)} on this {_alternatives(app, path)}."
         elif error.status_code == 405:
             # The router reports only one route of the path, but GET and HEAD of a health route are two routes.
             allowed = ", ".join(method for method in _METHODS if _takes(app, request, method))
@@ -272,6 +273,15 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(EngineError, _releasing(on_engine_error))
     app.add_exception_handler(RequestValidationError, _releasing(on_validation_error))
     app.add_exception_handler(HTTPException, _releasing(on_http_error))
+
+
+def _alternatives(app: FastAPI, path: str) -> str:
+    paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
+    if "/docs" not in paths:
+        return "port"
+    # The comparison takes time in proportion to the length.
+    near = get_close_matches(path, paths, 1, 0.8) if len(path) <= _MAX_COMPARED_CHARS else []
+    return f"server; did you mean {near[0]}? /docs lists all routes" if near else "server; /docs lists its routes"
 
 
 def _releasing(handler: _Handler) -> _Handler:

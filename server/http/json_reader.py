@@ -188,7 +188,7 @@ def check_media(
     if is_from_other_origin(headers, origins):
         raise HTTPException(415, f"{problem}; a web page of another origin must send application/json.")
     if media and not takes_any:
-        raise HTTPException(415, f"{problem}; send application/json.")
+        raise HTTPException(415, f"{problem}; send application/json (curl -H 'Content-Type: application/json').")
 
 
 def is_from_other_origin(headers: Iterable[tuple[bytes, bytes]], allowed: Collection[str]) -> bool:

@@ -100,7 +100,8 @@ TEXT_PLAIN = {"content-type": "text/plain"}
 # (method, path, arguments of the request, status, parts of the message)
 NO_ENGINE: list[tuple[str, str, dict[str, Any], int, list[str]]] = [
     ("GET", "/nowhere", {}, 404, ["/nowhere", "/docs"]),
-    ("POST", "/v3/embeddings", {"json": {}}, 404, ["/v3/embeddings"]),
+    ("POST", "/v3/embeddings", {"json": {}}, 404, ["'/v3/embeddings'", "did you mean /v1/embeddings?"]),
+    ("POST", "/v1/embeddings" + "s" * 5000, {"json": {}}, 404, ["on this server; /docs"]),
     ("GET", "/v1/embeddings", {}, 405, ["POST", "GET"]),
     ("POST", "/rerank", {"json": {"model": "x", "query": "a", "documents": ["b"]}}, 404, ["'x'", "fake-model"]),
     ("POST", "/detokenize", {"json": {"model": "x", "tokens": [1]}}, 404, ["'x'"]),
@@ -109,7 +110,7 @@ NO_ENGINE: list[tuple[str, str, dict[str, Any], int, list[str]]] = [
     (*EMBED, {"content": b'{"input": "\xff"}'}, 400, ["not valid JSON"]),
     (*EMBED, {"content": b"[1]"}, 400, ["JSON object", "[1]"]),
     (*EMBED, {"content": b"null"}, 400, ["JSON object, not null"]),
-    (*EMBED, {"data": {"input": "a"}}, 415, ["application/x-www-form-urlencoded", "application/json"]),
+    (*EMBED, {"data": {"input": "a"}}, 415, ["application/x-www-form-urlencoded", "curl -H"]),
     (*EMBED, {"content": b"{}", "headers": TEXT_PLAIN}, 415, ["text/plain"]),
     ("POST", "/rerank", {"json": {}}, 400, ["query is missing; the body is empty."]),
     ("POST", "/score", {"json": {**PAIR, "chat_template_kwargs": {"a": 1, "b": 2}}}, 400, ["a, b"]),
