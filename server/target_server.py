@@ -172,8 +172,10 @@ class TargetServer:
             request: Name of the request in the message.
             reply: Response of the server.
         """
-        advice = "; set --api-key or --api-key-file" if reply.status in (401, 403) else ""
-        return CommandError(f"{self.url}: {request} returned {reply.status}: {_reason(reply.body)}{advice}")
+        reason = _reason(reply.body)
+        if reply.status in (401, 403):
+            reason = f"{reason.removesuffix('.')}; set --api-key or --api-key-file"
+        return CommandError(f"{self.url}: {request} returned {reply.status}: {reason}")
 
     def find_model(self, task: str, dialects: Sequence[str]) -> TargetModel:
         """Detects the dialect of the server, and the model for a task.

@@ -234,10 +234,13 @@ def _fetch(name: str, revision: str | None) -> Path:
         if bin_files := _missing_weights(path):
             snapshot_download(name, revision=revision, allow_patterns=bin_files)
     except Exception as error:
-        # huggingface_hub raises errors of its HTTP library, which differs by version.
+        # huggingface_hub raises errors of its HTTP library, which differs by version. Those without a response are
+        # errors of the connection.
+        is_offline = not isinstance(error, ModelLoadError) and getattr(error, "response", None) is None
+        advice = "Without access to the hub, copy the model to this machine and give the path of its folder."
         raise ModelLoadError(
             f"The model {where} could not be loaded. Tried the folder {str(Path(name).absolute())!r}, the hub and its "
-            f"local cache in {constants.HF_HUB_CACHE!r}: {_first_line(error)}"
+            f"local cache in {constants.HF_HUB_CACHE!r}: {_first_line(error)}{f'. {advice}' if is_offline else ''}"
         ) from error
     return path
 

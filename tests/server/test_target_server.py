@@ -68,7 +68,7 @@ def test_key_is_sent_and_its_lack_is_explained(
 ) -> None:
     def answer(received: Received) -> Answered:
         has_key = received.headers.get("Authorization") == "Bearer secret"
-        return openai_server(received) if has_key else Answered({"message": "no key"}, 401)
+        return openai_server(received) if has_key else Answered({"message": "no key."}, 401)
 
     url, file = serve(answer), tmp_path / "key"
     with pytest.raises(CommandError, match="GET /v1/models returned 401: no key; set --api-key or --api-key-file"):

@@ -125,7 +125,7 @@ def test_model_in_the_hub_cache_is_found_offline(tmp_path: Path, monkeypatch: py
     (tmp_path / "models--owner--tiny" / "refs" / "main").write_text("f" * 40)
     assert (info.folder, resolve(Path(info.folder)).path) == (str(snapshot), info.path)
     hub_cache(tmp_path, "owner/dataset", {"notes.json": {}})
-    with pytest.raises(ModelLoadError, match="not a model"):
+    with pytest.raises(ModelLoadError, match=r"not a model.*give its path\.$"):
         locate_model("owner/dataset")
 
 
@@ -145,14 +145,16 @@ def test_bin_files_are_fetched_only_for_dense_modules(tmp_path: Path, monkeypatc
     assert calls[1]["allow_patterns"] == ["2_Dense/pytorch_model*.bin"]
 
 
-def test_error_of_the_hub_library_becomes_a_load_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class TransportError(Exception):
-        pass
+@pytest.mark.parametrize("has_response", [False, True])
+def test_error_of_the_hub_library_becomes_a_load_error(has_response: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class HubError(Exception):
+        response = object() if has_response else None
 
     def fail(name: str, **_: Any) -> str:
-        raise TransportError("connection lost\nlong story")
+        raise HubError("connection lost\nlong story")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
-    with pytest.raises(ModelLoadError, match=r"local cache in '.*': connection lost$") as caught:
+    advice = "" if has_response else r"\. Without access to the hub, copy the model .*"
+    with pytest.raises(ModelLoadError, match=rf"local cache in '.*': connection lost{advice}$") as caught:
         locate_model("owner/tiny")
-    assert isinstance(caught.value.__cause__, TransportError)
+    assert isinstance(caught.value.__cause__, HubError)
