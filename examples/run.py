@@ -67,7 +67,11 @@ def run(example: Path, url: str, penstock: str) -> bool:
 
 def main(penstock: str, *names: str) -> int:
     """Runs the named examples, or all. Returns the exit code."""
-    chosen = [HERE / name for name in names] or EXAMPLES
+    known = {example.name: example for example in EXAMPLES}
+    if unknown := [name for name in names if name not in known]:
+        print(f"There is no example {', '.join(unknown)}; there are {', '.join(known)}.", file=sys.stderr)
+        return 2
+    chosen = [known[name] for name in names] or EXAMPLES
     failed = []
     with serving(penstock) as url:
         for example in chosen:

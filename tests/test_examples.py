@@ -68,3 +68,8 @@ def test_example_is_short_documented_and_has_pinned_packages(example: Path) -> N
     own_names = {"helm_python": "helm_python_sdk", "llama_index": "llama_index_core", "haystack": "haystack_ai"}
     for name in packages_of(example):
         assert f"{own_names.get(name, name)}==" in pins.replace("pyyaml", "yaml"), name
+
+
+def test_unknown_example_is_answered_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert RUNNER.main("penstock", "none.py") == 2
+    assert "no example none.py; there are" in capsys.readouterr().err
