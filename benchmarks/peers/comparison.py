@@ -18,6 +18,7 @@ from .environments import InstallError
 from .sides import Side, SideError
 
 CONNECTIONS = (1, 4, 16, 64)
+SETTLE_SEED = 1_000
 LOADS = {
     load.name: load
     for load in (
@@ -169,10 +170,10 @@ class Comparison:
         return load.concurrency * statistics.median(once.latencies_s)
 
     def _round(self, side: Side, load: Load, seed: int) -> Round:
-        requests = load.requests(seed=seed)
+        """Runs one round. The texts before it are different, because servers cache prefixes of prompts."""
         if self._plan.settle:
-            side.run(load, requests, self._plan.settle)
-        return side.run(load, requests, self._plan.seconds)
+            side.run(load, load.requests(seed=seed + SETTLE_SEED), self._plan.settle)
+        return side.run(load, load.requests(seed=seed), self._plan.seconds)
 
     def _leave_out(self, name: str, reason: str) -> None:
         print(f"{name} is left out: {reason}", flush=True)
