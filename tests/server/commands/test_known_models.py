@@ -10,9 +10,9 @@ from penstock.engine.model_files.two_towers import TWO_TOWER_TYPES
 from penstock.server.commands import cli
 from penstock.server.commands.known_models import TASKS, find_models, reference_page
 
-from ...e2e.test_images import PROCESSORS
 from ...engine.executors.families import CAUSAL, ENCODERS
 from ...engine.executors.torch.test_transformers import EMBEDDERS
+from ...random_models import TWO_TOWERS
 
 MODELS = find_models()
 models = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
@@ -23,7 +23,7 @@ def test_family_of_a_model_is_compared_with_transformers(model) -> None:
     cases = ENCODERS + CAUSAL if model.family in FAMILIES else EMBEDDERS
     compared = {case.values[0].removesuffix("Model").removesuffix("Encoder").lower() for case in cases}
     if model.family in TWO_TOWER_TYPES:
-        compared = {kind.lower() for kind in PROCESSORS}
+        compared = {kind.lower() for kind in TWO_TOWERS}
     in_transformers = {"new": "gte"}.get(model.family, model.family)
     assert re.sub("[-_]", "", in_transformers) in compared
     assert (model.tested == "weights") == (model.name == "sentence-transformers/all-MiniLM-L6-v2")
