@@ -32,7 +32,7 @@ def runtime(name: str) -> str:
 
 def fuzz(library: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kernels.cpu.fuzz", str(library)]
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"} | variables
+    environment = os.environ | {"PYTHONPATH": str(TESTS), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"} | variables
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1700, check=False)
 
 
