@@ -16,7 +16,7 @@
 /* Tokens per part, few enough for the caches. */
 #define MAX_PART_TOKENS 320
 /* Lanes run jointly if parts would take longer than this many times an equal division of the tokens. */
-#define JOINT_RATIO 1.1
+#define JOINT_RATIO 1.25
 
 struct Forward {
     Job job;
@@ -135,7 +135,10 @@ Forward *forward_begin(const Isa *isa, const Encoder *encoder, const Batch *batc
                          .whole = {.last = batch->num_seqs, .rows = total}};
     forward->num_parts = split_into_parts(batch, target, parts);
     int joint = max_joint_lanes(isa, encoder) < count ? max_joint_lanes(isa, encoder) : (int)count;
-    long busy = longest_lane(parts, forward->num_parts, least, (int)count, loads);
+    long largest = least; /* a smaller part takes as long */
+    for (int i = 0; i < forward->num_parts; i++) largest = parts[i].rows > largest ? parts[i].rows : largest;
+    /* Batches with KV blocks run one at a time. Otherwise an idle lane takes parts of the next batch. */
+    long busy = batch->kv_blocks ? longest_lane(parts, forward->num_parts, least, (int)count, loads) : largest;
     int runs_jointly = (double)busy * (double)joint > JOINT_RATIO * (double)total;
     free(loads);
     lanes_begin(lanes, &forward->job, forward->num_parts, runs_jointly ? joint : 1);
