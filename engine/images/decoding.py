@@ -25,7 +25,7 @@ from PIL import (
 from .errors import ImageError
 from .image_file import ImageFile
 
-PLUGINS: Final = (*(BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, TiffImagePlugin, WebPImagePlugin),)
+PLUGINS: Final = (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, TiffImagePlugin, WebPImagePlugin)
 """Imported before the first image: otherwise Pillow would import all its plugins then."""
 _BAND_PIXELS: Final = 1 << 17
 """Pixels to convert at a time: Pillow holds the interpreter lock for 22 ns per transparent pixel."""

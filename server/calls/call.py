@@ -31,7 +31,7 @@ from ..http.json_responses import json_response
 from ..http.request_head import LIMITS, RequestLimits
 from ..models.table import ModelTarget
 from ..schemas.chat import ChatFields, InputFields
-from ..schemas.images import Image, ImageSource, MixedContent
+from ..schemas.images import IMAGE_TYPES, Image
 from ..schemas.options import RequestBody
 from .context import ServerContext, context_of
 from .images import read_images
@@ -257,7 +257,9 @@ class Call:
         return json_response(content, incremental=has_large_response(self.request.scope))
 
 
-async def engine_inputs(call: Call, body: InputFields, options: RequestOptions) -> tuple[list[Input], RequestOptions]:
+async def engine_inputs(
+    call: Call, body: InputFields, options: RequestOptions
+) -> tuple[Sequence[Input], RequestOptions]:
     """Returns the texts, images or rendered chats of a request, and the engine options.
 
     Chats get no prompt of the model. Raises the errors of AsyncEngine.render_chats and `read_images`.
@@ -265,17 +267,14 @@ async def engine_inputs(call: Call, body: InputFields, options: RequestOptions) 
     if body.messages is None:
         if body.add_special_tokens is False:
             options = replace(options, add_special_tokens=False)
-        texts: list[Input] = []
-        for item in (inputs := body.texts()):
-            if isinstance(item, ImageSource | MixedContent):
-                return [*await read_images(call, inputs, "input")], options
-            texts.append(item)
-        return texts, options
+        inputs = body.texts()
+        texts = [item for item in inputs if not isinstance(item, IMAGE_TYPES)]
+        return texts if len(texts) == len(inputs) else await read_images(call, inputs, "input"), options
     chats = [chat for chat in body.messages if isinstance(chat, list)]
     prompts = iter(await call.engine.render_chats(chats, body.chat_options()) if chats else ())
     rendered: list[str | Image] = [next(prompts) if isinstance(chat, list) else chat for chat in body.messages]
     options = replace(options, prompt="", add_special_tokens=bool(body.add_special_tokens))
-    return [*await read_images(call, rendered, "messages")], options
+    return await read_images(call, rendered, "messages"), options
 
 
 async def truncate_texts(

@@ -5,7 +5,7 @@ Several dialects share /tokenize and /invocations. The keys of a body determine 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from fastapi import Body, Request, Response
@@ -266,7 +266,7 @@ def _check_encoding(encoding: Encoding, task: PoolingTask, width: int) -> None:
 
 def _calls(
     engine: AsyncEngine,
-) -> dict[PoolingTask, Callable[[list[Input], PoolingParams, RequestOptions], Awaitable[PoolingResult]]]:
+) -> dict[PoolingTask, Callable[[Sequence[Input], PoolingParams, RequestOptions], Awaitable[PoolingResult]]]:
     return {
         PoolingTask.EMBED: engine.embed,
         PoolingTask.CLASSIFY: engine.classify,

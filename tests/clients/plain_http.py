@@ -90,7 +90,7 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-6) -> None:
 
 
 class Rejecting:
-    """A prefix of URLs whose first requests are rejected: see `rejecting` in servers.py.
+    """A base URL for one case of the server that rejects the first requests (`rejecting` in servers.py).
 
     Attributes:
         url: The base URL. The server at URL answers the requests after the first `times`.
