@@ -53,10 +53,6 @@ class AsyncEngine:
     ModelExecutionError; see Dispatcher.open and OpenRequest.run.
 
     Args:
-        config: Model and settings.
-        info: The resolved model.
-        tokenizer: Tokenizer of the model.
-        dispatcher: Dispatcher of the requests.
         group: The replicas, or a connection to an engine that another process supervises.
         images: Decodes images; None: the model reads texts only.
 

@@ -234,13 +234,11 @@ class LLM:
         self._close()
 
     def __enter__(self) -> Self:
-        """Returns this object."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stops the engine process."""
         self.close()
 
     def _task(self, name: str | None) -> PoolingTask:
@@ -297,7 +295,6 @@ def _params(params: PoolingParams | None, truncate_prompt_tokens: int | None) ->
 
 
 def _inputs(prompts: Prompt | Sequence[Prompt]) -> list[Text]:
-    """Returns the inputs as a list; raises InvalidRequestError if one has a wrong type."""
     if isinstance(prompts, str | Mapping) or (len(prompts) and isinstance(prompts[0], int)):
         return [_input(prompts, 0)]
     return [_input(prompt, index) for index, prompt in enumerate(prompts)]

@@ -155,12 +155,7 @@ def flush_logs() -> bool:
 
 
 def configure_logging(level: str, line_format: str) -> None:
-    """Sends the lines of all loggers, including those of libraries, to stderr, without waiting for its reader.
-
-    Args:
-        level: Lowest level that is logged, such as "info".
-        line_format: "console" or "json".
-    """
+    """Sends the lines of all loggers, including those of libraries, to stderr, without waiting for its reader."""
     stderr: dict[str, Any] = {"class": "logging.NullHandler"}
     if sys.stderr is not None:  # None if stderr was closed
         stderr = {"()": BackgroundHandler, "stream": sys.stderr, "formatter": line_format}

@@ -74,7 +74,6 @@ class Checkpoint(Generic[StoredT]):
 
     Args:
         files: The file of each tensor, by name of the tensor.
-        open_file: Opens a file.
     """
 
     def __init__(self, files: Mapping[str, Path], open_file: OpenFile[StoredT]) -> None:
@@ -87,7 +86,6 @@ class Checkpoint(Generic[StoredT]):
         self._bytes_read = 0
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a tensor of that name."""
         return name in self._files
 
     def read(self, name: str) -> StoredT:
@@ -200,7 +198,6 @@ def indexed_files(index: Path) -> dict[str, str]:
 
 
 def _find_tensors(folder: Path, open_file: OpenFile[StoredT]) -> dict[str, Path]:
-    """Returns the file of each tensor in the folder."""
     for name in WEIGHT_FILES:
         path, index = folder / name, folder / f"{name}.index.json"
         if path.is_file():
@@ -226,7 +223,6 @@ def _no_weights(folder: Path) -> WeightError:
 
 
 def _read_index(index: Path) -> dict[str, Path]:
-    """Returns the file of each tensor in an index of shards."""
     files = indexed_files(index)
     missing = sorted(file for file in set(files.values()) if not _is_file(index.parent / file))
     if missing:

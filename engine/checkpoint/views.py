@@ -46,9 +46,7 @@ _TYPES: Final[dict[str, np.dtype[Any]]] = {
 class TensorSource(Protocol[StoredT_co]):
     """Source of tensors, such as a checkpoint on disk."""
 
-    def __contains__(self, name: str) -> bool:
-        """Whether there is a tensor of that name."""
-        ...
+    def __contains__(self, name: str) -> bool: ...
 
     def read(self, name: str) -> StoredT_co:
         """Returns the stored tensor on the CPU. Its memory may belong to the file."""
@@ -247,8 +245,6 @@ def _rounded(values: Floats) -> NDArray[np.uint16]:
 
 
 class _ArrayEntry(NamedTuple):
-    """Type, shape and offset of a tensor in the file."""
-
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     start: int

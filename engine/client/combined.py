@@ -25,14 +25,7 @@ _TASKS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_
 
 
 class CombinedEmbedder:
-    """Runs the embedding tasks of one model that need rows of tokens or return several outputs of one forward.
-
-    Args:
-        info: The model.
-        encoder: Encodes its inputs.
-        dispatcher: Runs the inputs.
-        multi_vector_tokens: Token ids of a multi-vector model.
-    """
+    """Runs the embedding tasks of one model that need rows of tokens or return several outputs of one forward."""
 
     def __init__(
         self, info: ModelInfo, encoder: InputEncoder, dispatcher: Dispatcher, multi_vector_tokens: MultiVectorTokens

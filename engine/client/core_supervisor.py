@@ -57,11 +57,7 @@ class CoreSupervisor:
     the core.
 
     Args:
-        config: The model to serve.
-        replica: Receives the core's results.
         on_change: Called when `state` has changed.
-        log_level: Level of the core's log.
-        log_format: Its format, "console" or "json".
         process: An engine process that has been started already, for the first start.
 
     Attributes:

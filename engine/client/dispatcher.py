@@ -123,7 +123,6 @@ class OpenRequest:
         return params if adapter is None or params.adapter is not None else params.clone(adapter=adapter)
 
     def _remaining_s(self) -> float | None:
-        """Returns the seconds until the deadline."""
         ends_s = self._deadline.when()
         return None if ends_s is None else max(ends_s - asyncio.get_running_loop().time(), 0.0)
 
@@ -135,7 +134,6 @@ class Dispatcher:
         max_queued_tokens: Tokens in the queue at which requests are rejected.
         max_queue_s: Seconds of queued work at which requests are rejected.
         cache: Cache of vectors; None if there is none.
-        num_replicas: Number of replicas of the engine.
         max_request_tokens: Maximum number of tokens of a request; None for `max_queued_tokens`.
         first_id: Number of the first request.
 

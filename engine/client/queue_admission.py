@@ -47,9 +47,6 @@ class LookupRateLimit:
 
     A lookup reads and tokenizes the body. A request that is rejected after its lookup uses up the allowance; a complete
     cache hit does not. Without allowance, requests are rejected before their bodies are read.
-
-    Args:
-        clock_s: Monotonic time.
     """
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:

@@ -127,7 +127,6 @@ class Replica:
     Requests from one iteration of the event loop are sent together, so that they can run in one batch.
 
     Args:
-        ids: Numbers for new requests.
         engine_stats: Counters of all replicas together.
         is_only: Whether this is the only replica. It uses `engine_stats` as its counters.
 

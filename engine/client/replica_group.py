@@ -70,7 +70,6 @@ def split_cores(cores: Sequence[Core], count: int) -> list[tuple[int, ...]]:
 
 
 def _devices(config: EngineConfig) -> tuple[str, ...]:
-    """Returns the device of each replica."""
     count = config.data_parallel
     if config.devices:
         if config.device != "auto":
@@ -138,10 +137,7 @@ class ReplicaGroup:
     """Owns the supervisors of one engine. Belongs to one event loop.
 
     Args:
-        configs: Configuration of each replica; see replica_configs.
         dispatcher: Has one replica per configuration.
-        log_level: Level of the cores' logs.
-        log_format: Format of the cores' logs, "console" or "json".
         process: An engine process that has been started already, for the first replica.
 
     Attributes:

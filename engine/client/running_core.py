@@ -56,7 +56,6 @@ class Heartbeat:
 
     Args:
         timeout_s: Seconds without an echo after which the process counts as hung.
-        ping: Sends a ping.
         on_hang: Called once, when the process hangs.
     """
 

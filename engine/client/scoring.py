@@ -44,13 +44,7 @@ def check_sides(left: Contents, right: Contents) -> None:
 
 
 class PairScorer:
-    """Scores pairs with one model.
-
-    Args:
-        info: The model.
-        encoder: Encodes its inputs.
-        dispatcher: Runs the inputs.
-    """
+    """Scores pairs with one model."""
 
     def __init__(self, info: ModelInfo, encoder: InputEncoder, dispatcher: Dispatcher) -> None:
         self._info = info

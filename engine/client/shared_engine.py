@@ -119,10 +119,7 @@ class EngineServer:
     The engine process sends every step here too, so that steps are counted once for the whole server.
 
     Args:
-        config: Model to serve.
         on_status: Called at every change of `status`.
-        log_level: Level of the engine's log.
-        log_format: Format of the engine's log, "console" or "json".
         process: An engine process that has been started already; None starts one.
 
     Attributes:

@@ -64,11 +64,6 @@ class ArrayRunner(PoolingRunner[Floats]):
     """Runs an encoder or a decoder on a CPU. See Runner.
 
     Args:
-        info: The model.
-        tokenizer: Tokenizer, sent to the clients.
-        encoder: The model with its weights.
-        config: Model and limits.
-        dense: The Dense modules after the pooling.
         maps: Token heads; None if the model has none.
     """
 
@@ -180,7 +175,6 @@ class ArrayRunner(PoolingRunner[Floats]):
         chunk_tokens: int,
         whole_tokens: int,
     ) -> BatchOutputs:
-        """Waits for a forward, pools its rows and records its time."""
         try:
             output = ArrayOutput(*running.result())
             if self._encoder.attention_pool is not None:

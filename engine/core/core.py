@@ -98,7 +98,6 @@ class EngineCore:
     ========================  ======================================================================================
 
     Args:
-        config: Model and limits.
         send: Called with each message for the client, on the device thread or on the thread that calls `receive`. Must
             be thread-safe.
         load_runner: Loads the model, on the device thread.
@@ -402,7 +401,6 @@ class EngineCore:
         return self._run_halves(chunks, failure)
 
     def _fail(self, sequence: InputSequence, error: Exception) -> None:
-        """Ends the request of a sequence with an error."""
         if not isinstance(error, EngineError):
             request_id = sequence.request.request_id
             logger.error("input %d of request %d failed", sequence.index, request_id, exc_info=error)
@@ -412,7 +410,6 @@ class EngineCore:
                 self._send_failure(request, error)
 
     def _send_failure(self, request: Request, error: EngineError) -> None:
-        """Sends the error of a request that has ended."""
         self._send(RequestFailed(request.request_id, type(error).__name__, error.message), [])
 
     def _deliver(self, batch: Batch, forwards: list[ChunkOutputs], started_s: float, ended_s: float) -> None:
@@ -449,7 +446,6 @@ class RequestBuilder:
     """Builds the scheduler's records of the requests for one model. Thread-safe.
 
     Args:
-        info: The model.
         block_size: Tokens of a block of the prefix cache; None without a cache.
         seed: Text that makes block keys differ between models. The adapter of a request is appended, and its namespace,
             so that the latency of a request does not reveal prefixes sent with other API keys.

@@ -68,8 +68,6 @@ class Buckets:
 
     Args:
         max_tokens: Tokens of the largest bucket.
-        max_model_len: Tokens of the longest sequence.
-        max_num_seqs: Sequences of the largest batch.
     """
 
     def __init__(self, max_tokens: int, max_model_len: int, max_num_seqs: int) -> None:
@@ -126,11 +124,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Captures CUDA graphs. They share memory: read the result of a replay before the next replay starts.
-
-    Args:
-        device: A CUDA device.
-    """
+    """Captures CUDA graphs. They share memory: read the result of a replay before the next replay starts."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -159,8 +153,6 @@ class CudaRecorder:
 
 
 class _Graph(NamedTuple):
-    """A captured forward."""
-
     replay: Callable[[], None]
     hidden_states: Tensor  # [bucket.num_tokens, D]
 
@@ -171,9 +163,6 @@ class ForwardGraphs:
     Args:
         model: The encoder. Its forward depends only on the rows and boundaries of a batch and does not wait for the
             device.
-        recorder: Recorder for the model's device.
-        buckets: Sizes to capture.
-        device: Device of the model.
     """
 
     def __init__(self, model: PackedModel, recorder: Recorder, buckets: Buckets, device: torch.device) -> None:
@@ -290,15 +279,7 @@ def _other_lens(bucket: Bucket) -> list[int]:
 def record_forwards(
     model: PackedModel, info: ModelInfo, samples: SampleBatches, device: torch.device, limits: SchedulerConfig
 ) -> ForwardGraphs | None:
-    """Returns the captured forwards of small batches; None on a CPU, or if the model does not support capture.
-
-    Args:
-        model: The model with its weights.
-        info: Its description.
-        samples: Builds batches for the model.
-        device: Device of the model.
-        limits: Limits of a batch.
-    """
+    """Returns the captured forwards of small batches; None on a CPU, or if the model does not support capture."""
     if device.type != "cuda" or not model.is_recordable:
         return None
     graphs = ForwardGraphs(model, CudaRecorder(device), small_batches(info, limits), device)

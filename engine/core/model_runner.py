@@ -72,11 +72,6 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
     """Runs a model on torch. See Runner.
 
     Args:
-        info: The model with its resolved device.
-        tokenizer: Tokenizer, sent to the clients.
-        model: The model with its weights.
-        dense: The Dense modules after the pooling.
-        config: Model and limits.
         maps: Token heads; None if the model has none.
         gauge: Measures the largest forward before the memory of chunks is sized. None: the gauge of a GPU; no
             measurement on a CPU.

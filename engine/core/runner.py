@@ -176,15 +176,7 @@ class CompletedForward:
 
 
 class PoolingRunner(Runner, Generic[R]):
-    """Base class of the two runners: memory sizes, pooling metadata and pooling states.
-
-    Args:
-        info: The model with its resolved device.
-        tokenizer: Tokenizer, sent to the clients.
-        pooler: Pooler of the model.
-        config: Model and limits.
-        gauge: Measures the memory of the device.
-    """
+    """Base class of the two runners: memory sizes, pooling metadata and pooling states."""
 
     def __init__(
         self,

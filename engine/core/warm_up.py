@@ -49,12 +49,7 @@ _PROGRESS_S: Final = 5.0
 
 
 class SampleBatches:
-    """Builds batches of any lengths and tasks for one model.
-
-    Args:
-        info: The model.
-        tokenizer: Provides sample token ids.
-    """
+    """Builds batches of any lengths and tasks for one model."""
 
     def __init__(self, info: ModelInfo, tokenizer: TokenizerSpec) -> None:
         self._info = info
@@ -135,11 +130,6 @@ class GpuWarmUp:
     """The warm-up of a runner on a GPU: finds its limits, compiles kernels, and makes torch allocate its memory.
 
     Args:
-        info: The model with its resolved device.
-        samples: Builds batches for the model.
-        begin: Starts a batch.
-        config: Limits of a batch.
-        gauge: Measures the memory of the device.
         memory: Bytes of the device; None if unknown.
     """
 
@@ -184,12 +174,7 @@ class GpuWarmUp:
         return DeviceLimits(memory=self._memory, max_tokens=largest.num_tokens), largest.num_bytes
 
     def compile(self, sequence_pool: SequencePool, limits: DeviceLimits) -> None:
-        """Runs a batch of every kind.
-
-        Args:
-            sequence_pool: Memory of sequences that run in chunks.
-            limits: Result of `find_limits`.
-        """
+        """Runs a batch of every kind."""
         assert limits.max_tokens is not None, "the limits were found"
         run_all_kinds(
             self._samples,
@@ -205,9 +190,6 @@ class GpuWarmUp:
 
         Before torch captures a CUDA graph, it returns its cached memory, pinned memory too, to the driver. Without this
         call requests would wait for the allocation.
-
-        Args:
-            limits: Result of `find_limits`.
         """
         assert limits.max_tokens is not None, "the limits were found"
         max_num_seqs = self._config.seqs(self._info.device)
@@ -297,14 +279,6 @@ def run_all_kinds(
     max_num_seqs: int,
 ) -> int:
     """Runs a batch of every kind and logs the progress.
-
-    Args:
-        samples: Builds the batches.
-        run: Runs a batch.
-        sequence_pool: Memory of sequences that run in chunks.
-        token_budget: Tokens of the largest forward.
-        longest: Tokens of the longest sequence.
-        max_num_seqs: Sequences of the largest forward.
 
     Returns:
         The number of batches that ran. Batches that run out of memory are skipped with a warning.

@@ -79,16 +79,12 @@ class _Map(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """An embedding table that an adapter may change."""
-
     num_rows: int
     is_words: bool
 
 
 @dataclass(slots=True)
 class _Terms:
-    """The terms of one adapter while they are read."""
-
     spec: ModelSpec
     parts: dict[tuple[int, str], list[tuple[_Map, Floats, Floats]]] = field(default_factory=dict)
     tables: list[tuple[Floats, Floats]] = field(default_factory=list)
@@ -200,7 +196,6 @@ def _namings(spec: ModelSpec) -> Iterator[dict[str, _Map | _Table]]:
 
 
 def _parts(index: int, layer: LayerSpec) -> Iterator[tuple[str, _Map]]:
-    """Yields the parts of the maps of a layer by their names in the layer."""
     for name in ADAPTED_MAPS:
         linear: LinearSpec | None = getattr(layer, name)
         if linear is not None:

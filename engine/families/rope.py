@@ -42,7 +42,6 @@ class RopeSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Checks rope_type."""
         if self.rope_type not in _SCALINGS:
             raise UnsupportedModelError(
                 f"rope_type is {self.rope_type!r}; penstock supports {', '.join(sorted(_SCALINGS))}."
@@ -133,7 +132,6 @@ def _default(spec: RopeSpec, length: int) -> tuple[Floats, float]:
 
 
 def _linear(spec: RopeSpec, length: int) -> tuple[Floats, float]:
-    """Positions divided by the factor."""
     return _plain(spec) / spec.option("factor"), 1.0
 
 

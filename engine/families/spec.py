@@ -415,9 +415,6 @@ class AlibiSpec:
     """A constant bias of the attention scores: minus the distance between two tokens, times the slope of the head.
 
     Source: Press et al., Train Short, Test Long (arXiv 2108.12409).
-
-    Attributes:
-        num_heads: H.
     """
 
     num_heads: int

@@ -43,10 +43,6 @@ def base_config(config: dict[str, Any]) -> dict[str, Any]:
 def resolve_adapters(draft: ModelDraft, root: Path) -> None:
     """Resolves `adapters` and `default_adapter`. An empty list `lora_adaptations` means no adapters of the model.
 
-    Args:
-        draft: Its `path` and `model_type` are known.
-        root: Folder of the model.
-
     Raises:
         ModelLoadError: A file cannot be read, or an entry of --adapter is no adapter.
     """
@@ -61,7 +57,6 @@ def resolve_adapters(draft: ModelDraft, root: Path) -> None:
 
 
 def _own_adapters(draft: ModelDraft, root: Path) -> tuple[tuple[AdapterSpec, ...], str]:
-    """Returns the adapters of the model's folder, and the source."""
     path, model_type = Path(draft.fields["path"]), draft.fields["model_type"]
     named = draft.config.get(_CONFIG_KEY)
     if named is not None:

@@ -154,7 +154,6 @@ def _check_layers(draft: ModelDraft) -> None:
 
 
 def _causality(draft: ModelDraft, architecture: str, model_type: str) -> tuple[bool, str]:
-    """Returns whether attention is causal, and the source."""
     config = draft.config
     if isinstance(config.get("is_causal"), bool):
         return config["is_causal"], draft.source_of("is_causal")
@@ -220,10 +219,7 @@ def resolve_classes(draft: ModelDraft) -> None:
 
 
 def _activation(draft: ModelDraft) -> tuple[Activation, str]:
-    """Returns the activation in the model's files, and the source.
-
-    A cross-encoder follows sentence-transformers' CrossEncoder, a classifier transformers' problem_type.
-    """
+    # A cross-encoder follows sentence-transformers' CrossEncoder, a classifier transformers' problem_type.
     kind, problem_type = draft.fields["kind"], draft.fields["problem_type"]
     is_pair_model = kind is ModelKind.CROSS_ENCODER
     if is_pair_model or (kind is ModelKind.SEQUENCE_CLASSIFIER and problem_type is None):

@@ -146,21 +146,17 @@ class _Cursor:
         self.position = 0
 
     def take(self, num_bytes: int) -> bytes:
-        """Returns the next bytes."""
         begin = self.position
         self._move(begin + num_bytes)
         return self._memory[begin : self.position]
 
     def number(self, scalar: str) -> Any:
-        """Returns the next number. `scalar`: its format in the struct module."""
         return self.numbers(scalar, 1)[0]
 
     def numbers(self, scalar: str, count: int) -> tuple[Any, ...]:
-        """Returns the next numbers."""
         return struct.unpack(f"<{count}{scalar}", self.take(count * struct.calcsize(f"<{scalar}")))
 
     def string(self) -> str:
-        """Returns the next string."""
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
@@ -176,7 +172,6 @@ class _Cursor:
         return found
 
     def value(self, type_id: int) -> Any:
-        """Returns the next value of the metadata."""
         if type_id == _STRING:
             return self.string()
         if type_id != _ARRAY:

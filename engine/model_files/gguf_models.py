@@ -233,7 +233,6 @@ class GgufModel:
         return self.header.metadata.get(f"{self.architecture}.{key}")
 
     def _rope(self) -> dict[str, Any]:
-        """Returns the rotary positions as rope_parameters of config.json."""
         theta, scaling = self._value("rope.freq_base"), self._value("rope.scaling.type")
         values = {"rope_type": "default", "rope_theta": 10_000.0 if theta is None else theta}
         if scaling in (None, "none"):

@@ -157,7 +157,6 @@ def _own_limit(
 
 
 def _default_limit(config: dict[str, Any]) -> tuple[int, str]:
-    """Returns the default limit for models without one, and the source."""
     if config.get("model_type") in _STATE_MODEL_TYPES:
         return _DEFAULT_STATE_MAX_MODEL_LEN, "default of models without positions"
     return _DEFAULT_MAX_MODEL_LEN, "default"

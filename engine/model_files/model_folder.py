@@ -217,7 +217,6 @@ def no_model_error(folder: Path, otherwise: str) -> ModelLoadError:
 
 
 def _fetch(name: str, revision: str | None) -> Path:
-    """Returns the snapshot folder of a hub id."""
     from huggingface_hub import constants, snapshot_download
 
     where = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"

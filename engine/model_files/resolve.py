@@ -161,13 +161,7 @@ def with_query(info: ModelInfo, query: ModelInfo, files: SentenceTransformersFil
 
 
 def with_device(info: ModelInfo, device: str, dtype: str) -> ModelInfo:
-    """Returns `info` with the resolved device and dtype.
-
-    Args:
-        info: The model info of the files.
-        device: Such as "cpu" or "cuda".
-        dtype: Such as "float32".
-    """
+    """Returns `info` with the resolved device and dtype."""
     sources = dict(info.sources)
     for name, value in (("device", device), ("dtype", dtype)):
         if getattr(info, name) != value:
@@ -278,7 +272,6 @@ def _classifier_pooling(draft: ModelDraft) -> PoolingType:
 
 
 def _resolve_embedding(draft: ModelDraft) -> None:
-    """Resolves Dense modules and normalisation."""
     pooler, files = draft.engine.pooler_config, draft.files
     is_embedding = draft.fields["kind"] is ModelKind.EMBEDDING
     family = FAMILIES.get(draft.fields["model_type"])
@@ -310,7 +303,6 @@ def _resolve_embedding(draft: ModelDraft) -> None:
 
 
 def _resolve_operator_settings(draft: ModelDraft) -> None:
-    """Resolves the fields that only the operator sets."""
     engine = draft.engine
     defaults = {"use_activation": True, "logit_mean": 0.0, "logit_sigma": 1.0}
     for name in (*defaults, "step_tag_id", "returned_token_ids", "attention_head"):
@@ -327,7 +319,6 @@ def _resolve_operator_settings(draft: ModelDraft) -> None:
 
 
 def _resolve_text(draft: ModelDraft) -> None:
-    """Resolves prompts and lower-casing."""
     files = draft.files or SentenceTransformersFiles()
     prompts, name, source = dict(files.prompts), files.default_prompt_name, SETTINGS_FILE
     if draft.engine.default_prompt is not None:
@@ -339,7 +330,6 @@ def _resolve_text(draft: ModelDraft) -> None:
 
 
 def _shown(value: Any) -> str:
-    """Returns a value as one short line."""
     if value is None or value in ((), {}):
         return "-"
     if isinstance(value, bool):

@@ -232,7 +232,6 @@ def _checked_folder(root: Path, folder: Any) -> str:
 
 
 def _read_settings(root: Path, files: SentenceTransformersFiles) -> None:
-    """Reads config_sentence_transformers.json."""
     config = files.settings = read_object(root / SETTINGS_FILE)
     prompts = config.get("prompts") or {}
     if not isinstance(prompts, dict):
@@ -258,7 +257,6 @@ def _unsupported(root: Path, problem: str) -> UnsupportedModelError:
 
 
 def _read_transformer(root: Path, folder: str, files: SentenceTransformersFiles) -> None:
-    """Reads the config of the Transformer module into `files`. `folder`: folder of the module in `root`."""
     files.transformer_folder = folder
     for name in _TRANSFORMER_FILES:
         config = read_object(root / folder / name)
@@ -274,7 +272,6 @@ def _read_transformer(root: Path, folder: str, files: SentenceTransformersFiles)
 
 
 def _read_logit_score(root: Path, folder: str) -> LogitScoreFile:
-    """Reads the config of a LogitScore module."""
     path = root / folder / "config.json"
     config = read_object(path)
     ids = config.get("true_token_id"), config.get("false_token_id")
@@ -284,7 +281,6 @@ def _read_logit_score(root: Path, folder: str) -> LogitScoreFile:
 
 
 def _read_pooling(root: Path, folder: str, files: SentenceTransformersFiles) -> None:
-    """Reads the config of the Pooling module into `files`. `folder`: folder of the module in `root`."""
     config = read_object(root / folder / "config.json")
     files.pooling_source = str(Path(folder) / "config.json")
     files.include_prompt = bool(config.get("include_prompt", True))

@@ -66,11 +66,6 @@ def read_stanford_modules(root: Path) -> SentenceTransformersFiles | None:
 def resolve_multi_vector(draft: ModelDraft, root: Path, tokenizer_config: dict[str, Any]) -> None:
     """Resolves `multi_vector` and, for multi-vector models, prompts and the longest input.
 
-    Args:
-        draft: The other fields are resolved.
-        root: Folder of the model.
-        tokenizer_config: tokenizer_config.json.
-
     Raises:
         ModelLoadError: A setting is invalid.
         UnsupportedModelError: penstock does not support a setting.
@@ -106,7 +101,6 @@ def resolve_multi_vector(draft: ModelDraft, root: Path, tokenizer_config: dict[s
 
 
 def _read(draft: ModelDraft, root: Path, files: SentenceTransformersFiles) -> tuple[MultiVector, dict[str, str], str]:
-    """Returns the settings of a multi-vector model, its prompts, and their source."""
     if not (root / MODULES_FILE).is_file():
         for name, own_source in draft.sources.items():
             if own_source.startswith(MODULES_FILE):  # there is no such file: read_stanford_modules made the modules
@@ -133,7 +127,6 @@ def _read(draft: ModelDraft, root: Path, files: SentenceTransformersFiles) -> tu
 
 
 def _read_stanford(metadata: dict[str, Any]) -> tuple[MultiVector, dict[str, str]]:
-    """Reads artifact.metadata."""
     markers = {
         QUERY: metadata.get("query_token_id") or "[unused0]",
         DOCUMENT: metadata.get("doc_token_id") or "[unused1]",
@@ -152,7 +145,6 @@ def _read_stanford(metadata: dict[str, Any]) -> tuple[MultiVector, dict[str, str
 
 
 def _read_pylate(settings: dict[str, Any], files: SentenceTransformersFiles) -> tuple[MultiVector, dict[str, str]]:
-    """Reads PyLate's settings."""
     prompts = {}
     for name in (QUERY, DOCUMENT):
         marker = settings.get(f"{name}_prefix")
@@ -180,7 +172,6 @@ def _read_pylate(settings: dict[str, Any], files: SentenceTransformersFiles) -> 
 
 
 def _read_mask(root: Path, folder: str) -> dict[str, Any]:
-    """Reads the config of a MultiVectorMask module."""
     path = root / folder / "config.json"
     config = read_object(path)
     if config.get("keep_only_token_ids"):
@@ -195,7 +186,6 @@ def _read_mask(root: Path, folder: str) -> dict[str, Any]:
 
 
 def _expansion(value: Any, source: str) -> QueryExpansion | None:
-    """Reads the `query_expansion` of a Transformer module."""
     if value is None:
         return None
     if not isinstance(value, dict) or value.get("strategy") not in ("fixed", "min"):
@@ -216,10 +206,6 @@ def _length(value: Any, source: str) -> int:
 
 def resolve_sparse(draft: ModelDraft, root: Path) -> None:
     """Resolves `sparse` and `token_heads`, and adds their tasks.
-
-    Args:
-        draft: The other fields are resolved.
-        root: Folder of the model.
 
     Raises:
         UnsupportedModelError: penstock does not support a setting.
@@ -250,7 +236,6 @@ def resolve_sparse(draft: ModelDraft, root: Path) -> None:
 
 
 def _resolve_splade(draft: ModelDraft, path: Path, settings: dict[str, Any]) -> None:
-    """Reads the config of a SpladePooling module."""
     config = read_object(path)
     pooling, activation = config.get("pooling_strategy", "max"), config.get("activation_function", "relu")
     if pooling not in ("max", "sum") or activation not in ("relu", "log1p_relu"):

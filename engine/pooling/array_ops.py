@@ -39,11 +39,7 @@ _BLOCK_ROWS: Final = 128
 
 
 class ArrayOps:
-    """See RowOps. All rows are float32.
-
-    Args:
-        library: The C library.
-    """
+    """See RowOps. All rows are float32."""
 
     def __init__(self, library: CpuLibrary) -> None:
         self._library = library

@@ -27,7 +27,6 @@ class EmbeddingPoolerHead(Generic[R]):
     """Projects rows through the Dense modules, truncates them to `dimensions` and L2-normalises them.
 
     Args:
-        ops: Arithmetic of the rows.
         dense: Functions from rows to float32 rows, applied in order.
     """
 
@@ -59,7 +58,6 @@ class ClassifierPoolerHead(Generic[R]):
     """Computes class scores of rows: activation((logits - mean) / sigma).
 
     Args:
-        ops: Arithmetic of the rows.
         info: The model with activation, mean and sigma.
         classifier: Maps rows [N, D] of any float type to logits [N, C].
     """

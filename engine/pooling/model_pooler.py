@@ -83,7 +83,6 @@ class ModelPooler(Generic[R]):
     """Pools the output of the model and runs the heads. Stateless: ChunkedPoolingManager stores the states of chunks.
 
     Args:
-        info: The resolved model.
         ops: Arithmetic of the rows; also an attribute.
         classify: Maps pooled rows [N, D] to class logits [N, C].
         classify_tokens: Maps token rows [R, D] to class logits [R, C].

@@ -22,7 +22,6 @@ class SparsePooler(Generic[R]):
     """Computes the sparse vectors of one model. Stateless.
 
     Args:
-        ops: Arithmetic of the rows.
         sparse: Settings of the sparse vectors of the model.
         head: VOCABULARY_LOGITS: maps hidden states [R, D] to new logits [R, V or more] of any float type; columns after
             V are ignored. Other kinds: maps hidden states [T, D] to weights [T, 1] float32.

@@ -40,11 +40,7 @@ _MAX_LOGITS: Final = 1 << 27
 
 
 class TensorOps:
-    """See RowOps.
-
-    Args:
-        device: Device of the pooling.
-    """
+    """See RowOps."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)

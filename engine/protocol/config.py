@@ -93,7 +93,6 @@ class PoolerConfig:
     chunked_processing_mode: ChunkedProcessingMode | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError that names the field and its value."""
         for name in (*_ENUM_FIELDS, "returned_token_ids"):
             object.__setattr__(self, name, _checked(name, getattr(self, name)))
         check_minimum(self, 1, "dimensions", "max_embed_len")
@@ -262,7 +261,6 @@ class SchedulerConfig:
     )
 
     def __post_init__(self) -> None:
-        """Raises ValueError that names the field and its value."""
         check_settings(self)
         check_minimum(self, 0, "max_wait_s")
         if self.max_queue_s == 0:
@@ -308,7 +306,6 @@ class ChunkedPrefillConfig:
     max_retries: int = 2
 
     def __post_init__(self) -> None:
-        """Raises ValueError that names the field and its value."""
         check_minimum(self, 1, "chunk_size", "min_chunk_size")
         check_minimum(self, 0, "threshold", "max_retries", "ageing_s")
 
@@ -362,7 +359,6 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
-        """Raises ValueError that names the field and its value."""
         check_settings(self)
 
 
@@ -526,7 +522,6 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
 
     def __post_init__(self) -> None:
-        """Raises ValueError that names the field and its value."""
         check_settings(self)
         if self.arithmetic not in ARITHMETICS:
             raise ValueError(f"arithmetic is {self.arithmetic!r}; it must be float32, bfloat16 or None.")

@@ -49,7 +49,6 @@ class TokenizedInput:
         return cls(np.zeros(len(image.pixels) + num_class_rows, np.int32), image=image)
 
     def __len__(self) -> int:
-        """Returns the number of tokens."""
         return len(self.token_ids)
 
     def __getitem__(self, part: slice) -> TokenizedInput:

@@ -139,10 +139,6 @@ class SharedResource:
 class Reservation:
     """The amount of a resource that one request holds.
 
-    Args:
-        resource: The resource.
-        client: The client of the request.
-
     Attributes:
         amount: Amount that the request holds.
     """

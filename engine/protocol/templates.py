@@ -36,7 +36,6 @@ class ScoreTemplate:
     stripped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a wrong template."""
         names = [name for part in self.parts for name in fields_of(part)]
         for name in _FIELDS:
             if names.count(name) > 1 or (name != "instruction" and name not in names):

@@ -55,7 +55,6 @@ class ChunkedPrefillManager:
         chunk_size: Tokens of a chunk, instead of `config`. ValueError if both are given, or if below 1.
         order: Sort key of a prompt: the smallest runs first. Equal prompts run in order of arrival. Default: the
             priority.
-        clock: Monotonic time in seconds.
 
     Attributes:
         requests: The sequences of the prompts by id. The public name is fixed; the values of Scheduler.requests are
@@ -308,7 +307,6 @@ class ChunkedPrefillManager:
         return msgspec.structs.replace(self._metrics, num_requests=len(self.requests), num_running_chunks=num_running)
 
     def _next_chunk(self, sequence: InputSequence, size: int) -> PrefillChunk:
-        """Creates the next chunk of a sequence, of at most `size` tokens."""
         start = sequence.num_scheduled
         sequence.chunk = PrefillChunk(sequence, start, min(start + size, sequence.num_tokens), ChunkState.SCHEDULED)
         return sequence.chunk

@@ -67,7 +67,6 @@ class _ClientQueue:
         self._insert(bisect_left(self.sequences, _sort_key(sequence), key=_sort_key), [sequence])
 
     def remove(self, sequence: InputSequence) -> None:
-        """Removes a waiting sequence."""
         sequence.is_queued = False
         self.num_waiting -= 1
         if len(self.sequences) > 2 * self.num_waiting + 64:
@@ -75,10 +74,7 @@ class _ClientQueue:
             self.delete_removed()
 
     def delete_removed(self) -> None:
-        """Deletes removed sequences from the lists.
-
-        The part before `_num_iterated` is enough, because only iterated sequences can run and be added again.
-        """
+        # The part before `_num_iterated` is enough, because only iterated sequences can run and be added again.
         waiting = [sequence for sequence in self.sequences[: self._num_iterated] if sequence.is_queued]
         self.dues[: self._num_iterated] = [sequence.request.due for sequence in waiting]
         self.sequences[: self._num_iterated] = waiting

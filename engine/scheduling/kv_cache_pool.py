@@ -101,10 +101,6 @@ class KvCachePool:
     An allocated block has one reference. `share` adds a reference and `free` releases one. A block without references
     is free.
 
-    Args:
-        num_blocks: Blocks in the cache.
-        block_size: Tokens of a block.
-
     Raises:
         ValueError: `num_blocks` or `block_size` is less than 1.
     """

@@ -50,9 +50,6 @@ class PrefixCache:
     the cached blocks before it, and releases them from the last to the first, so that a block is evicted before its
     parent.
 
-    Args:
-        pool: The pool of the blocks.
-
     Attributes:
         num_evicted: Blocks that were evicted.
     """

@@ -45,14 +45,9 @@ class Scheduler:
     number of sequences. Only `_release` frees the memory of a sequence.
 
     Args:
-        max_num_seqs: Most sequences of a batch.
         max_wait_s: Seconds after which a waiting sequence runs before sequences that fit the batch better.
         token_budget: Most tokens of a batch; raised to `max_seq_len` if no sequence can run in chunks.
-        max_seq_len: Tokens of the longest sequence.
-        prefill_config: Size of chunks.
         sequence_pool: Memory of sequences that run in chunks; None: sequences run whole.
-        num_lanes: See Runner.
-        min_batch_tokens: See DeviceLimits.
 
     Attributes:
         requests: Every unfinished request by its id.
@@ -394,7 +389,6 @@ class Scheduler:
         return self._pool.allocate(sequence.sequence_id, sequence.num_tokens, sequence.block_keys, readable)
 
     def _expire(self, sequences: Iterable[InputSequence], now_s: float, batch: Batch) -> None:
-        """Ends the requests of expired sequences."""
         for request in [s.request for s in sequences if (at_s := s.request.deadline_s) is not None and at_s <= now_s]:
             if request.num_unfinished:
                 self.cancel(request.request_id)

@@ -20,9 +20,6 @@ class SsmStatePool:
 
     A slot contains the states of its last owner: a new sequence must ignore them.
 
-    Args:
-        num_slots: Slots in the pool.
-
     Raises:
         ValueError: `num_slots` is less than 1.
     """

@@ -153,7 +153,6 @@ class _TemplateDict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """Returns dict.fromkeys."""
         return dict.fromkeys(*args)
 
 

@@ -37,8 +37,6 @@ class InputEncoder:
     TokenizerPool.
 
     Args:
-        info: The model.
-        tokenizer: Its tokenizer.
         config: Limits, and the handling of empty and over-long inputs.
         images: Decodes images; None: the model reads texts only.
 

@@ -46,8 +46,6 @@ _MIN_MEASURED_CHARS: Final = 100_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """Work for a worker thread."""
-
     work: Callable[[IsCancelled], Any]
     future: asyncio.Future[Any]
     num_chars: int
@@ -57,7 +55,6 @@ class TokenizerJobs:
     """Runs jobs in worker threads. Safe to use from many tasks of one event loop.
 
     Args:
-        num_workers: Threads.
         max_chars: Limit of the characters of waiting and running jobs.
         on_rejection: Called for every rejected request.
 
@@ -167,7 +164,6 @@ class TokenizerJobs:
             del future  # the traceback of its error refers to this frame
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Distributes the waiting jobs among the workers."""
         waiting, self._waiting = self._waiting, []
         if self._is_closed:
             return
@@ -195,7 +191,6 @@ class TokenizerJobs:
 
 
 def _results(jobs: Sequence[_Job]) -> list[_Result]:
-    """Runs the jobs that are not cancelled."""
     done: list[_Result] = []
     for job in jobs:
         if job.future.done():

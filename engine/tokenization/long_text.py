@@ -172,7 +172,6 @@ class LongText:
         return windows, _shares(spans, self.overlap)
 
     def _split_ids(self, tokens: TokenizedInput) -> tuple[list[TokenizedInput], NDArray[np.float32]]:
-        """Splits token ids into windows. Returns windows and weights."""
         spans = _spans(len(tokens), self.size, self.overlap)
         windows = [
             TokenizedInput(

@@ -146,7 +146,6 @@ class SpecialTokens:
     trailing: NDArray[np.int32]
 
     def __len__(self) -> int:
-        """Returns the number of special tokens."""
         return len(self.leading) + len(self.trailing)
 
     @classmethod
@@ -169,8 +168,6 @@ class ModelTokenizer:
         vocab_size: Token ids must be below it.
         do_lower_case: Lower-case text first (a sentence-transformers option).
         truncation_side: "left" or "right": the side to remove if a request names none.
-        dropped_id: See TokenizerSpec.
-        chars_per_token: See TokenizerSpec.
 
     Attributes:
         backend: The tokenizer itself. Pass texts through `cased` first.

@@ -23,7 +23,6 @@ class PairEncoder:
     """Tokenizes pairs and truncates them to a limit. Safe to use from several threads.
 
     Args:
-        tokenizer: The model's tokenizer.
         template: The model's prompt for pairs; None: the tokenizer joins the texts with its special tokens.
         uses_token_types: The model reads token type ids.
     """
@@ -110,7 +109,6 @@ class PairEncoder:
 def _no_space_error(
     encoder: ScoreTemplateEncoder, instruction: str | None, truncation: Truncation
 ) -> InvalidRequestError:
-    """Returns the error for a prompt that leaves no tokens for query and document."""
     limit = truncation.max_num_tokens
     if instruction and encoder.truncate(("a", "a"), None, limit, left=False) is not None:
         return InvalidRequestError(
@@ -147,7 +145,6 @@ class _LocatedPart:
     spans: dict[str, tuple[int, int]]
 
     def count(self, field: str) -> int:
-        """Returns the number of tokens of a field."""
         first, last = self.spans.get(field, (0, 0))
         return last - first
 
@@ -168,7 +165,6 @@ class ScoreTemplateEncoder:
 
     Args:
         tokenizer: Tokenizer without truncation and padding.
-        template: The prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ScoreTemplate) -> None:

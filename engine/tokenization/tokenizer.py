@@ -48,10 +48,8 @@ class TokenizerPool:
         query: The tokenizer of ModelInfo.query; None if queries have no other model than documents.
 
     Args:
-        spec: The tokenizer.
         vocab_size: Size of the vocabulary, for the check of token ids from callers.
         do_lower_case: Whether to lower-case texts (an option of sentence-transformers).
-        num_workers: Number of threads.
         max_chars: See TokenizerJobs.
         on_rejection: See TokenizerJobs.
         query: See the attribute.

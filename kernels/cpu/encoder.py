@@ -55,7 +55,6 @@ class CpuForward:
     """A forward that runs on worker threads (lanes).
 
     Args:
-        library: The C library that runs the forward.
         handle: Handle of the forward in the library.
         hidden_TD: [T, D] float32, the output array.
         weights_TH: [T, H] float32, the output array of attention weights; None if not requested.

@@ -89,7 +89,6 @@ class CpuLibrary:
             of small products run on the calling thread; `pack` divides large products among the lanes.
         isa: Instruction set: "plain", "avx2", "avx2vnni", "avx512", "avx512vnni", "avx512bf16", "amx", or on 64-bit ARM
             "plain", "neon", "neondot", "neonmmla". None selects the last one that the processor supports.
-        path: Path of the shared library.
 
     Raises:
         CpuKernelError: The library cannot be loaded, the processor lacks the instruction set, or threads cannot be

@@ -180,7 +180,6 @@ def _embed_norm_torch(
 
 
 def _normalise(sum_TD: Tensor, norm: Norm) -> Tensor:
-    """Normalises float32 rows; returns float32."""
     kind, weight, bias, eps = norm
     bias = None if bias is None else bias.float()
     if kind == "layer":

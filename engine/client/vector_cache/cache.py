@@ -46,7 +46,6 @@ class MemoryTier:
         self._rows: OrderedDict[bytes, bytes] = OrderedDict()
 
     def __len__(self) -> int:
-        """Returns the number of rows."""
         return len(self._rows)
 
     def get(self, key: bytes) -> bytes | None:

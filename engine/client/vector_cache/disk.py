@@ -252,7 +252,6 @@ class DiskTier:
 
 @contextmanager
 def _errors(folder: Path) -> Iterator[None]:
-    """Converts errors of the system and of LMDB to DiskError."""
     try:
         yield
     except (OSError, lmdb.Error) as error:
@@ -275,11 +274,6 @@ def _locked(path: Path) -> Iterator[None]:
 
 class SharedTier:
     """The rows that processes share. `find`, `num_bytes`, `put` and `close` belong to one event loop.
-
-    Args:
-        folder: See DiskTier.
-        max_bytes: See DiskTier.
-        clock_s: Monotonic time.
 
     Attributes:
         tier: Tier to read and write.

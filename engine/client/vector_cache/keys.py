@@ -142,8 +142,6 @@ class Keys:
 
     Args:
         secret: Secret of the cache. Keys cannot be computed without it.
-        identity: See identity_of.
-        embedding_size: Full width of an embedding.
     """
 
     def __init__(self, secret: bytes, identity: bytes, embedding_size: int) -> None:

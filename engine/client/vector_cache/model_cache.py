@@ -79,9 +79,6 @@ class ModelCache:
 
     Looks up and stores nothing until the identity of the loaded model is known.
 
-    Args:
-        cache: Stores the rows of all models.
-
     Attributes:
         stats: Counters.
     """

@@ -35,14 +35,6 @@ class ChunkMemory:
 
     A slot has two buffers for its states: a forward reads one and writes the other, and `advance` swaps them. A chunk
     that runs again writes its keys and values to the same slots. So a failed forward changes nothing.
-
-    Args:
-        spec: Keys, values and states of the model.
-        plan: Sizes of the pools.
-        block_size: Tokens of a block.
-        dtype: Dtype of the model.
-        device: Device of the model.
-        stream: Stream of the model's forwards.
     """
 
     def __init__(

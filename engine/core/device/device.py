@@ -121,10 +121,6 @@ def has_code_for(capability: tuple[int, int], compiled: Sequence[str]) -> bool:
     sm_XY is machine code for devices of major version X and minor version Y or later. compute_XY is PTX, which the
     driver compiles for devices of version X.Y or later. A target with the suffix `a` runs only on X.Y. A target with
     the suffix `f` follows the rule of sm_XY. Without any such target, as in builds for AMD, the result is True.
-
-    Args:
-        capability: Major and minor version of the device.
-        compiled: Result of torch.cuda.get_arch_list.
     """
     targets = [found for name in compiled if (found := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name))]
     for kind, major, minor, suffix in (target.groups() for target in targets):
@@ -182,11 +178,7 @@ def device_errors() -> Iterator[None]:
 
 
 class CudaMemory:
-    """The MemoryGauge of a CUDA device.
-
-    Args:
-        device: A CUDA device.
-    """
+    """The MemoryGauge of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -39,7 +39,6 @@ class MemoryMeter:
     """Measures the memory of forwards with chunks.
 
     Args:
-        gauge: Gauge of the device.
         token_bytes: Estimated bytes per token, used until a chunk was measured.
     """
 
@@ -107,6 +106,5 @@ def _can_reset_peak() -> bool:
 
 
 def _resident(field: str) -> int:
-    """Returns the bytes of a line in /proc/self/status."""
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024

@@ -103,11 +103,7 @@ class HostStream:
 
 
 class CudaEvent:
-    """A DeviceEvent after all work that is queued in a CUDA stream.
-
-    Args:
-        stream: The stream.
-    """
+    """A DeviceEvent after all work that is queued in a CUDA stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         # blocking: `wait` sleeps in the driver. Busy waiting would take a core from the tokenizers.
@@ -130,11 +126,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """The DeviceStream of a CUDA device: the current stream at each call.
-
-    Args:
-        device: A CUDA device.
-    """
+    """The DeviceStream of a CUDA device: the current stream at each call."""
 
     is_asynchronous = True
 
@@ -179,11 +171,7 @@ def make_current(device: torch.device | None) -> None:
 
 
 class ForwardTimer:
-    """Measures forwards with events of their device. Several forwards may run at once. Never waits.
-
-    Args:
-        stream: Stream of the forwards.
-    """
+    """Measures forwards with events of their device. Several forwards may run at once. Never waits."""
 
     def __init__(self, stream: DeviceStream) -> None:
         self._stream = stream
@@ -213,9 +201,6 @@ class EventWatcher:
     """Writes to a waker's file descriptor when an event is reached. A separate thread waits for the device.
 
     torch has no callback for CUDA events, and a loop that waits for an event cannot start new batches.
-
-    Args:
-        device: Device of the events; None for the CPU.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:

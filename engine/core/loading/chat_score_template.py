@@ -58,7 +58,6 @@ def chat_score_template(render: Render, chat: PairChat, prompt: str | None, name
 
 
 def _derived(rendered: Rendered, prompt: str | None) -> ScoreTemplate:
-    """Derives the template from a rendering with markers."""
     pair = _without_instruction(_MARKS)
     bare, instructed = rendered(pair), rendered(_MARKS)
     for key, mark in pair.items():
@@ -97,7 +96,6 @@ def _without_instruction(texts: Texts) -> Texts:
 
 
 def _num_shared(a: str, b: str) -> int:
-    """Returns the length of the common prefix of two texts."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

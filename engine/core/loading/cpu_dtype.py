@@ -41,7 +41,6 @@ class _Trial(NamedTuple):
     @classmethod
     @torch.inference_mode()
     def of(cls, model: PackedModel, tokenizer: TokenizerSpec) -> _Trial:
-        """Runs a model."""
         results, logs = [], 0.0
         for lengths in _LENGTHS:
             prompt = TokenizedInput(np.resize(np.array(tokenizer.sample_ids, np.int32), lengths[0]))

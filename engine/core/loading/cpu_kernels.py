@@ -144,10 +144,6 @@ class Bfloat16Gain(NamedTuple):
 def bfloat16_gain(library: CpuLibrary, width: int) -> Bfloat16Gain | None:
     """Measures products of a model's width on one core. Takes the mean of few rows and many rows.
 
-    Args:
-        library: The C library.
-        width: Hidden size of the model.
-
     Returns:
         None if the processor has no bfloat16 instructions.
     """

@@ -142,7 +142,6 @@ def _bpe(metadata: Metadata) -> Tokenizer:
 
 
 def _add_ends(tokenizer: LoadedTokenizer, metadata: Metadata) -> None:
-    """Adds the start and end tokens that the file asks for."""
     tokens = tokenizer.special_tokens_map
     first, last = (
         f"{tokens[f'{name}_token']} " if metadata.get(f"{_PREFIX}add_{name}_token") else "" for name in ("bos", "eos")

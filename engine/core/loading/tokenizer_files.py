@@ -105,8 +105,6 @@ _READ: Final = frozenset(
 
 
 class _AddedToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A token that is matched before the text is split into words."""
-
     id: int
     content: str
     single_word: bool
@@ -124,8 +122,6 @@ class _Model(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """Fields of tokenizer.json."""
-
     added_tokens: list[_AddedToken]
     model: _Model
     normalizer: dict[str, Any] | None = None

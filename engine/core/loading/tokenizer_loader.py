@@ -121,7 +121,6 @@ def load_tokenizer(
 
 
 def _median_length(backend: Tokenizer) -> int:
-    """Returns the median number of characters of a token in the vocabulary."""
     return max(int(np.median([len(token) for token in backend.get_vocab()])), 1)
 
 
@@ -257,7 +256,6 @@ def _expansion_id(tokenizer: LoadedTokenizer, expansion: QueryExpansion, info: M
 
 
 def _ids(tokenizer: LoadedTokenizer, words: Sequence[str], name: str) -> tuple[int, ...]:
-    """Returns the ids of the words that are tokens of the vocabulary."""
     vocabulary = tokenizer.backend.get_vocab()
     unknown = [word for word in words if word not in vocabulary]
     if unknown:

@@ -113,7 +113,6 @@ def load_model(
 
 
 def _load_adapters(info: ModelInfo) -> tuple[AdapterWeights, ...]:
-    """Reads the adapters as arrays; see read_adapters."""
     if not info.served_adapters:
         return ()
     spec = find_family(info.architecture, info.model_type, info.config).read(info)
@@ -141,13 +140,10 @@ def load_dense(info: ModelInfo) -> list[Dense]:
 
 
 class _SafetensorsFile:
-    """An open safetensors file."""
-
     def __init__(self, path: Path) -> None:
         self._file = safe_open(path, "pt")
 
     def keys(self) -> list[str]:
-        """Names of the tensors."""
         return list(self._file.keys())
 
     def get_tensor(self, name: str) -> Tensor:
@@ -160,8 +156,6 @@ class _SafetensorsFile:
 
 
 class _TorchFile:
-    """A pytorch_model.bin."""
-
     def __init__(self, path: Path) -> None:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         if not isinstance(loaded, dict):
@@ -169,11 +163,9 @@ class _TorchFile:
         self._tensors: dict[str, Tensor] = loaded
 
     def keys(self) -> list[str]:
-        """Names of the tensors."""
         return list(self._tensors)
 
     def get_tensor(self, name: str) -> Tensor:
-        """Returns one tensor."""
         return self._tensors[name]
 
 
@@ -184,7 +176,6 @@ class _ArrayTensors:
         self._file = file
 
     def keys(self) -> Iterable[str]:
-        """Names of the tensors."""
         return self._file.keys()
 
     def get_tensor(self, name: str) -> Tensor:
@@ -202,7 +193,6 @@ class _TensorArrays:
         self._file = file
 
     def keys(self) -> Iterable[str]:
-        """Names of the tensors."""
         return self._file.keys()
 
     def get_tensor(self, name: str) -> Array:

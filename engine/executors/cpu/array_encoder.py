@@ -86,11 +86,8 @@ class ArrayEncoder:
     """An encoder or decoder with its head. Not thread-safe.
 
     Args:
-        info: The resolved model.
         spec: Spec of the model. `has_kernels` must be True for it.
         weights: View of the whole checkpoint. Its files may be closed afterwards.
-        library: The C library.
-        adapters: Adapters that sequences may select.
 
     Attributes:
         vocabulary_head: Maps hidden states [R, D] to vocabulary logits [R, V]; None unless ModelInfo.sparse needs it.

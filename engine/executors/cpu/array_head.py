@@ -44,7 +44,6 @@ class ArrayHead:
     """Maps rows independently: the result has the same bits in any batch.
 
     Args:
-        library: The C library.
         steps: At least one.
     """
 
@@ -60,10 +59,6 @@ class ArrayHead:
 
 def read_dense(weights: ArrayWeights, spec: DenseSpec) -> HeadSteps:
     """Reads a Dense module.
-
-    Args:
-        weights: View of the module's folder.
-        spec: Widths and activation of the module.
 
     Raises:
         UnsupportedModelError: The activation is not known.

@@ -236,7 +236,6 @@ class _Distances:
 
     @classmethod
     def read(cls, spec: ModelSpec, base: ArrayWeights, max_len: int) -> _Distances | None:
-        """Reads the embeddings; None in a model without them."""
         distances, attention = spec.disentangled, spec.attention
         if distances is None:
             return None
@@ -250,7 +249,6 @@ class _Distances:
         return cls(distances, attention.num_heads, np.float32(attention.scale), rows_RD, rows)
 
     def of_layer(self, scope: ArrayWeights) -> library.DistanceWeights:
-        """Returns the projected embeddings of one layer."""
         keys, queries = self._project(self.spec.key, scope), self._project(self.spec.query, scope)
         return library.DistanceWeights(
             keys=keys,
@@ -260,7 +258,6 @@ class _Distances:
         )
 
     def _project(self, spec: LinearSpec | None, scope: ArrayWeights) -> Floats | None:
-        """Returns [H, R, K]."""
         if spec is None:
             return None
         linear = _linear(scope, spec)

@@ -89,7 +89,6 @@ class AnswerHead:
     Args:
         rows_CD: [C, D]. Rows of the output embedding for the answer tokens.
         bias_C: [C] or None. Bias of the output embedding for the answer tokens.
-        spec: Spec of the head.
     """
 
     def __init__(self, rows_CD: Tensor, bias_C: Tensor | None, spec: AnswerSpec) -> None:
@@ -123,8 +122,6 @@ class VocabularyHead:
 
     Args:
         weights: View of the whole checkpoint, in the dtype of the head.
-        model: Spec of the model.
-        info: The resolved model.
 
     Raises:
         UnsupportedModelError: The checkpoint has no such head.
@@ -162,12 +159,7 @@ class VocabularyHead:
 
 
 class Dense:
-    """The Dense module of sentence-transformers: y = activation(x W^T + b) of a pooled vector, float32.
-
-    Args:
-        weights: View of the module's folder.
-        spec: Widths and activation of the module.
-    """
+    """The Dense module of sentence-transformers: y = activation(x W^T + b) of a pooled vector, float32."""
 
     def __init__(self, weights: Weights, spec: DenseSpec) -> None:
         if spec.activation not in _DENSE_ACTIVATIONS:

@@ -44,10 +44,6 @@ class Embedding:
     The position and type rows are summed when the model is loaded, into one table [Q, E], so that a token needs two
     lookups. Without positions, the table has the type rows. The table and the sums are float32. With Fusion.FUSED, one
     kernel computes all of it.
-
-    Args:
-        weights: Weights of the model without its heads.
-        spec: Names and sizes of the tables.
     """
 
     def __init__(self, weights: Weights, spec: EmbeddingSpec) -> None:
@@ -119,9 +115,6 @@ class Layer:
     Post-norm: Norm(x + Attention(x)), then Norm(x + Mlp(x)).
 
     Args:
-        weights: Weights of the layer.
-        spec: Spec of the layer.
-        model: Spec of the model.
         index: Index of the layer among the layers with attention or among the layers with a mixer.
         distances: Embeddings of distances; None: the model has none.
     """
@@ -221,12 +214,6 @@ class Layer:
 
 class SpecModel(PackedModel):
     """An encoder, a decoder or a recurrent model, with the head for its kind of model.
-
-    Args:
-        info: The resolved model.
-        spec: Spec of the model.
-        weights: Weights of the whole checkpoint.
-        adapters: Adapters that sequences may select.
 
     Raises:
         WeightError: A tensor is missing or has the wrong shape.

@@ -63,7 +63,6 @@ class Attention:
 
     Args:
         qkv: Projection to the heads of q, k and v, [T, (H + 2 * G) * K].
-        spec: Shape of the attention.
         window: (left, right) tokens that a query attends to beside itself; None: no window.
         kv_index: Index of this layer among the attention layers, and in the cache.
         head_norm: Norm of every head of q and k before the rotation, weight [H + G, K]; None: no norm.
@@ -260,7 +259,6 @@ class Attention:
     def _attend_new(
         self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, plan: BatchPlan, relative_bias: Tensor | None
     ) -> Tensor:
-        """Attention of the sequences that begin in this batch, over their own rows."""
         if self._terms is not None:
             return self._attend_by_distance(q_THK, k_TGK, v_TGK, plan.new_seq_lens, self._terms)
         return attention(
@@ -358,7 +356,6 @@ class Attention:
 
 
 def _segment_softmax(scores_TH: Tensor, segment_of_T: Tensor, num_segments: int) -> Tensor:
-    """Softmax over the rows of each segment."""
     index_TH = segment_of_T[:, None].expand_as(scores_TH)
     shape = (num_segments, scores_TH.shape[1])
     highest_NH = scores_TH.new_full(shape, float("-inf")).scatter_reduce_(0, index_TH, scores_TH, "amax")

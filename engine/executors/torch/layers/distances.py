@@ -18,11 +18,6 @@ from .weights import Weights
 class Distances:
     """The table of distances, which all layers share.
 
-    Args:
-        weights: Weights of the model without its heads.
-        spec: Names and sizes.
-        max_len: Longest sequence in tokens.
-
     Attributes:
         rows_RD: [R, D], the embeddings after their norm.
     """
@@ -49,14 +44,7 @@ def weights_width(spec: DisentangledSpec) -> int:
 
 
 class DistanceTerms:
-    """The terms of one layer.
-
-    Args:
-        weights: Weights of the layer.
-        distances: The table.
-        num_heads: H.
-        scale: Factor of the scores.
-    """
+    """The terms of one layer."""
 
     def __init__(self, weights: Weights, distances: Distances, num_heads: int, scale: float) -> None:
         self._distances = distances

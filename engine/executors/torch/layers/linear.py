@@ -130,7 +130,6 @@ class Linear:
         bias_O: [O] or None.
         activation: Name as in config.json; None: no activation.
         is_head: A small product. Its weight is not reordered.
-        fusion: See Fusion.
     """
 
     __slots__ = (
@@ -229,7 +228,6 @@ class GatedLinear:
         weight_2OI: [2 * O, I]: U and V.
         bias_2O: [2 * O] or None.
         activation: Name as in config.json.
-        fusion: See Fusion.
     """
 
     __slots__ = ("_gate", "both")
@@ -246,12 +244,7 @@ class GatedLinear:
 
 
 class Mlp:
-    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)).
-
-    Args:
-        up: The first layer.
-        down: The second layer, back to the model's width.
-    """
+    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x))."""
 
     __slots__ = ("_down", "_up")
 

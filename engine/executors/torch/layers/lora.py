@@ -35,9 +35,6 @@ class LowRankTerms:
 
     Args:
         terms: The term of each adapter; None: no term.
-        batch: The rows of the current batch.
-        dtype: Type of the weights in the model.
-        device: Device of the model.
     """
 
     __slots__ = ("_batch", "_terms")

@@ -36,11 +36,7 @@ class CausalConv:
     """y_t = activation(sum over w of weight_w * x_(t - W + 1 + w), plus a bias), summed in float32.
 
     Args:
-        weights: Weights of the mixer.
         name: Name of the convolution; its weight is stored as [C, 1, W].
-        channels: C.
-        width: W.
-        bias: Whether the convolution has a bias.
         activation: Name of the activation, as in config.json.
     """
 
@@ -135,9 +131,6 @@ class MambaMixer:
     The step, the recurrence and its state are float32 in every model.
 
     Args:
-        weights: Weights of the mixer.
-        spec: Sizes of the mixer.
-        hidden_size: D.
         index: Index of the layer among the SSM layers.
     """
 
@@ -193,7 +186,6 @@ class GatedGroupNorm:
 
     Args:
         weight_C: [C] float32.
-        num_groups: G.
         eps: Added to the mean square.
         fusion: FUSED runs all of it in one kernel.
     """
@@ -263,13 +255,7 @@ class Mamba2Mixer:
 
 
 class ShortConvMixer:
-    """out(c * conv(b * x)), with b, c and x from one product. The convolution is centred and summed in float32.
-
-    Args:
-        weights: Weights of the mixer.
-        spec: Width and biases.
-        hidden_size: D.
-    """
+    """out(c * conv(b * x)), with b, c and x from one product. The convolution is centred and summed in float32."""
 
     def __init__(self, weights: Weights, spec: ShortConvSpec, hidden_size: int) -> None:
         D, scope = hidden_size, weights.scope("conv")

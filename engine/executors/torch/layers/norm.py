@@ -85,7 +85,6 @@ class RmsNorm(SumNorm):
 
     Args:
         weight_D: [D], float32.
-        eps: Added to the mean.
         fused_dtype: Type that represents the weight exactly, for the kernel of torch; None if there is none.
         fusion: FUSED uses kernels/norm also without a residual.
     """

@@ -41,7 +41,6 @@ class RotaryEmbedding:
 
     Args:
         spec: Frequencies w_j.
-        device: Device of the angles.
     """
 
     def __init__(self, spec: RopeSpec, device: torch.device) -> None:

@@ -57,7 +57,6 @@ class TransformersModel(PackedModel):
     row (`score`, or rows of the output embedding of a language model), otherwise logits.
 
     Args:
-        info: The resolved model.
         trust_remote_code: Whether transformers may run code from the model folder.
 
     Raises:
@@ -182,7 +181,6 @@ class TransformersModel(PackedModel):
         return self._network.sharing.log_message
 
     def _is_independent_of_batch(self, info: ModelInfo) -> bool:
-        """Whether sequences have the same results in a batch and alone."""
         network, sharing = self._network, self._network.sharing
         if sharing is Sharing.NONE:
             return True
@@ -233,8 +231,6 @@ class TransformersModel(PackedModel):
 
 
 class _ScoreHead:
-    """The map from a decoder's last row to the classes."""
-
     def __init__(self, score: nn.Linear) -> None:
         self._score = score
 
@@ -263,7 +259,6 @@ def _identity(logits: Tensor) -> Tensor:
 
 
 def _agree(rows: Tensor, expected: Tensor) -> bool:
-    """Whether two results are equal except for rounding."""
     if rows.shape != expected.shape:
         return False
     return bool((rows - expected).abs().max() <= _TOLERANCE * max(1.0, expected.abs().max().item()))

@@ -128,7 +128,6 @@ def in_float32(network: nn.Module) -> Iterator[None]:
 
 
 def _argument_names(network: Any) -> frozenset[str]:
-    """Returns the names of the arguments that a network accepts."""
     parameters = inspect.signature(network.forward).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if takes_any and "input_ids" not in parameters:

@@ -142,7 +142,6 @@ def _overrides(info: ModelInfo) -> dict[str, Any]:
 
 
 def _auto_class(info: ModelInfo, config: Any) -> Any:
-    """Returns the auto class of transformers that loads the model."""
     if info.classifier_tokens:
         return transformers.AutoModelForCausalLM
     if info.kind in _AUTO_CLASSES:
