@@ -1,9 +1,12 @@
-"""A client connection: uvicorn's protocol class with a limit on the size of heads and without protocol upgrades.
+"""A client connection: uvicorn's protocol class with limits, rejections after the head, and no protocol upgrades.
 
-This class fixes three problems of uvicorn. uvicorn buffers all bytes until a head is complete, so an endless head or
+Connection fixes three problems of uvicorn. uvicorn buffers all bytes until a head is complete, so an endless head or
 endless trailers would fill the memory. It drops the response if the client closes its sending side. Its parser stops at
 a head that offers an upgrade to HTTP/2 (Java's HttpClient sends it), so the body would be lost. Here the server ignores
 the offer and responds in HTTP/1.1 (RFC 9110, section 7.8).
+
+The methods of Connection are in the order of a connection's life: open, bytes, head, body, response, end. The parser
+calls the methods `on_message_begin`, `on_headers_complete`, `on_body` and `on_message_complete`.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import termios
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, cast
 
@@ -28,6 +31,18 @@ from uvicorn.server import ServerState
 
 from .streams import INTERIM, INTERIM_AFTER_S, PARSE_BYTES, CloseDelimited, HalfClose, ReadAhead, ResponseWriter
 
+MAX_OVERHEAD_BYTES: Final = 64 * 1024
+"""Maximum bytes of a head, of trailers, or of chunk framing between two parts of a body."""
+CONNECTION_LOST: Final = "penstock.connection_lost"
+"""Scope key of a future that is done when the connection has ended. Other ASGI servers do not set it."""
+SLOW_BODY: Final = "penstock.slow_body"
+"""Scope key of the error message for a slow body. The next read of the body raises the error."""
+SHEDDER: Final = "load_shedder"
+"""Lifespan state key of the LoadShedder. Absent if there is none."""
+_UPGRADE_HEADERS: Final = frozenset((b"upgrade", b"http2-settings"))
+_HOST: Final = re.compile(rb"[A-Za-z0-9\-._~!$&'()*+,;=%:\[\]]*")
+_TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
 
 class TransferPart(StrEnum):
     """The part of a request-response cycle that the client must send or read."""
@@ -35,6 +50,20 @@ class TransferPart(StrEnum):
     HEAD = "head"
     BODY = "body"
     RESPONSE = "response"
+
+
+class PendingTransfer(NamedTuple):
+    """A transfer that waits for its client.
+
+    Attributes:
+        part: The part of the cycle.
+        request: The request, compared by identity.
+        progress: Number of bytes that the client has sent or received so far.
+    """
+
+    part: TransferPart
+    request: object
+    progress: int
 
 
 class CloseReason(StrEnum):
@@ -56,45 +85,6 @@ class ConnectionState(ServerState):
     def __init__(self) -> None:
         super().__init__()
         self.num_closed: Counter[CloseReason] = Counter(dict.fromkeys(CloseReason, 0))
-
-
-class PendingTransfer(NamedTuple):
-    """A transfer that waits for its client.
-
-    Attributes:
-        part: The part of the cycle.
-        request: The request, compared by identity.
-        progress: Number of bytes that the client has sent or received so far.
-    """
-
-    part: TransferPart
-    request: object
-    progress: int
-
-
-def num_unacknowledged(transport: asyncio.BaseTransport) -> int:
-    """Returns the number of unacknowledged bytes, or 0 if the system does not report it.
-
-    The kernel accepts more bytes only when a third of its buffer is free. A slow client may therefore read for minutes
-    before the buffer of this process shrinks.
-    """
-    number = array("i", [0])
-    with contextlib.suppress(OSError):  # the socket is closing, or the system lacks TIOCOUTQ
-        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, number)
-    return number[0]
-
-
-MAX_OVERHEAD_BYTES: Final = 64 * 1024
-"""Maximum bytes of a head, of trailers, or of chunk framing between two parts of a body."""
-CONNECTION_LOST: Final = "penstock.connection_lost"
-"""Scope key of a future that is done when the connection has ended. Other ASGI servers do not set it."""
-SLOW_BODY: Final = "penstock.slow_body"
-"""Scope key of the error message for a slow body. The next read of the body raises the error."""
-SHEDDER: Final = "load_shedder"
-"""Lifespan state key of the LoadShedder. Absent if there is none."""
-_UPGRADE_HEADERS: Final = frozenset((b"upgrade", b"http2-settings"))
-_HOST: Final = re.compile(rb"[A-Za-z0-9\-._~!$&'()*+,;=%:\[\]]*")
-_TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class RejectedRequest(Protocol):
@@ -122,6 +112,28 @@ class HeadRejecter(Protocol):
         ...
 
 
+class _Rejection(Enum):
+    """The state of the request that the parser reads. A rejection is delayed, so its body may end before or after it.
+
+    A request starts as NONE. A rejection leads to BODY_AND_RESPONSE. Then the body ends first (RESPONSE) or the
+    response is sent first (BODY). Both lead back to NONE. CLOSING is final.
+    """
+
+    NONE = auto()
+    """The request was not rejected: the application handles it."""
+    BODY_AND_RESPONSE = auto()
+    """Rejected: the body is incomplete and the response has not been sent."""
+    RESPONSE = auto()
+    """Rejected: the body is complete and the response has not been sent."""
+    BODY = auto()
+    """Rejected: the response was sent, and the rest of the body is discarded."""
+    CLOSING = auto()
+    """The last response of the connection was sent. Further bytes and requests are discarded."""
+
+
+_BODY_IS_DISCARDED: Final = frozenset((_Rejection.BODY_AND_RESPONSE, _Rejection.BODY, _Rejection.CLOSING))
+
+
 class Connection(HttpToolsProtocol):
     """One connection of a client. Used by one event loop."""
 
@@ -129,28 +141,35 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._read_ahead: ReadAhead
-        self._num_received = 0
-        self._num_overhead = 0
-        self._num_body = 0  # bytes read of the current body
-        self._is_in_body = False
-        self._is_parsing = False
-        self._is_upgrade = False
-        self._rejection: RejectedRequest | None = None  # None again after it was sent
-        self._is_rejected = False  # whether the request of the current body was rejected
-        self._has_sent_last_response = False  # the last response has been sent; further bytes are discarded
-        self._has_received_eof = False  # the client has closed its sending side
-        self._error_message = "Invalid HTTP request received."
-        self._request_end_s = 0.0  # time when the last request was complete
         self._shedder: HeadRejecter | None = self.app_state.get(SHEDDER)
         self._connection_lost: asyncio.Future[None] = self.loop.create_future()
+        self._read_ahead: ReadAhead
+        self._writer: ResponseWriter
+        # Bytes from the client
+        self._num_received = 0  # bytes that were parsed
+        self._num_overhead = 0  # bytes that were parsed since the last part of a body
+        self._is_parsing = False
+        self._has_received_eof = False  # the client has closed its sending side
+        # The request that is parsed
+        self._is_upgrade = False  # its head offers an upgrade
+        self._is_in_body = False  # its head is complete, its body is not
+        self._num_body = 0  # bytes of its body that were parsed
+        self._request_end_s = 0.0  # time when the last request was complete
+        self._error_message = "Invalid HTTP request received."
+        self._rejection = _Rejection.NONE
+        self._rejected_request: RejectedRequest | None = None  # until its response was sent
+        # The response
         self._running_cycle: RequestResponseCycle | None = None  # the running request, or the last one
+
+    # The connection opens.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Sets up buffering and writing for a new connection."""
         super().connection_made(transport)
         self.flow = self._read_ahead = ReadAhead(transport)
         self._writer = ResponseWriter(transport, self._close_after_response)
+
+    # Bytes arrive.
 
     def data_received(self, data: bytes) -> None:
         """Parses bytes, or buffers them until earlier requests have their responses."""
@@ -187,22 +206,53 @@ class Connection(HttpToolsProtocol):
                 except httptools.HttpParserUpgrade as upgrade:
                     data = self._head_without_upgrade() + data[upgrade.args[0] :]
         except httptools.HttpParserError:
-            self.logger.debug("%s has sent an invalid HTTP request", self.client)
-            if not self._is_rejected:
-                self._send_rejection()
-            if self._has_sent_last_response:
-                self.transport.close()
-            else:
-                self.server_state.num_closed[CloseReason.INVALID_HTTP] += 1
-                self.send_400_response(self._error_message)
+            self._close_after_invalid_http()
             return
         finally:
             self._is_parsing = False
         if self._num_overhead > MAX_OVERHEAD_BYTES:
-            if self.is_between_requests and not self._has_sent_last_response:
+            if self.is_between_requests and self._rejection is not _Rejection.CLOSING:
                 self.transport.write(_TOO_LARGE)
             self.server_state.num_closed[CloseReason.HEAD_TOO_LARGE] += 1
             self.transport.close()
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether a complete request has no response yet, so that later requests must wait."""
+        cycle: RequestResponseCycle | None = self.cycle
+        return bool(self.pipeline) or (cycle is not None and not cycle.response_complete and not cycle.more_body)
+
+    def _num_body_left(self) -> int:
+        """Returns the number of missing bytes of the current body; 0 if unknown."""
+        if self._is_in_body:
+            for name, value in self.headers:
+                if name == b"content-length":
+                    return int(value) - self._num_body
+        return 0
+
+    def _head_without_upgrade(self) -> bytes:
+        """Returns the current head without its upgrade offer, for a new parser."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":
+            raise httptools.HttpParserError("this server is not a proxy")
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn's parser
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [b"%b: %b" % header for header in _headers_without_upgrade(self.headers)]
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+    def _close_after_invalid_http(self) -> None:
+        """Sends 400 and closes the connection. A rejected request before the invalid bytes gets its response first."""
+        self.logger.debug("%s has sent an invalid HTTP request", self.client)
+        if self._rejection is _Rejection.RESPONSE:
+            self._send_rejection()
+        if self._rejection is _Rejection.CLOSING:
+            self.transport.close()
+        else:
+            self.server_state.num_closed[CloseReason.INVALID_HTTP] += 1
+            self.send_400_response(self._error_message)
+
+    # The parser has read a head.
 
     def on_message_begin(self) -> None:
         """Prepares the scope of the next request."""
@@ -212,55 +262,139 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Starts a request, unless it is rejected. A head that offers an upgrade is parsed again without the offer."""
-        if self._rejection is not None:
-            self._rejection.send()
+        if self._rejected_request is not None:
+            self._rejected_request.send()  # the responses keep the order of their requests
         self._unset_keepalive_if_required()  # sending the response has set the timer
         self._is_upgrade = self.parser.should_upgrade()
         self._is_in_body, self._num_body = not self._is_upgrade, 0
-        if self._has_sent_last_response:
-            self._is_rejected = True
+        if self._rejection is _Rejection.CLOSING:
             return
         if (error_message := _host_error(self.headers, self.parser.get_http_version())) is not None:
             self._error_message = error_message
             raise ValueError(error_message)  # httptools wraps it in HttpParserCallbackError
-        self._rejection = None if self._is_upgrade else self._shed()
-        self._is_rejected = self._rejection is not None
-        if not self._is_upgrade and not self._is_rejected:
+        if self._is_upgrade:
+            return
+        self._rejected_request = self._reject_if_full()
+        if self._rejected_request is None:
             super().on_headers_complete()
+        else:
+            self._rejection = _Rejection.BODY_AND_RESPONSE
+
+    def _reject_if_full(self) -> RejectedRequest | None:
+        """Rejects a POST while the engine is full, if all earlier responses have been sent and read."""
+        if self._shedder is None or not self._shedder.is_full or self.parser.get_method() != b"POST":
+            return None
+        if not self.is_between_requests or self.flow.write_paused:
+            return None
+        is_last = self.parser.get_http_version() == "1.0" or not self.parser.should_keep_alive()
+        send_response = partial(self._send_rejection_response, is_last)
+        return self._shedder.reject(self.url, cast("Scope", self.scope), send_response)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Starts the application. uvicorn calls it after the head, or after the response to the previous request."""
+        self._running_cycle = cycle
+        writer: Any = self._writer
+        cycle.transport = writer
+        self._writer.begin(cycle)
+        if cycle.scope["http_version"] == "1.0":
+            app = CloseDelimited(app, cycle)
+        super()._start_asgi_task(cycle, app)
+
+    # The parser reads the body.
 
     def on_body(self, body: bytes) -> None:
         """Receives a part of a body. The body of a rejected request is discarded."""
         self._num_overhead = 0
         self._num_body += len(body)
-        if not self._is_rejected:
+        if self._rejection is _Rejection.NONE:
             super().on_body(body)
-        elif self._rejection is not None:
-            self._rejection.find_dialect(body)
+        elif self._rejected_request is not None:
+            self._rejected_request.find_dialect(body)
 
     def on_message_complete(self) -> None:
         """Completes a request."""
         self._num_overhead = 0
         self._is_in_body = False
-        if self._is_rejected:
-            self._is_rejected = False
-            if self._has_sent_last_response:
-                self.transport.close()
-            elif self._rejection is None:
-                # The 429 was sent during the body; receiving the body cancelled the keep-alive timer, so restart it.
+        match self._rejection:
+            case _Rejection.NONE if not self._is_upgrade:
+                super().on_message_complete()
+                self._request_end_s = self.loop.time()
+                if not self.pipeline:
+                    self.flow.resume_reading()  # a disconnect is noticed only while reading
+            case _Rejection.BODY_AND_RESPONSE:
+                self._rejection = _Rejection.RESPONSE
+            case _Rejection.BODY:
+                self._rejection = _Rejection.NONE
+                # `data_received` has cancelled the timer that the response had set.
                 self.timeout_keep_alive_task = self.loop.call_later(
                     self.timeout_keep_alive, self.timeout_keep_alive_handler
                 )
-        elif not self._is_upgrade:
-            super().on_message_complete()
-            self._request_end_s = self.loop.time()
-            if not self.pipeline:
-                self.flow.resume_reading()  # a disconnect is noticed only while reading
+            case _Rejection.CLOSING:
+                self.transport.close()
+
+    def reject_body(self, reason: str) -> bool:
+        """Makes the application respond to a slow body with 408. `reason` is the error message.
+
+        Returns False if the response has started, or after an earlier call for the same request.
+        """
+        cycle: RequestResponseCycle = self.cycle
+        if self._rejection in _BODY_IS_DISCARDED or cycle.response_started or SLOW_BODY in cycle.scope:
+            return False
+        cast("Scope", cycle.scope)[SLOW_BODY] = reason
+        cycle.message_event.set()
+        return True
+
+    # A response is sent.
+
+    def _send_rejection(self) -> None:
+        """Sends the delayed response to a rejected request now."""
+        if self._rejected_request is not None:
+            self._rejected_request.send()
+
+    def _send_rejection_response(self, is_last: bool, response: Response) -> None:
+        """Sends the response to a rejected request. RejectedRequest calls it.
+
+        Args:
+            is_last: The client asked to close the connection after this response.
+            response: The whole response.
+        """
+        self._rejected_request = None
+        has_body_left = self._rejection is _Rejection.BODY_AND_RESPONSE
+        self._rejection = _Rejection.BODY if has_body_left else _Rejection.NONE
+        if self.transport.is_closing():
+            return
+        # A client that waits for 100 Continue may never send its body.
+        is_last = is_last or (has_body_left and self.expect_100_continue and not self._num_body)
+        lines = [STATUS_LINE[response.status_code]]
+        for name, value in (*self.server_state.default_headers, *response.raw_headers):
+            lines += (name, b": ", value, b"\r\n")
+        if is_last:
+            lines.append(b"connection: close\r\n")
+        self.transport.write(b"".join((*lines, b"\r\n", response.body)))
+        if is_last:
+            self.server_state.total_requests += 1
+            self._rejection = _Rejection.CLOSING
+            self._close_after_response()
+        else:
+            self.on_response_complete()
 
     def on_response_complete(self) -> None:
         """Continues with the next request, or closes the connection after the last one."""
         self._writer.flush()
         super().on_response_complete()
         self._parse_buffered()
+
+    def _close_after_response(self) -> None:
+        """Closes the connection, or only our side while a body arrives, so that the client can read its response."""
+        if not self._is_in_body or self._has_received_eof:
+            self.transport.close()
+            return
+        self._rejection = _Rejection.CLOSING
+        self.pipeline.clear()
+        self.flow.resume_reading()
+        self._writer.close_sending_side()
+
+    # The connection ends.
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Handles a client that has closed its sending side: answers complete requests, then closes the connection.
@@ -287,6 +421,11 @@ class Connection(HttpToolsProtocol):
         ):
             self.transport.write(INTERIM)
 
+    def shutdown(self) -> None:
+        """Closes the connection after the running request. The server calls it when it stops."""
+        self._send_rejection()
+        super().shutdown()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Cleans up after the connection. Marks the running request as disconnected."""
         self._send_rejection()
@@ -297,16 +436,13 @@ class Connection(HttpToolsProtocol):
             self._running_cycle.message_event.set()
         self._connection_lost.set_result(None)
 
-    def shutdown(self) -> None:
-        """Starts to close the connection."""
-        self._send_rejection()
-        super().shutdown()
+    # The server and ConnectionLimits read the state.
 
     @property
     def is_between_requests(self) -> bool:
         """Whether no request is running. An incomplete head may have arrived."""
         cycle: RequestResponseCycle | None = self.cycle  # None before the first request, despite uvicorn's annotation
-        return self._rejection is None and (cycle is None or cycle.response_complete)
+        return self._rejected_request is None and (cycle is None or cycle.response_complete)
 
     @property
     def is_idle(self) -> bool:
@@ -319,30 +455,18 @@ class Connection(HttpToolsProtocol):
         if num_unsent:
             num_left = num_unsent + num_unacknowledged(self.transport)
             return PendingTransfer(TransferPart.RESPONSE, self.cycle, self._writer.num_written - num_left)
-        if self._is_rejected:
+        if self._rejection in _BODY_IS_DISCARDED:
             return PendingTransfer(TransferPart.BODY, self.scope, self._num_received)
         if self.is_between_requests:
             is_timed = self.timeout_keep_alive_task is not None
             return None if is_timed else PendingTransfer(TransferPart.HEAD, self.cycle, self._num_received)
-        if self._rejection is not None or self.flow.read_paused:  # the application must read first
+        if self._rejected_request is not None or self.flow.read_paused:  # the application must read first
             return None
         if self.cycle.waiting_for_100_continue:
             return None
         if self.cycle.more_body and not self.pipeline:  # with queued requests, reading may pause for other reasons
             return PendingTransfer(TransferPart.BODY, self.cycle, self._num_received)
         return None
-
-    def reject_body(self, reason: str) -> bool:
-        """Makes the application respond to a slow body with 408. `reason` is the error message.
-
-        Returns False if the response has started, or after an earlier call for the same request.
-        """
-        cycle: RequestResponseCycle = self.cycle
-        if self._is_rejected or cycle.response_started or SLOW_BODY in cycle.scope:
-            return False
-        cast("Scope", cycle.scope)[SLOW_BODY] = reason
-        cycle.message_event.set()
-        return True
 
     @property
     def client_text(self) -> str:
@@ -353,81 +477,17 @@ class Connection(HttpToolsProtocol):
         address = self.client[0] if self.client else "unknown"
         return f"{address} (API key {owner[:8]})" if owner else address
 
-    @property
-    def _is_busy(self) -> bool:
-        """Whether a complete request has no response yet, so that later requests must wait."""
-        cycle: RequestResponseCycle | None = self.cycle
-        return bool(self.pipeline) or (cycle is not None and not cycle.response_complete and not cycle.more_body)
 
-    def _num_body_left(self) -> int:
-        """Returns the number of missing bytes of the current body; 0 if unknown."""
-        if self._is_in_body:
-            for name, value in self.headers:
-                if name == b"content-length":
-                    return int(value) - self._num_body
-        return 0
+def num_unacknowledged(transport: asyncio.BaseTransport) -> int:
+    """Returns the number of unacknowledged bytes, or 0 if the system does not report it.
 
-    def _shed(self) -> RejectedRequest | None:
-        """Rejects a POST while the engine is full, if all earlier responses have been sent and read."""
-        if self._shedder is None or not self._shedder.is_full or self.parser.get_method() != b"POST":
-            return None
-        if not self.is_between_requests or self.flow.write_paused:
-            return None
-        is_last = self.parser.get_http_version() == "1.0" or not self.parser.should_keep_alive()
-        return self._shedder.reject(self.url, cast("Scope", self.scope), partial(self._send_response, is_last))
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running_cycle = cycle
-        writer: Any = self._writer
-        cycle.transport = writer
-        self._writer.begin(cycle)
-        if cycle.scope["http_version"] == "1.0":
-            app = CloseDelimited(app, cycle)
-        super()._start_asgi_task(cycle, app)
-
-    def _close_after_response(self) -> None:
-        """Closes the connection, or only our side while a body arrives, so that the client can read its response."""
-        if not self._is_in_body or self._has_received_eof:
-            self.transport.close()
-            return
-        self._has_sent_last_response = self._is_rejected = True
-        self.pipeline.clear()
-        self.flow.resume_reading()
-        self._writer.close_sending_side()
-
-    def _send_rejection(self) -> None:
-        if self._rejection is not None:
-            self._rejection.send()
-
-    def _send_response(self, is_last: bool, response: Response) -> None:
-        """Sends a whole response. Closes the connection if the client requests that or the body is unread."""
-        self._rejection = None
-        if self.transport.is_closing():
-            return
-        is_last = is_last or (self._is_rejected and self.expect_100_continue and not self._num_body)
-        lines = [STATUS_LINE[response.status_code]]
-        for name, value in (*self.server_state.default_headers, *response.raw_headers):
-            lines += (name, b": ", value, b"\r\n")
-        if is_last:
-            lines.append(b"connection: close\r\n")
-        self.transport.write(b"".join((*lines, b"\r\n", response.body)))
-        if not is_last:
-            self.on_response_complete()
-            return
-        self.server_state.total_requests += 1
-        self._has_sent_last_response = True
-        self._close_after_response()
-
-    def _head_without_upgrade(self) -> bytes:
-        """Returns the current head without its upgrade offer, for a new parser."""
-        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
-        if method == b"CONNECT":
-            raise httptools.HttpParserError("this server is not a proxy")
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn's parser
-        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
-        lines += [b"%b: %b" % header for header in _headers_without_upgrade(self.headers)]
-        return b"\r\n".join(lines) + b"\r\n\r\n"
+    The kernel accepts more bytes only when a third of its buffer is free. A slow client may therefore read for minutes
+    before the buffer of this process shrinks.
+    """
+    number = array("i", [0])
+    with contextlib.suppress(OSError):  # the socket is closing, or the system lacks TIOCOUTQ
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, number)
+    return number[0]
 
 
 def _headers_without_upgrade(headers: list[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
