@@ -10,7 +10,6 @@ process echoes the bytes of the parent, and ends when the parent closes it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -20,6 +19,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
+from ..heap import trim_heap
 from ..logs import configure_logging, flush_logs
 from ..protocol.messages import STUCK_EXIT_CODE
 from .client_connections import ClientConnections
@@ -64,8 +64,7 @@ def _freeze() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER, *gc.get_threshold()[1:])
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
+    trim_heap()
 
 
 def _end_stuck(reason: str) -> None:

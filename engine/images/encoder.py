@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Final
 
+from ..heap import trim_heap
 from ..protocol.errors import (
     EngineUnavailableError,
     InvalidRequestError,
@@ -24,6 +25,8 @@ from .image_file import ImageFile, ImageLimits, read_image_file
 
 DECODING_BYTES: Final = 1 << 30
 """Default of ImageEncoder's max_decoding_bytes."""
+TRIM_BYTES: Final = 32 << 20
+"""Decoded bytes after which free memory returns to the system. Smaller images reuse the memory of those before."""
 INSTALL: Final = "pip install 'penstock[images]'"
 
 
@@ -134,13 +137,16 @@ class ImageEncoder:
 class _DecodingMemory:
     """Limits the memory of running threads. Threads wait in the order of their arrival.
 
+    When no thread holds memory any more, and they held much of it, the free memory returns to the system: the C library
+    would keep hundreds of MiB after large images.
+
     Args:
         limit: Bytes. A thread that needs more waits until it is the only one.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._used = 0
+        self._used = self._peak = 0
         self._waiting: deque[object] = deque()
         self._has_changed = threading.Condition()
 
@@ -153,13 +159,19 @@ class _DecodingMemory:
             self._has_changed.wait_for(lambda: self._waiting[0] is ticket and self._fits(num_bytes))
             self._waiting.popleft()
             self._used += num_bytes
+            self._peak = max(self._peak, self._used)
             self._has_changed.notify_all()
         try:
             yield
         finally:
             with self._has_changed:
                 self._used -= num_bytes
+                must_trim = not self._used and self._peak >= TRIM_BYTES
+                if not self._used:
+                    self._peak = 0
                 self._has_changed.notify_all()
+            if must_trim:
+                trim_heap()
 
     def _fits(self, num_bytes: int) -> bool:
         return not self._used or self._used + num_bytes <= self._limit

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from penstock.engine.images.encoder import ImageEncoder
-from penstock.engine.images.image_file import ImageFile, ImageLimits
+from penstock.engine.images.encoder import TRIM_BYTES, ImageEncoder
+from penstock.engine.images.image_file import ImageFile, ImageLimits, read_image_file
 from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError, MachineError
 from penstock.engine.protocol.images import ImageInput, ImagePatches, ImageResize, ImageSpec
 
@@ -101,6 +102,24 @@ async def test_memory_limits_images_that_run_at_once(gate: _Gate, limit: int, mo
     gate.is_open.set()
     assert len(await task) == 9
     assert gate.most_running == most_running
+    encoder.close()
+
+
+@pytest.mark.parametrize(("edge", "num_trims"), [(100, 0), (2000, 1)])
+async def test_memory_returns_to_the_system_after_large_images(
+    monkeypatch: pytest.MonkeyPatch, gate: _Gate, edge: int, num_trims: int
+) -> None:
+    trims = list[int]()
+    monkeypatch.setattr("penstock.engine.images.encoder.trim_heap", lambda: trims.append(1))
+    encoder = ImageEncoder(_SPEC, num_workers=2)
+    images = [ImageInput(encoded(Image.new("RGB", (edge, edge)), "PNG"))] * 2
+    assert (read_image_file(images[0].data, ImageLimits()).num_bytes > TRIM_BYTES) == bool(num_trims)
+    large = asyncio.create_task(encoder.encode(images))
+    await _until(lambda: gate.num_begun == 2)  # the memory is free when both have ended
+    gate.is_open.set()
+    await large
+    await encoder.encode(_images(1))
+    assert len(trims) == num_trims
     encoder.close()
 
 
