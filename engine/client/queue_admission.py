@@ -31,9 +31,9 @@ from .stats import DispatcherStats, DrainRate, total_rate
 
 _LARGE_SHARE: Final = 1 / 16
 """One request counts for at most this share of the limit in seconds, because small requests run beside it."""
-_MIN_LARGE_REQUESTS: Final = 8
-"""Number of requests above `_LARGE_SHARE` that are always admitted. They fill half of the queue, small requests the
-other half."""
+_LARGE_REQUESTS_SHARE: Final = 1 / 2
+"""Requests above `_LARGE_SHARE` are large. Together they may take this share of the limit in seconds once the queue has
+reached it. The rest stays free for small requests."""
 _RATE_CHANGE: Final = 0.02
 """Relative change of the drain rate that triggers a recount of the work and of the large requests in the queue."""
 _LOOKUPS_PER_S: Final = 150.0
@@ -77,8 +77,8 @@ class QueueAdmission:
     Args:
         stats: Gets `num_requests`, `num_tokens` and `num_rejected_total`.
         max_tokens: Tokens in the queue at which the queue is full.
-        max_queue_s: Seconds of work in the queue at which the queue is full. A large request counts in part: see
-            `_LARGE_SHARE` and `_MIN_LARGE_REQUESTS`.
+        max_queue_s: Seconds of work in the queue at which the queue is full. For small requests, a large request
+            counts in part: see `_LARGE_SHARE` and `_LARGE_REQUESTS_SHARE`.
         rates: The drain rate of each replica.
         max_request_tokens: Tokens that one request may have; None: `max_tokens`.
 
@@ -108,7 +108,7 @@ class QueueAdmission:
         # Resource   Counts                                      Limit
         # _tokens    tokens                                      --max-queued-tokens
         # _work      tokens, at most `_largest` of a request     --max-queue-s times the measured tokens per second
-        # _large     requests of more than `_largest` tokens     _MIN_LARGE_REQUESTS
+        # _large     tokens of requests above `_largest`         _LARGE_REQUESTS_SHARE of the limit of `_work`
         self._tokens = SharedResource(
             max_tokens, "the queue", "tokens", "--max-queued-tokens", full=RejectionReason.QUEUE_TOKENS, share=share
         )
@@ -116,7 +116,13 @@ class QueueAdmission:
             max_tokens, "the queue", "seconds of work", flag, full=in_time, share=share, shown=self._seconds
         )
         self._large = SharedResource(
-            _MIN_LARGE_REQUESTS, "the queue for large requests", "slots", flag, full=in_time, share=in_time
+            max_tokens,
+            "the queue for large requests",
+            "seconds of work",
+            f"half of {flag}",
+            full=in_time,
+            share=in_time,
+            shown=self._seconds,
         )
         self._largest = max_tokens
         self._has_work_limit = False  # whether `max_queue_s` is a smaller limit than `max_tokens`
@@ -202,8 +208,7 @@ class QueueAdmission:
             f"{rejection.message} Requests of more than {self._largest} tokens are large; yours has {num_new}. Split "
             "it into smaller requests."
         )
-        excess = self._tokens.used * rejection.excess // self._large.used  # an estimate in tokens
-        return rejection._replace(message=message, excess=excess)
+        return rejection._replace(message=message)
 
     @property
     def _exceeds_work_limit(self) -> bool:
@@ -218,6 +223,7 @@ class QueueAdmission:
         if rate is None or not self._has_work_limit:
             return
         self._work.limit = math.ceil(self._max_queue_s * rate)
+        self._large.limit = max(int(self._work.limit * _LARGE_REQUESTS_SHARE), 1)
         largest = max(math.ceil(self._work.limit * _LARGE_SHARE), 1)
         if abs(largest - self._largest) <= self._largest * _RATE_CHANGE:
             return
@@ -242,7 +248,7 @@ class QueueAdmission:
         """Counts requests of one size in the work and in the large requests."""
         self._work.add(client, count * min(num_tokens, self._largest))
         if num_tokens > self._largest:
-            self._large.add(client, count)
+            self._large.add(client, count * num_tokens)
 
     def _seconds(self, num_tokens: int) -> str:
         rate = total_rate(self._rates)

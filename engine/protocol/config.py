@@ -238,9 +238,9 @@ class SchedulerConfig:
     )
     max_queue_s: float = setting(
         60.0,
-        "Seconds of waiting and running work at which new requests are rejected with 429. One request counts for at "
-        "most a sixteenth of the limit, and eight larger requests are always accepted. Lower it for interactive use, "
-        "for example to 6. 0: no limit.",
+        "Seconds of waiting and running work at which new requests are rejected with 429. Requests above a sixteenth "
+        "of the limit may take half of it together, or one of them more. Lower it for interactive use, for example to "
+        "6. 0: no limit.",
         "Limits",
         "SECONDS",
         min_value=0,

@@ -109,37 +109,48 @@ def test_queue_is_full_when_its_work_takes_too_long() -> None:
 
 def test_token_limit_holds_below_the_time_limit() -> None:
     admission = make(100_000, max_queue_s=8.0, rate=1_000)
-    admission.enter(60_000)
-    admission.enter(50_000)  # two requests count for 1 s of the 8 s
+    admission.enter(99_900)
+    admission.enter(500)  # two requests count for 1 s of the 8 s
     assert rejection(admission).reason == RejectionReason.QUEUE_TOKENS
 
 
 def test_large_requests_leave_half_of_the_queue_to_small_ones() -> None:
     admission = make(1_000_000, max_queue_s=8.0, rate=1_000)
     for _ in range(8):
-        admission.enter(25_000)
-    message = r"for large requests is full.* more than 500 .* yours has 501"
+        admission.enter(1_000)
+    message = r"for large requests is full.* hold 8 seconds.* limit is 4 \(half of --max-queue-s.* 500 .* yours has 501"
     with pytest.raises(EngineOverloadedError, match=message) as rejected:
         admission.enter(501)
-    assert rejected.value.retry_after_s == pytest.approx(25.0)
+    assert rejected.value.retry_after_s == pytest.approx(4.0, abs=0.01)
     assert rejected.value.reason == RejectionReason.QUEUE_SECONDS
     assert not admission.is_full
     for _ in range(8):  # the large requests count for 4 s, the small ones for the other 4 s
         admission.enter(500)
     assert admission.is_full
     assert "other requests hold 8 seconds of work" in rejection(admission).message
-    admission.leave(500)
-    admission.check()
-    admission.leave(25_000)
-    admission.enter(30_000)
-    assert admission.stats.num_tokens == 7 * 25_000 + 30_000 + 7 * 500
+    for _ in range(5):
+        admission.leave(1_000)
+    admission.enter(30_000)  # 3 s of large requests, and more than 8 s are not in the queue
+    assert admission.stats.num_tokens == 3 * 1_000 + 30_000 + 8 * 500
+
+
+def test_large_request_is_rejected_while_another_takes_longer_than_the_limit() -> None:
+    admission = make(1_000_000, max_queue_s=2.0, rate=4_000)
+    admission.enter(22_000)  # alone, it is always accepted
+    for _ in range(2):
+        with pytest.raises(EngineOverloadedError, match="hold 5.5 seconds of work; the limit is 1 ") as rejected:
+            admission.enter(22_000)
+        assert rejected.value.retry_after_s == pytest.approx(4.5, abs=0.01)
+    for _ in range(12):
+        admission.enter(100)  # small requests run beside it
+    admission.leave(22_000)
+    admission.enter(22_000)
 
 
 @pytest.mark.parametrize(("rate", "largest"), [(1_019, 500), (1_022, 511)])
 def test_large_size_follows_rate_changes_above_2_percent(rate: int, largest: int) -> None:
     admission = make(1_000_000, max_queue_s=8.0, rate=1_000)
-    for _ in range(8):
-        admission.enter(25_000)
+    admission.enter(25_000)
     admission._rates[0].tokens_per_s = rate
     admission._rates[0].on_change()
     with pytest.raises(EngineOverloadedError, match=f"more than {largest} tokens are large; yours has 600"):
