@@ -138,7 +138,7 @@ def test_large_request_is_rejected_while_another_takes_longer_than_the_limit() -
     admission = make(1_000_000, max_queue_s=2.0, rate=4_000)
     admission.enter(22_000)  # alone, it is always accepted
     for _ in range(2):
-        with pytest.raises(EngineOverloadedError, match="hold 5.5 seconds of work; the limit is 1 ") as rejected:
+        with pytest.raises(EngineOverloadedError, match=r"hold 5\.5 seconds of work; the limit is 1 ") as rejected:
             admission.enter(22_000)
         assert rejected.value.retry_after_s == pytest.approx(4.5, abs=0.01)
     for _ in range(12):
