@@ -32,8 +32,7 @@ from machine import machine
 
 from penstock.engine.client import engine_process
 from penstock.engine.client.core_supervisor import CoreSupervisor
-from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.client.replica import Replica
+from penstock.engine.client.dispatcher import Dispatcher, Replica
 from penstock.engine.core import worker
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import CompletedForward, ForwardTime, Runner

@@ -7,6 +7,7 @@ from typing import Final
 
 import numpy as np
 
+from ..protocol.batch_outputs import Arrays
 from ..protocol.errors import UnsupportedTaskError
 from ..protocol.model_info import ModelInfo
 from ..protocol.multi_vector import MultiVectorTokens, SparseVector, remove_ids
@@ -16,8 +17,7 @@ from ..protocol.results import CombinedResult, EmbeddingResult
 from ..protocol.tasks import PoolingTask
 from ..tokenization.input_encoder import InputEncoder
 from ..tokenization.late_chunking import JoinedText
-from .dispatcher import Dispatcher
-from .replica import Arrays, OutputTransform
+from .dispatcher import Dispatcher, OutputTransform
 from .vector_cache.keys import is_cacheable
 
 _TASKS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)

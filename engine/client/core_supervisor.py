@@ -17,8 +17,8 @@ from ..protocol.config import EngineConfig
 from ..protocol.errors import MachineError, ModelLoadError
 from ..protocol.messages import Frame, FromCore, LoadFailed, LoadResult, ModelReady, Start
 from ..protocol.model_info import ModelInfo
+from .dispatcher import Send
 from .engine_process import EngineProcess
-from .replica import Send
 from .running_core import ProcessCore, ThreadCore
 
 logger = logging.getLogger("penstock.engine")

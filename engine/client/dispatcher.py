@@ -1,7 +1,7 @@
-"""Admits requests, sends them to the replicas with the fewest tokens, and waits for the results.
+"""Admits requests, sends them to the engine processes, and waits for the results. Belongs to one event loop.
 
-Belongs to one event loop. queue_admission.py accepts or rejects a request as a whole; replica.py sends it to the
-engine and receives its results.
+queue_admission.py accepts or rejects a request as a whole. A Replica sends it to its engine process, and receives the
+results through a CoreLink. replica_group.py distributes requests over several replicas.
 """
 
 from __future__ import annotations
@@ -9,22 +9,77 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
-from ..protocol.errors import DeadlineExceededError, EngineOverloadedError
+import numpy as np
+from numpy.typing import NDArray
+
+from ..protocol.batch_outputs import Arrays, unpack_results
+from ..protocol.errors import (
+    DeadlineExceededError,
+    EngineError,
+    EngineOverloadedError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    ModelExecutionError,
+)
+from ..protocol.message_connection import MessageConnection
+from ..protocol.messages import (
+    Attach,
+    ClientMessageBuilder,
+    Frame,
+    FromCore,
+    PrefixCacheCleared,
+    RequestFailed,
+    Start,
+    StepResults,
+    Stop,
+    SubmitRequest,
+    decode_from_core,
+    encode,
+)
 from ..protocol.params import PoolingParams
-from ..protocol.request import RequestOptions, TokenizedInput
+from ..protocol.request import STAGE_TIMES, RequestOptions, Stage, StageTimes, TokenizedInput
 from .queue_admission import QueueAdmission
-from .replica import Arrays, OutputTransform, Replica, ReplicaRouter
-from .stats import DispatcherStats
+from .stats import DispatcherStats, DrainRate
 from .vector_cache.model_cache import ModelCache
 
+if TYPE_CHECKING:
+    from .replica_group import ReplicaRouter
+
+logger = logging.getLogger("penstock.engine")
+
+_FAILURES: Final[dict[str, type[EngineError]]] = {
+    kind.__name__: kind for kind in (DeadlineExceededError, InvalidRequestError, ModelExecutionError)
+}
+_DISCONNECTED_TIMEOUT_S: Final = 5.0
+"""Seconds until a core that has closed its connection but still runs is killed."""
+
+Send = Callable[[bytes, Sequence[Frame]], None]
+"""Sends an encoded message with its frames; see MessageConnection.send."""
+OnMessage = Callable[[FromCore, list[Frame]], None]
 RunAdmitted = Callable[[Sequence[TokenizedInput], PoolingParams], Awaitable[list[Arrays]]]
 """Runs admitted inputs and returns the outputs of each input by name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputTransform:
+    """A function that changes the outputs of an input before they are returned.
+
+    Attributes:
+        name: Name of the function in the keys of the cache.
+        apply: Maps the outputs of one input to the outputs that the caller gets.
+    """
+
+    name: str
+    apply: Callable[[Arrays], Arrays]
 
 
 class OpenRequest:
@@ -142,7 +197,7 @@ class Dispatcher:
         cache: The cache of vectors.
         replicas: The replicas with their requests.
         admission: The limits of all replicas together.
-        router: The only replica, or a ReplicaRouter.
+        router: The only replica; ReplicaGroup replaces it by a ReplicaRouter for several replicas.
         adapter_of: Returns the adapter of a request; see ModelInfo.adapter_of. Set when the model is known.
     """
 
@@ -164,7 +219,7 @@ class Dispatcher:
         self.stats.replicas = [] if is_only else [replica.stats for replica in self.replicas]
         rates = [replica.rate for replica in self.replicas]
         self.admission = QueueAdmission(self.stats, max_queued_tokens, max_queue_s, rates, max_request_tokens)
-        self.router: Replica | ReplicaRouter = self.replicas[0] if is_only else ReplicaRouter(self.replicas)
+        self.router: Replica | ReplicaRouter = self.replicas[0]
         self.adapter_of: Callable[[str | None], str | None] = lambda requested: requested
         self._num_open = 0
         self._idle = asyncio.Event()
@@ -223,3 +278,310 @@ class Dispatcher:
             EngineUnavailableError: No replica is running, or one ended.
         """
         return await self.router.clear_prefixes()
+
+
+class Timing(NamedTuple):
+    """The times of a run.
+
+    Attributes:
+        queue_s: Seconds from its arrival in the engine to the start of its first forward.
+        inference_s: Seconds from the start of its first forward to the end of its last one.
+    """
+
+    queue_s: float
+    inference_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A request in the engine with at least one incomplete input.
+
+    Attributes:
+        request_id: Number of the request in the engine.
+        result: Future of the outputs of all inputs.
+        outputs: Outputs of each input that have arrived.
+        num_incomplete: Number of incomplete inputs.
+        sent_s: Time of sending in seconds, from time.perf_counter().
+        num_tokens: Tokens of each input, 0 for complete inputs; None if there is only one replica.
+        parts: Parts of incomplete outputs, by input and name.
+        timing: Times of the run; None before its last row has arrived.
+    """
+
+    request_id: int
+    result: asyncio.Future[list[Arrays]]
+    outputs: list[Arrays]
+    num_incomplete: int
+    sent_s: float
+    num_tokens: list[int] | None = None
+    parts: dict[tuple[int, str], list[NDArray[np.float32]]] = field(default_factory=dict)
+    timing: Timing | None = None
+
+    def add_output(self, index: int, name: str, array: NDArray[np.float32], *, is_last: bool) -> None:
+        """Stores a part of an output, or its last part with `is_last`.
+
+        Arrays of several rows are copied, because a view would keep the results of the whole batch in memory, which may
+        be pinned memory of a GPU. Single rows are not, because they are copied later when they are stacked.
+        """
+        if is_last and self.parts and (parts := self.parts.pop((index, name), None)) is not None:
+            self.outputs[index][name] = np.concatenate([*parts, array])
+            return
+        stored = array.copy() if array.ndim > 1 else array
+        if is_last:
+            self.outputs[index][name] = stored
+        else:
+            self.parts.setdefault((index, name), []).append(stored)
+
+    def record_times(self, times: StageTimes) -> None:
+        """Adds the waiting time and the running time to `times`."""
+        if self.timing is not None:
+            times.add(Stage.QUEUE, self.sent_s, self.timing.queue_s)
+            times.add(Stage.INFERENCE, self.sent_s + self.timing.queue_s, self.timing.inference_s)
+        times.last_s = time.perf_counter()
+
+
+class Replica:
+    """The requests of one engine process.
+
+    Requests from one iteration of the event loop are sent together, so that they can run in one batch.
+
+    Args:
+        engine_stats: Counters of all replicas together.
+        is_only: Whether this is the only replica. It uses `engine_stats` as its counters.
+
+    Attributes:
+        stats: Counters of this replica; its tokens and requests if there are several replicas.
+        rate: Drain rate of this replica.
+    """
+
+    def __init__(self, ids: Iterator[int], engine_stats: DispatcherStats, *, is_only: bool) -> None:
+        self.stats = engine_stats if is_only else DispatcherStats()
+        self.rate = DrainRate()
+        self._count = engine_stats.count if is_only else partial(engine_stats.count_replica, self.stats)
+        self._is_only = is_only
+        self._send: Send | None = None
+        self._outgoing = ClientMessageBuilder()
+        self._runs: dict[int, Run] = {}
+        self._clearings: dict[int, asyncio.Future[int | None]] = {}
+        self._ids = ids
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the replica can run requests."""
+        return self._send is not None
+
+    def connect(self, send: Send) -> None:
+        """Starts running requests; `send` sends a message to the engine."""
+        self._send = send
+        self.rate.set_live(True)
+
+    def disconnect(self, reason: str) -> None:
+        """Stops sending requests; raises EngineUnavailableError in the requests that are in progress."""
+        self._send = None
+        self.rate.set_live(False)
+        self._outgoing = ClientMessageBuilder()
+        for request_id in list(self._runs):
+            self._settle(request_id, EngineUnavailableError(f"The request was lost: {reason}. Please try again."))
+        for clearing in self._clearings.values():
+            if not clearing.done():
+                clearing.set_exception(EngineUnavailableError(f"The engine of the prefix cache ended: {reason}."))
+
+    async def run(
+        self,
+        inputs: Sequence[TokenizedInput],
+        params: PoolingParams,
+        options: RequestOptions,
+        remaining_s: float | None,
+    ) -> list[Arrays]:
+        """Runs admitted inputs as OpenRequest.run does; `remaining_s` is the seconds until the deadline, or None."""
+        run = self.begin(inputs, params, options, remaining_s)
+        try:
+            outputs = await run.result
+            if (times := STAGE_TIMES.get()) is not None:
+                run.record_times(times)
+            return outputs
+        finally:
+            self.end(run)
+            del run  # the traceback of its error refers to this frame
+
+    def begin(
+        self,
+        inputs: Sequence[TokenizedInput],
+        params: PoolingParams,
+        options: RequestOptions,
+        remaining_s: float | None,
+    ) -> Run:
+        """Sends inputs as `run` does; the caller must call `end` afterwards, also after an error."""
+        self._check_live()
+        run = Run(
+            next(self._ids),
+            asyncio.get_running_loop().create_future(),
+            [{} for _ in inputs],
+            len(inputs),
+            time.perf_counter(),
+        )
+        if not self._is_only:
+            run.num_tokens = list(map(len, inputs))
+            self.stats.enter(sum(run.num_tokens))
+        self._runs[run.request_id] = run
+        client = options.client, options.namespace
+        self._next_message().requests.append(
+            SubmitRequest(run.request_id, params, inputs, options.priority, remaining_s, *client)
+        )
+        return run
+
+    def end(self, run: Run) -> None:
+        """Removes a run, and cancels it in the engine if it is not complete."""
+        if run.num_tokens is not None:
+            self.stats.leave(sum(run.num_tokens))
+        if self._runs.pop(run.request_id, None) is not None:
+            self._next_message().cancels.append(run.request_id)
+
+    async def clear_prefixes(self) -> int | None:
+        """Clears the prefix cache of this replica; see Dispatcher.clear_prefixes."""
+        self._check_live()
+        request_id = next(self._ids)
+        clearing: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._clearings[request_id] = clearing
+        try:
+            self._next_message().clears.append(request_id)
+            return await clearing
+        finally:
+            del self._clearings[request_id], clearing  # an error in the future would refer to this frame
+
+    def receive(self, message: FromCore, frames: Sequence[Frame]) -> None:
+        """Handles the results of a step, the failure of a request, or the result of `clear_prefixes`."""
+        match message:
+            case StepResults():
+                pass
+            case RequestFailed():
+                self._settle(message.request_id, _FAILURES.get(message.kind, ModelExecutionError)(message.message))
+                return
+            case PrefixCacheCleared():
+                clearing = self._clearings.get(message.request_id)
+                if clearing is not None and not clearing.done():
+                    clearing.set_result(message.num_blocks)
+                return
+            case _:
+                raise TypeError(f"{type(message).__name__} is not for a Replica")
+        # 1. Update the counters and the drain rate.
+        self._count(message)
+        if message.num_tokens and message.load is not None and message.load.num_deferred:
+            self.rate.record(message.num_tokens, message.step_s)
+        arrays = unpack_results(message, frames)
+        # 2. Store the times of finished runs.
+        for request_id, *seconds in message.finished:
+            if (run := self._runs.get(request_id)) is not None:
+                run.timing = Timing(*seconds)
+        # 3. Store the rows of each input, and count its last row once.
+        done: list[Run] = []
+        seen: set[tuple[int, int]] = set()  # complete inputs, which may be in several arrays
+        for results in arrays:
+            name = results.output.name
+            for request_id, index, is_last, array in zip(
+                results.request_ids, results.indices, results.is_last, results.output.split(), strict=True
+            ):
+                run = self._runs.get(request_id)
+                if run is None:
+                    continue
+                run.add_output(index, name, array, is_last=is_last)
+                if not is_last or (request_id, index) in seen:
+                    continue
+                if len(arrays) > 1:
+                    seen.add((request_id, index))
+                run.num_incomplete -= 1
+                if run.num_tokens is not None:
+                    self.stats.num_tokens -= run.num_tokens[index]
+                    run.num_tokens[index] = 0
+                if not run.num_incomplete:
+                    done.append(run)
+        # 4. Return the outputs of runs without incomplete inputs.
+        for run in done:
+            self._settle(run.request_id, None)
+
+    def _check_live(self) -> None:
+        if self._send is None:
+            raise EngineUnavailableError("The engine is not running at the moment. Please try again.")
+
+    def _next_message(self) -> ClientMessageBuilder:
+        """Returns the message that is sent at the end of this iteration of the event loop."""
+        if self._outgoing.is_empty:
+            asyncio.get_running_loop().call_soon(self._flush)
+        return self._outgoing
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, ClientMessageBuilder()
+        if outgoing.is_empty or self._send is None:
+            return
+        try:
+            message, frame = outgoing.pack()
+            self._send(encode(message), [frame])
+        except Exception:  # a bug in penstock; the requests must not wait forever
+            logger.exception("requests could not be sent to the engine")
+            error = ModelExecutionError("The request could not be sent to the engine.")
+            for request in outgoing.requests:
+                self._settle(request.request_id, error)
+            for request_id in outgoing.clears:
+                clearing = self._clearings.get(request_id)
+                if clearing is not None and not clearing.done():
+                    clearing.set_exception(error)
+
+    def _settle(self, request_id: int, error: EngineError | None) -> None:
+        run = self._runs.pop(request_id, None)
+        if run is None or run.result.done():
+            return
+        if error is None:
+            run.result.set_result(run.outputs)
+        else:
+            run.result.set_exception(error)
+
+
+class CoreLink:
+    """The connection of a client to an engine in another process. Belongs to one event loop.
+
+    Args:
+        address: Path of the socket of the core.
+        on_message: Called for every message of the core.
+        on_unreadable: Called once when a message cannot be read, which is logged, or when the core has closed the
+            connection but its process still runs.
+
+    Attributes:
+        on_message: Called for every message of the core; may be replaced.
+        connection: The connection.
+
+    Raises:
+        OSError: The core has ended.
+    """
+
+    def __init__(self, address: str, on_message: OnMessage, on_unreadable: Callable[[], None]) -> None:
+        self.on_message = on_message
+        self._on_unreadable = on_unreadable
+        self.connection = MessageConnection.open(address)
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop, self._descriptor = asyncio.get_running_loop(), self.connection.fileno()
+        self._loop.add_reader(self._descriptor, self.receive)
+
+    def send(self, message: Start | Attach | Stop) -> None:
+        """Sends a message without frames and without blocking. The message is lost if the core has ended."""
+        self.connection.send(encode(message))
+
+    def receive(self) -> None:
+        """Handles all messages that have arrived."""
+        try:
+            for message, frames in self.connection.receive():
+                if self.connection.fileno() >= 0:  # the handler of the last message may have closed it
+                    self.on_message(decode_from_core(message), frames)
+        except EOFError:  # `_watch` reports the end of the process and closes the link, unless the process still runs
+            self._loop.remove_reader(self._descriptor)
+            self._timer = self._timer or self._loop.call_later(_DISCONNECTED_TIMEOUT_S, self._on_unreadable)
+        except Exception:
+            logger.exception("the engine's messages cannot be read")
+            self._loop.remove_reader(self._descriptor)
+            self._on_unreadable()
+
+    def close(self) -> None:
+        """Closes the connection. May be called twice."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.connection.fileno() >= 0:
+            self._loop.remove_reader(self._descriptor)
+            self.connection.close()

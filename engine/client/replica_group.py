@@ -1,24 +1,31 @@
-"""The replicas of one engine: the device or cores of each, their supervisors, and their common state."""
+"""The replicas of one engine: the device or cores of each, their supervisors, and their requests."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ..core.host import Core, cores_by_node, may_have_gpu, usable_cores
+from ..protocol.batch_outputs import Arrays
 from ..protocol.config import EngineConfig
-from ..protocol.errors import ModelLoadError, RejectionReason
+from ..protocol.errors import EngineUnavailableError, ModelLoadError, RejectionReason
 from ..protocol.messages import ModelReady
 from ..protocol.model_info import ModelInfo
+from ..protocol.params import PoolingParams
+from ..protocol.request import STAGE_TIMES, RequestOptions, TokenizedInput
 from .core_supervisor import CoreSupervisor, EngineState
-from .dispatcher import Dispatcher
+from .dispatcher import Dispatcher, Replica, Run
 from .engine_process import EngineProcess
 from .queue_admission import QueueAdmission
 from .stats import DispatcherStats
+
+_MIN_PART_TOKENS: Final = 256
+_PARTS_PER_BATCH: Final = 8
+"""The smallest part of a request has 256 tokens and an eighth of a full batch, because smaller parts save no time."""
 
 
 def replica_configs(config: EngineConfig) -> list[EngineConfig]:
@@ -158,6 +165,8 @@ class ReplicaGroup:
         self._dispatcher = dispatcher
         self._supervisors: list[CoreSupervisor] = []
         self._loaded: ModelInfo | None = None
+        if len(dispatcher.replicas) > 1:
+            dispatcher.router = ReplicaRouter(dispatcher.replicas)
         for config, replica in zip(configs, dispatcher.replicas, strict=True):
             own, process = process, None
             self._supervisors.append(
@@ -246,3 +255,106 @@ class ReplicaGroup:
             cache.record_files(self._loaded.folder)
         elif set(states) == {EngineState.READY}:
             cache.open(self._loaded.folder, self._loaded, has_one_core=len(states) == 1)
+
+
+class ReplicaRouter:
+    """Distributes requests over several replicas, on one event loop.
+
+    Args:
+        replicas: At least two replicas.
+    """
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = replicas
+
+    async def run(
+        self,
+        inputs: Sequence[TokenizedInput],
+        params: PoolingParams,
+        options: RequestOptions,
+        remaining_s: float | None,
+    ) -> list[Arrays]:
+        """Runs inputs as Replica.run does, in parts on several replicas; if one part fails, the others are cancelled.
+
+        Raises:
+            EngineUnavailableError: No replica is running, or the replica of a part ended.
+        """
+        runs: list[tuple[Replica, Run]] = []
+        try:
+            for replica, part in self._parts(inputs):
+                runs.append((replica, replica.begin(part, params, options, remaining_s)))
+            results = await asyncio.gather(*(run.result for _, run in runs))
+            if (times := STAGE_TIMES.get()) is not None:
+                max((run for _, run in runs), key=_seconds).record_times(times)
+            return [outputs for result in results for outputs in result]
+        finally:
+            _end(runs)
+            del runs  # the traceback of an error in them refers to this frame
+
+    async def clear_prefixes(self) -> int | None:
+        """Clears the prefix caches of all running replicas; see Dispatcher.clear_prefixes."""
+        cleared = await asyncio.gather(*(replica.clear_prefixes() for replica in self._live()))
+        counts = [count for count in cleared if count is not None]
+        return sum(counts) if counts else None
+
+    def _live(self) -> list[Replica]:
+        live = [replica for replica in self._replicas if replica.is_live]
+        if not live:
+            raise EngineUnavailableError("The engine is not running at the moment. Please try again.")
+        return live
+
+    def _parts(self, inputs: Sequence[TokenizedInput]) -> Iterator[tuple[Replica, Sequence[TokenizedInput]]]:
+        """Yields the chosen replicas with their inputs, in the order of the inputs."""
+        live = self._live()
+        num_tokens = list(map(len, inputs))
+        min_share = max(_MIN_PART_TOKENS, live[0].stats.token_budget // _PARTS_PER_BATCH)
+        if len(inputs) == 1 or sum(num_tokens) < 2 * min_share:
+            yield min(live, key=lambda replica: replica.stats.num_tokens), inputs
+            return
+        shares = even_shares([replica.stats.num_tokens for replica in live], sum(num_tokens), min_share)
+        chosen = [(replica, share) for replica, share in zip(live, shares, strict=True) if share]
+        last = chosen[-1][0]
+        start, seen, due = 0, 0, 0.0
+        for replica, share in chosen:
+            due += share
+            end = start
+            # An input on the border of two shares goes to the share with more of its tokens.
+            while end < len(inputs) and (replica is last or seen + num_tokens[end] / 2 <= due):
+                seen += num_tokens[end]
+                end += 1
+            if end > start:
+                yield replica, inputs[start:end]
+            start = end
+
+
+def even_shares(queued: Sequence[int], num_tokens: int, min_share: int) -> list[float]:
+    """Divides the tokens of a request so that afterwards, if possible, all replicas have equally many queued tokens.
+
+    Args:
+        queued: Number of queued tokens of each replica.
+        num_tokens: Number of tokens of the request.
+        min_share: Smallest share.
+
+    Returns:
+        The share of each replica: 0, all tokens, or at least `min_share`.
+    """
+    chosen = sorted(range(len(queued)), key=queued.__getitem__)
+    # Removes the replica with the longest queue until all shares are large enough or one replica is left.
+    while True:
+        level = (sum(queued[i] for i in chosen) + num_tokens) / len(chosen)
+        if len(chosen) == 1 or level - queued[chosen[-1]] >= min_share:
+            break
+        chosen.pop()
+    shares = [0.0] * len(queued)
+    for i in chosen:
+        shares[i] = level - queued[i]
+    return shares
+
+
+def _end(runs: Sequence[tuple[Replica, Run]]) -> None:
+    for replica, run in runs:
+        replica.end(run)
+
+
+def _seconds(run: Run) -> float:
+    return 0.0 if run.timing is None else run.timing.queue_s + run.timing.inference_s

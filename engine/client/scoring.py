@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ..protocol.batch_outputs import Arrays
 from ..protocol.errors import InvalidRequestError, UnsupportedTaskError
 from ..protocol.model_info import ModelInfo, ModelKind
 from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, SparseVector, maxsim_score
@@ -19,7 +20,6 @@ from ..protocol.results import ClassResult, EmbeddingResult, ScoreResult
 from ..protocol.tasks import PoolingTask
 from ..tokenization.input_encoder import InputEncoder, instructed_prompt
 from .dispatcher import Dispatcher, OpenRequest
-from .replica import Arrays
 from .vector_cache.keys import is_cacheable
 
 Contents = Sequence[TextOrImage]

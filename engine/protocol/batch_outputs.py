@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, Generic, NamedTuple, TypeVar
@@ -18,7 +18,7 @@ from .tasks import PoolingTask
 V = TypeVar("V")
 """A numpy array or a tensor."""
 W = TypeVar("W")
-Arrays = Mapping[str, NDArray[np.float32]]
+Arrays = dict[str, NDArray[np.float32]]
 """The outputs of one sequence by name."""
 _OUTPUT_NAMES: Final = {
     PoolingTask.EMBED: "embedding",

@@ -33,7 +33,7 @@ LOOPS = (
 TO_ENGINE = (
     "server/http/connection.py Connection.on_headers_complete",
     "engine/tokenization/model_tokenizer.py ModelTokenizer.encode",
-    "engine/client/replica.py Replica.run",
+    "engine/client/dispatcher.py Replica.run",
     "engine/protocol/message_connection.py MessageConnection.send",
 )
 IN_ENGINE = (
@@ -44,7 +44,7 @@ IN_ENGINE = (
     "engine/protocol/message_connection.py MessageConnection.send",
 )
 TO_CLIENT = (
-    "engine/client/replica.py Replica.receive",
+    "engine/client/dispatcher.py Replica.receive",
     "server/http/streams.py ResponseWriter.write",
 )
 CHUNK = (

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from ...protocol.batch_outputs import Arrays
 from ..own_files import SECRET_BYTES
-from ..replica import Arrays
 
 if TYPE_CHECKING:  # lmdb is an extra
     from .disk import SharedTier

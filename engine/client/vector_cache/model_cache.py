@@ -14,12 +14,12 @@ import numpy as np
 
 from penstock.kernels.cpu import CpuLibrary, shared_library
 
+from ...protocol.batch_outputs import Arrays
 from ...protocol.model_info import ModelInfo
 from ...protocol.params import PoolingParams
 from ...protocol.request import TokenizedInput
 from ...protocol.results import stacked
 from ...protocol.tasks import PoolingTask
-from ..replica import Arrays
 from ..stats import CacheStats
 from .cache import VectorCache
 from .keys import Keys, UnknownIdentityError, identity_of, is_cacheable, stamp_of

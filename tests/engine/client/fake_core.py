@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.engine.client.dispatcher import Arrays, Dispatcher
-from penstock.engine.client.replica import Replica
+from penstock.engine.client.dispatcher import Dispatcher, Replica
+from penstock.engine.protocol.batch_outputs import Arrays
 from penstock.engine.protocol.messages import ClientMessage, Frame, SubmitRequest
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
