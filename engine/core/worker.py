@@ -13,16 +13,35 @@ import contextlib
 import gc
 import logging
 import os
+import select
 import socket
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from ..heap import trim_heap
 from ..logs import configure_logging, flush_logs
-from ..protocol.messages import STUCK_EXIT_CODE
-from .client_connections import ClientConnections
+from ..protocol.batch_outputs import ResultArray, pack_results, unpack_results
+from ..protocol.message_connection import Message, MessageConnection
+from ..protocol.messages import (
+    STUCK_EXIT_CODE,
+    Attach,
+    ClientMessage,
+    Frame,
+    FromCore,
+    PrefixCacheCleared,
+    RequestFailed,
+    Start,
+    StepResults,
+    Stop,
+    client_number_of,
+    decode_to_core,
+    encode,
+)
 from .core import EngineCore
 from .load_runner import load_runner
 from .waker import Waker
@@ -35,6 +54,10 @@ loop, although reference counts free the objects of requests."""
 _LINGER_S: Final = 2.0
 _HEARTBEAT_BYTES: Final = 64
 """More than the unanswered heartbeats of the parent."""
+_PAUSE_S: Final = 0.5
+"""Seconds before the next attempt to accept a connection after one has failed."""
+
+_Part = tuple[FromCore, list[Frame]]
 
 
 def main() -> None:
@@ -87,6 +110,131 @@ def _echo_heartbeats(address: Path) -> None:
         (folder / address.name).unlink(missing_ok=True)
         folder.rmdir()
     os._exit(0)
+
+
+class ClientConnections:
+    """The connections of all clients. Used on the device thread only.
+
+    The first client is number 0. It also gets the messages that concern no particular client.
+
+    Args:
+        listener: Socket where clients connect. This object closes it.
+        waker: Wakes the device thread when a client has sent data.
+    """
+
+    def __init__(self, listener: socket.socket, waker: Waker) -> None:
+        self._listener = listener
+        self._waker = waker
+        self._core: EngineCore
+        self._connections: dict[int, MessageConnection] = {}
+        self._is_shared = False  # there are several clients
+        self._early: list[Message] = []  # messages received together with Start
+
+    def await_start(self) -> Start:
+        """Waits for client 0 and returns its first message.
+
+        Raises:
+            EOFError: The client disconnected before it sent a message.
+            TypeError: The first message is not Start.
+        """
+        stream, _ = self._listener.accept()
+        first = self._connections[0] = MessageConnection(stream)
+        while not (messages := first.receive()):
+            select.select([first], [], [])
+        (message, _), *self._early = messages
+        start = decode_to_core(message)
+        if not isinstance(start, Start):
+            raise TypeError(f"the first message must be Start, not {type(start).__name__}")
+        return start
+
+    def serve(self, core: EngineCore) -> None:
+        """Starts to pass messages to a core. Errors are raised in the callbacks that `Waker.wait` returns."""
+        self._core = core
+        if self._early:
+            self._receive(self._connections[0])
+        self._listener.setblocking(False)
+        self._waker.watch(self._listener, self._accept)
+        self._watch(self._connections[0])
+
+    def send(self, message: FromCore, frames: list[Frame]) -> None:
+        """Sends a message. If it concerns several clients, each gets its part."""
+        parts = split(message, frames) if self._is_shared else {0: (message, frames)}
+        for client, (part, part_frames) in parts.items():
+            if (connection := self._connections.get(client)) is not None:
+                connection.send(encode(part), part_frames)
+
+    def close(self, linger_s: float) -> None:
+        """Closes all connections. Waits up to `linger_s` seconds for sent messages to leave."""
+        for connection in self._connections.values():
+            connection.close(linger_s)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            stream, _ = self._listener.accept()
+        except BlockingIOError:  # the client has disconnected again
+            return
+        except OSError as error:  # for example too many open files; connected clients are not affected
+            logger.error("an engine client cannot connect: %s", error)
+            self._waker.pause(self._listener, _PAUSE_S)  # the listener stays readable and would wake every step
+            return
+        self._watch(MessageConnection(stream))
+
+    def _watch(self, connection: MessageConnection) -> None:
+        self._waker.watch(connection, partial(self._receive, connection))
+
+    def _receive(self, connection: MessageConnection) -> None:
+        try:
+            messages, self._early = self._early or connection.receive(), []
+        except EOFError:
+            self._disconnect(connection)
+            return
+        for encoded, frames in messages:
+            message = decode_to_core(encoded)
+            if isinstance(message, ClientMessage):
+                self._core.receive(message, *frames)
+            elif isinstance(message, Attach):
+                self._connections[message.client_number] = connection
+                self._is_shared = True
+            elif isinstance(message, Stop):
+                self._core.stop()
+            else:
+                raise TypeError(f"unexpected message {type(message).__name__}")
+
+    def _disconnect(self, connection: MessageConnection) -> None:
+        """Cancels the requests of a client that has disconnected."""
+        self._waker.ignore(connection)
+        connection.close()
+        for client in [number for number, own in self._connections.items() if own is connection]:
+            del self._connections[client]
+            self._core.cancel_client(client)
+
+
+def split(message: FromCore, frames: list[Frame]) -> dict[int, _Part]:
+    """Splits a message by client. Returns the part of each client, by client number.
+
+    A client gets the metrics of steps with results for it. Client 0 gets the metrics of all steps.
+    """
+    if isinstance(message, RequestFailed | PrefixCacheCleared):
+        return {client_number_of(message.request_id): (message, frames)}
+    if not isinstance(message, StepResults):
+        return {0: (message, frames)}
+    arrays: dict[int, list[ResultArray]] = {0: []}
+    finished: dict[int, list[tuple[int, float, float]]] = {}
+    for results in unpack_results(message, frames):
+        positions: dict[int, list[int]] = {}
+        for position, request_id in enumerate(results.request_ids):
+            positions.setdefault(client_number_of(request_id), []).append(position)
+        for client, own in positions.items():
+            arrays.setdefault(client, []).append(results.pick(own))
+    for request in message.finished:
+        finished.setdefault(client_number_of(request[0]), []).append(request)
+    parts: dict[int, _Part] = {}
+    for client in arrays.keys() | finished.keys():
+        headers, own_frames = pack_results(arrays.get(client, []))
+        part = msgspec.structs.replace(message, arrays=headers, finished=finished.get(client, []))
+        parts[client] = part, own_frames
+    return parts
 
 
 if __name__ == "__main__":

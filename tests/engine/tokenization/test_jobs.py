@@ -17,8 +17,8 @@ from penstock.engine.protocol.errors import (
     RequestCancelledError,
 )
 from penstock.engine.protocol.request import CLIENT, STAGE_TIMES, Stage, StageTimes
-from penstock.engine.tokenization.jobs import LONG_JOB, TokenizerJobs
 from penstock.engine.tokenization.model_tokenizer import IsCancelled, portions
+from penstock.engine.tokenization.tokenizer import LONG_JOB, TokenizerJobs
 
 
 @pytest.fixture
