@@ -22,6 +22,7 @@ from .client.vector_cache.cache import VectorCache
 from .client.vector_cache.model_cache import ModelCache
 from .images.encoder import ImageEncoder
 from .protocol.config import EngineConfig
+from .protocol.images import ImageInput, MixedInput
 from .protocol.messages import ModelReady
 from .protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from .protocol.params import PoolingParams
@@ -146,9 +147,9 @@ class AsyncEngine:
                 query=tokenizer_pool(info.query, spec.query) if info.query and spec.query else None,
             )
 
-        image, images = ready.info.image, None
-        if image is not None and image.image_spec is not None:
-            images = ImageEncoder(image.image_spec, num_workers=config.tokenizer_workers)
+        reader, images = ready.info.image or ready.info, None
+        if reader.image_spec is not None:
+            images = ImageEncoder(reader.image_spec, num_workers=config.tokenizer_workers)
         return cls(config, ready.info, tokenizer_pool(ready.info, ready.tokenizer), dispatcher, group, images)
 
     @property
@@ -369,16 +370,29 @@ class AsyncEngine:
     ) -> list[str]:
         """Returns the text of each chat from the chat template of the model, with special tokens.
 
-        To embed or classify the text, set `prompt=""` and `add_special_tokens=False` in the options of that call.
+        To embed or classify the text, set `is_rendered` and `add_special_tokens=False` in the options of that call.
 
         Args:
-            conversations: Lists of messages with a `role` and a `content`, which is a text or parts of type text.
+            conversations: Lists of messages with a `role` and a `content`, which is a text or parts of type text; for
+                models that read images in chats also of type image.
             options: Options of the template; None for the default.
 
         Raises:
             InvalidRequestError: The model has no chat template, or the template does not support the messages.
         """
         return await self._tokenizer.render_chats(conversations, options or ChatOptions())
+
+    def with_images(self, prompt: str, images: Sequence[ImageInput]) -> MixedInput:
+        """Returns a rendered chat with its images. Embed it with `is_rendered` in the options.
+
+        Args:
+            prompt: A prompt from `render_chats`, with a placeholder for each image.
+            images: The images, in order.
+
+        Raises:
+            InvalidRequestError: The number of placeholders differs, or the model reads no images in chats.
+        """
+        return self._encoder.with_images(prompt, images)
 
     async def tokenize(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, on_count: OnCount | None = None

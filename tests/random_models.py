@@ -63,3 +63,73 @@ def save_two_tower_model(folder: Path, kind: str, tokenizer: Path) -> tuple[Any,
     for part in (model, processor, transformers.AutoTokenizer.from_pretrained(tokenizer, model_max_length=64)):
         part.save_pretrained(folder)
     return model, processor
+
+
+QWEN3_VL_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.content is string %}
+        {{- message.content }}
+    {%- else %}
+        {%- for content in message.content %}
+            {%- if content.type == 'image' or 'image' in content or 'image_url' in content %}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif 'text' in content %}
+                {{- content.text }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+QWEN_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+
+
+def save_qwen3_vl_model(folder: Path, tokenizer: Path) -> tuple[Any, Any]:
+    """Save a random Qwen3-VL model with the tokenizer of another model, to which its special tokens are added.
+
+    Returns:
+        The model, and a function of a prompt and its images that returns the arguments of transformers' processor.
+    """
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    words = transformers.AutoTokenizer.from_pretrained(tokenizer, model_max_length=512)
+    words.add_special_tokens({"additional_special_tokens": list(QWEN_TOKENS)})
+    words.chat_template = QWEN3_VL_TEMPLATE
+    ids = dict(zip(QWEN_TOKENS, words.convert_tokens_to_ids(list(QWEN_TOKENS)), strict=True))
+    text = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 30_600, "max_position_embeddings": 512}
+    text |= {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4}}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 3, "num_heads": 4, "patch_size": 4}
+    vision |= {"out_hidden_size": 48, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 36}
+    config = transformers.Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3VLForConditionalGeneration(config).eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.2 if parameter.dim() > 1 else 0.1, mean=float("norm.weight" in name))
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=4, size={"shortest_edge": 256, "longest_edge": 2048}, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
+    for part in (model, processor, words):
+        part.save_pretrained(folder)
+
+    def arguments(prompt: str, images: list[Any]) -> dict[str, Any]:
+        pixels = processor(images, return_tensors="pt") if images else {}
+        for rows in pixels["image_grid_thw"].prod(1).tolist() if images else ():
+            prompt = prompt.replace("<|image_pad|>", "<pad>" * (rows // 4), 1)
+        encoded = words(prompt.replace("<pad>", "<|image_pad|>"), return_tensors="pt", return_token_type_ids=False)
+        return {**encoded, **pixels, "mm_token_type_ids": (encoded.input_ids == config.image_token_id).int()}
+
+    return model, arguments

@@ -104,7 +104,12 @@ def warm_up(
     """
     tokens = TokenizedInput(np.array(tokenizer.sample_ids[-info.max_model_len :], np.int32))
     if info.image_spec is not None:
-        tokens = TokenizedInput.of_image(info.image_spec.gray(), info.image_spec.num_class_rows)
+        image = info.image_spec.gray()
+        if tokenizer.frames is None:
+            tokens = TokenizedInput.of_image(image, info.image_spec.num_class_rows)
+        else:
+            placeholders = np.full(info.image_spec.num_tokens(image), tokenizer.frames.placeholder_id, np.int32)
+            tokens = TokenizedInput(np.concatenate([tokens.token_ids, placeholders, tokens.token_ids]), images=(image,))
     first, *others = info.tasks
     requests = [
         Request(0, PoolingParams(use_activation=False if task in _CLASS_TASKS else None).resolved(task, info))

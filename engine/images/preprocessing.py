@@ -10,18 +10,27 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ..protocol.images import ImagePatches, ImageResize, ImageSpec
+from .errors import ImageError
 from .resampling import resize_part
 
 _MAX_ENLARGED_PIXELS: Final = 1 << 22
 """A larger image is enlarged only inside the crop: one of 1 x 65,535 pixels would become 224 x 14,679,840."""
 _SCALE_STEP: Final = 1e-5
 _MAX_SCALE: Final = 100.0
+_MAX_RATIO: Final = 200
+"""Largest ratio of the edges of an image that is resized to an area, as in transformers."""
 
 
 def preprocess(image: Image.Image, spec: ImageSpec) -> ImagePatches:
-    """Returns the patches of an image of mode RGB."""
+    """Returns the patches of an image of mode RGB.
+
+    Raises:
+        ImageError: The proportions of the image are not supported, or the model cannot read as many patches.
+    """
     if spec.resize is ImageResize.PATCHES:
         height, width = patches_size(image.height, image.width, spec.patch_size, spec.max_patches)
+    elif spec.resize is ImageResize.AREA:
+        height, width = area_size(image.height, image.width, spec)
     elif spec.resize is ImageResize.EXACT:
         height, width = spec.size
     else:
@@ -31,7 +40,7 @@ def preprocess(image: Image.Image, spec: ImageSpec) -> ImagePatches:
         pixels = np.asarray(image.resize((width, height), resample))
     else:
         pixels = _resize_and_crop(image, (height, width), spec.crop, resample)
-    return _patches(pixels, spec.patch_size)
+    return _patches(pixels, spec.patch_size, spec.merge_size)
 
 
 def _shortest_edge_size(height: int, width: int, edge: int) -> tuple[int, int]:
@@ -61,6 +70,30 @@ def patches_size(height: int, width: int, patch_size: int, max_patches: int) -> 
     return scaled(low, height), scaled(low, width)
 
 
+def area_size(height: int, width: int, spec: ImageSpec) -> tuple[int, int]:
+    """Returns the height and width in pixels of whole blocks of patches: `smart_resize` of Qwen2-VL in transformers.
+
+    Raises:
+        ImageError: See `preprocess`.
+    """
+    if max(height, width) / min(height, width) > _MAX_RATIO:
+        raise ImageError(f"has {width} x {height} pixels; the longer edge may be {_MAX_RATIO} times the shorter one")
+    block = spec.patch_size * spec.merge_size
+    rows, columns = round(height / block) * block, round(width / block) * block
+    if rows * columns > spec.max_pixels:
+        scale = math.sqrt(height * width / spec.max_pixels)
+        rows, columns = (max(block, math.floor(edge / scale / block) * block) for edge in (height, width))
+    elif rows * columns < spec.min_pixels:
+        scale = math.sqrt(spec.min_pixels / (height * width))
+        rows, columns = (math.ceil(edge * scale / block) * block for edge in (height, width))
+    if not rows * columns:
+        raise ImageError(f"has {width} x {height} pixels; the model reads blocks of {block} x {block}")
+    num_blocks, limit = rows * columns // block**2, spec.max_patches // spec.merge_size**2
+    if num_blocks > limit:
+        raise ImageError(f"has {num_blocks} tokens; the model reads up to {limit}. Send a smaller image")
+    return rows, columns
+
+
 def _resize_and_crop(
     image: Image.Image, size: tuple[int, int], crop: tuple[int, int], resample: Image.Resampling
 ) -> NDArray[np.uint8]:
@@ -87,9 +120,11 @@ def _centre(edge: int, cut: int) -> tuple[int, int]:
     return first, first + cut
 
 
-def _patches(pixels: NDArray[np.uint8], patch_size: int) -> ImagePatches:
+def _patches(pixels: NDArray[np.uint8], patch_size: int, merge_size: int) -> ImagePatches:
     """Cuts [H, W, 3] pixels into whole patches; the remaining pixels at the right and at the bottom are left out."""
     rows, columns = pixels.shape[0] // patch_size, pixels.shape[1] // patch_size
     whole = pixels[: rows * patch_size, : columns * patch_size]
-    cut = whole.reshape(rows, patch_size, columns, patch_size, 3).swapaxes(1, 2)
+    side = merge_size
+    cut = whole.reshape(rows // side, side, patch_size, columns // side, side, patch_size, 3)
+    cut = cut.transpose(0, 3, 1, 4, 2, 5, 6)
     return ImagePatches(cut.reshape(rows * columns, patch_size * patch_size * 3), (rows, columns))

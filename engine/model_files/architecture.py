@@ -23,7 +23,7 @@ DECODER_MODEL_TYPES: Final = frozenset((
     "llama", "llama4", "llama4_text", "mamba", "mamba2", "minicpm3", "ministral", "ministral3", "mistral",
     "mixtral", "modernbert-decoder", "mpt", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe",
     "openai-gpt", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5",
-    "qwen3_5_text", "qwen3_moe", "qwen3_next", "recurrent_gemma", "rwkv", "seed_oss", "smollm3", "stablelm",
+    "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "recurrent_gemma", "rwkv", "seed_oss", "smollm3", "stablelm",
     "starcoder2", "xglm", "zamba", "zamba2",
 ))
 # fmt: on

@@ -16,6 +16,20 @@ PROCESSOR_FILE: Final = "processor_config.json"
 IMAGE_PROCESSOR_FILE: Final = "preprocessor_config.json"
 _BILINEAR, _BICUBIC = 2, 3
 _RESAMPLES: Final = (1, _BILINEAR, _BICUBIC)
+_QWEN2_VL: Final = {
+    "do_resize": True,
+    "do_rescale": True,
+    "do_normalize": True,
+    "rescale_factor": 1 / 255,
+    "resample": _BICUBIC,
+    "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+}
+"""Defaults of Qwen2VLImageProcessor."""
 _CLASS_SUFFIXES: Final = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
 _MUST_BE_OFF: Final = ("do_pad", "use_square_size", "do_flip_channel_order", "do_image_splitting", "do_thumbnail")
 
@@ -94,19 +108,7 @@ def read_image_spec(folder: Path, config: Mapping[str, Any]) -> ImageSpec:
     patch_size = values.count("patch_size", _value(vision, "patch_size", defaults.patch_size))
     if (model_patch_size := _value(vision, "patch_size", defaults.patch_size)) != patch_size:
         raise values.unsupported("patch_size", f"the patch_size of config.json, {model_patch_size!r}")
-    for key in _MUST_BE_OFF:
-        if values.get(key):
-            raise values.unsupported(key, "false")
-    if not values.get("do_resize"):
-        raise values.unsupported("do_resize", "true")
-    if values.get("resample") not in _RESAMPLES:
-        raise values.unsupported("resample", "1 (Lanczos), 2 (bilinear) or 3 (bicubic)")
-    colours: dict[str, Any] = {
-        "resample": values.get("resample"),
-        "rescale": values.positive("rescale_factor") if values.get("do_rescale") else 1.0,
-        "mean": values.colours("image_mean") if values.get("do_normalize") else (0.0, 0.0, 0.0),
-        "std": values.colours("image_std", must_be_positive=True) if values.get("do_normalize") else (1.0, 1.0, 1.0),
-    }
+    colours = _colours(values)
     if defaults.image_size is None:
         return ImageSpec(
             patch_size=patch_size,
@@ -131,6 +133,63 @@ def read_image_spec(folder: Path, config: Mapping[str, Any]) -> ImageSpec:
         num_class_rows=defaults.num_class_rows,
         **colours,
     )
+
+
+def read_area_spec(folder: Path, config: Mapping[str, Any], max_model_len: int) -> ImageSpec:
+    """Reads the preprocessing of the images of a language model with a Qwen2VLImageProcessor.
+
+    Args:
+        folder: Folder with the files of the processor.
+        config: config.json of the model.
+        max_model_len: Tokens. An image with more blocks of patches is rejected.
+
+    Raises:
+        UnsupportedModelError: A value that penstock does not support.
+        ModelLoadError: A file is not valid JSON.
+    """
+    source = _Source.read(folder)
+    names = [f"Qwen2VL{suffix}" for suffix in _CLASS_SUFFIXES[:3]]
+    if (name := source.get("image_processor_type")) not in (None, *names):
+        raise source.unsupported("image_processor_type", f"{names[0]}, not {name!r},")
+    values = source.with_defaults(_QWEN2_VL)
+    vision = config.get("vision_config") or {}
+    for key, own, default in (("patch_size", "patch_size", 14), ("merge_size", "spatial_merge_size", 2)):
+        if values.count(key) != _value(vision, own, default):
+            raise values.unsupported(key, f"the {own} of config.json, {vision.get(own)!r}")
+    size = values.get("size")
+    size = size if isinstance(size, dict) else {}
+    min_pixels = values.get("min_pixels") or size.get("shortest_edge")
+    max_pixels = values.get("max_pixels") or size.get("longest_edge")
+    if type(min_pixels) is not int or type(max_pixels) is not int or not 0 < min_pixels <= max_pixels:
+        raise values.unsupported("size", "shortest_edge and longest_edge, the limits of the area in pixels")
+    patch_size, merge_size = values.count("patch_size"), values.count("merge_size")
+    return ImageSpec(
+        patch_size=patch_size,
+        resize=ImageResize.AREA,
+        size=(0, 0),
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        max_patches=min(max_pixels // patch_size**2, max_model_len * merge_size**2),
+        merge_size=merge_size,
+        **_colours(values),
+    )
+
+
+def _colours(values: _Source) -> dict[str, Any]:
+    """Returns the resampling and the normalisation of colours."""
+    for key in _MUST_BE_OFF:
+        if values.get(key):
+            raise values.unsupported(key, "false")
+    if not values.get("do_resize"):
+        raise values.unsupported("do_resize", "true")
+    if values.get("resample") not in _RESAMPLES:
+        raise values.unsupported("resample", "1 (Lanczos), 2 (bilinear) or 3 (bicubic)")
+    return {
+        "resample": values.get("resample"),
+        "rescale": values.positive("rescale_factor") if values.get("do_rescale") else 1.0,
+        "mean": values.colours("image_mean") if values.get("do_normalize") else (0.0, 0.0, 0.0),
+        "std": values.colours("image_std", must_be_positive=True) if values.get("do_normalize") else (1.0, 1.0, 1.0),
+    }
 
 
 def _kind(source: _Source, config: Mapping[str, Any]) -> str:

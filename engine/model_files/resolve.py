@@ -32,6 +32,7 @@ from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTr
 from .static_files import read_model2vec_modules, read_static_config
 from .two_towers import tower_configs, with_image
 from .vector_outputs import read_stanford_modules, resolve_multi_vector, resolve_sparse
+from .vision_language import resolve_vision_language
 
 _POOLER_FLAG: Final = "--pooler-config"
 _INSTRUCTOR_MODELS: Final = ("hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp/instructor-xl")
@@ -103,7 +104,6 @@ def _resolve_part(
     draft = ModelDraft(config.model, model_config, config, files, config_file=config_file)
     draft.set("query", None, "default")
     draft.set("image", None, "default")
-    draft.set("image_spec", None, "default")
     draft.set("default_is_query", False, "default")
     draft.set("name", config.name or config.model, "--served-model-name" if config.name else config.model_source)
     draft.set("path", str(path), config.model_source if path == root else MODULES_FILE)
@@ -125,6 +125,7 @@ def _resolve_part(
     resolve_sparse(draft, root)
     resolve_multi_vector(draft, root, tokenizer_config)
     resolve_long_text(draft)
+    resolve_vision_language(draft, path)
     _resolve_task(draft)
     return ModelInfo(**draft.fields, sources=draft.sources, config=model_config)
 

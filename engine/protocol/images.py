@@ -24,6 +24,22 @@ class ImageInput:
     data: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class MixedInput:
+    """One input of texts and images.
+
+    Attributes:
+        parts: Texts and images in their order; at least one image.
+    """
+
+    parts: tuple[str | ImageInput, ...]
+
+    @property
+    def images(self) -> tuple[ImageInput, ...]:
+        """The images, in order."""
+        return tuple(part for part in self.parts if isinstance(part, ImageInput))
+
+
 class ImageResize(StrEnum):
     """How an image is brought to the size that the model reads.
 
@@ -32,11 +48,14 @@ class ImageResize(StrEnum):
         SHORTEST_EDGE: The shorter edge to the height of ImageSpec.size; the proportions stay.
         PATCHES: To the largest size of whole patches with about the same proportions and at most `max_patches` patches
             (SigLIP 2, naflex).
+        AREA: To whole blocks of patches with about the same proportions, and an area between `min_pixels` and
+            `max_pixels` (Qwen2-VL and its successors).
     """
 
     EXACT = "exact"
     SHORTEST_EDGE = "shortest_edge"
     PATCHES = "patches"
+    AREA = "area"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +65,7 @@ class ImageSpec:
     Attributes:
         patch_size: S.
         resize: How an image is resized.
-        size: (height, width) in pixels; (0, 0) for PATCHES. SHORTEST_EDGE needs `crop`.
+        size: (height, width) in pixels; (0, 0) for PATCHES and AREA. SHORTEST_EDGE needs `crop`.
         crop: (height, width) of the centre to cut out after the resize; None: no crop.
         resample: Filter of the resize, as Pillow's number: 1 Lanczos, 2 bilinear, 3 bicubic.
         rescale: Factor of the pixel values before `mean` and `std`.
@@ -54,6 +73,10 @@ class ImageSpec:
         std: Divides red, green and blue after `mean` is subtracted.
         max_patches: Patches of the largest image.
         num_class_rows: Rows that the model puts before the patches: 1 for a class embedding, otherwise 0.
+        merge_size: Edge in patches of a block, whose patches follow each other in ImagePatches.pixels. In a language
+            model a block is one token.
+        min_pixels: AREA: smallest area after the resize.
+        max_pixels: AREA: largest area after the resize.
     """
 
     patch_size: int
@@ -66,14 +89,23 @@ class ImageSpec:
     std: tuple[float, float, float]
     max_patches: int
     num_class_rows: int = 0
+    merge_size: int = 1
+    min_pixels: int = 0
+    max_pixels: int = 0
+
+    def num_tokens(self, image: ImagePatches) -> int:
+        """Returns the tokens of an image in a language model."""
+        return len(image.pixels) // self.merge_size**2
 
     def gray(self) -> ImagePatches:
-        """Returns a gray image of the largest square size, for a trial."""
+        """Returns a gray image for a trial: of the largest square size, or with AREA of four blocks."""
         height, width = self.crop or self.size
         grid = (height // self.patch_size, width // self.patch_size)
         if self.resize is ImageResize.PATCHES:
             side = math.isqrt(self.max_patches)
             grid = (side, side)
+        elif self.resize is ImageResize.AREA:
+            grid = (2 * self.merge_size, 2 * self.merge_size)
         return ImagePatches(np.full((grid[0] * grid[1], 3 * self.patch_size**2), 127, np.uint8), grid)
 
 
@@ -82,8 +114,8 @@ class ImagePatches:
     """A preprocessed image. The model's first product includes `rescale`, `mean` and `std`.
 
     Attributes:
-        pixels: [P, S * S * 3] uint8. Patches from left to right, then from top to bottom; within a patch rows, then
-            columns, then red, green and blue.
+        pixels: [P, S * S * 3] uint8. Blocks from left to right, then from top to bottom, and the patches of a block
+            likewise; within a patch rows, then columns, then red, green and blue.
         grid: (rows, columns) of patches.
     """
 

@@ -70,7 +70,8 @@ class RequestHeader(msgspec.Struct, array_like=True, gc=False):
 class InputColumns(msgspec.Struct, array_like=True):
     """The inputs of all requests of a message, one list per field; see TokenizedInput.
 
-    `queries` are indices into ClientMessage.query_shapes, and `images` into ClientMessage.grids; -1 for none.
+    `queries` are indices into ClientMessage.query_shapes; -1 for none. For each image of an input, `with_images` has
+    the index of the input, and `images` the index of the image in ClientMessage.grids.
     """
 
     num_tokens: list[int] = []
@@ -78,6 +79,7 @@ class InputColumns(msgspec.Struct, array_like=True):
     num_prompt_tokens: list[int] = []
     num_masked: list[int] = []
     queries: list[int] = []
+    with_images: list[int] = []
     images: list[int] = []
 
 
@@ -94,7 +96,7 @@ class ClientMessage(msgspec.Struct, tag=True):
         requests: The requests.
         inputs: Their inputs.
         query_shapes: Rows and columns of each query (TokenizedInput.query).
-        grids: Rows and columns of patches, and bytes of a patch, of each image (TokenizedInput.image).
+        grids: Rows and columns of patches, and bytes of a patch, of each image (TokenizedInput.images).
         cancels: Ids of requests to cancel.
         clears: Ids of requests to empty the prefix cache. The core sends PrefixCacheCleared for each. Running
             requests continue.
@@ -321,7 +323,8 @@ class ClientMessageBuilder:
         clients = dict.fromkeys((request.client, request.namespace) for request in self.requests)
         inputs = [tokens for request in self.requests for tokens in request.inputs]
         queries = {id(tokens.query): tokens.query for tokens in inputs if tokens.query is not None}
-        images = {id(tokens.image): tokens.image for tokens in inputs if tokens.image is not None}
+        pictured = [(i, image) for i, tokens in enumerate(inputs) if tokens.images for image in tokens.images]
+        images = {id(image): image for _, image in pictured}
         param_index, client_index, query_index, image_index = (
             {key: index for index, key in enumerate(table)} for table in (params, clients, queries, images)
         )
@@ -342,7 +345,8 @@ class ClientMessageBuilder:
             num_prompt_tokens=[tokens.num_prompt_tokens for tokens in inputs],
             num_masked=[tokens.num_masked for tokens in inputs],
             queries=[-1 if tokens.query is None else query_index[id(tokens.query)] for tokens in inputs],
-            images=[-1 if tokens.image is None else image_index[id(tokens.image)] for tokens in inputs],
+            with_images=[index for index, _ in pictured],
+            images=[image_index[id(image)] for _, image in pictured],
         )
         arrays = [tokens.token_ids for tokens in inputs]
         arrays += [np.ascontiguousarray(query, np.float32).view(np.int32).ravel() for query in queries.values()]
@@ -380,28 +384,26 @@ def unpack_client_message(message: ClientMessage, frame: Frame) -> list[SubmitRe
         start, end = end, end + num_rows * width
         queries.append(values[start:end].view(np.float32).reshape(num_rows, width))
     queries.append(None)  # at index -1
-    images: list[ImagePatches | None] = []
+    images: list[ImagePatches] = []
     for num_rows, num_columns, num_bytes in message.grids:
         start, end = end, end + _num_int32(num_rows, num_columns, num_bytes)
         size = num_rows * num_columns * num_bytes
         pixels = values[start:end].view(np.uint8)[:size].reshape(num_rows * num_columns, num_bytes)
         images.append(ImagePatches(pixels, (num_rows, num_columns)))
-    images.append(None)
     inputs = [
-        TokenizedInput(
-            values[end - length : end], boundary, num_prompt_tokens, num_masked, queries[query], images[image]
-        )
-        for end, length, boundary, num_prompt_tokens, num_masked, query, image in zip(
+        TokenizedInput(values[end - length : end], boundary, num_prompt_tokens, num_masked, queries[query])
+        for end, length, boundary, num_prompt_tokens, num_masked, query in zip(
             accumulate(columns.num_tokens),
             columns.num_tokens,
             columns.type_boundaries,
             columns.num_prompt_tokens,
             columns.num_masked,
             columns.queries,
-            columns.images,
             strict=True,
         )
     ]
+    for index, image in zip(columns.with_images, columns.images, strict=True):
+        inputs[index].images += (images[image],)
     requests = []
     first = 0
     for header in message.requests:

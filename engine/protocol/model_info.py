@@ -14,7 +14,7 @@ from .errors import ModelNotFoundError
 from .images import ImageSpec
 from .multi_vector import MultiVector, MultiVectorTokens, SparsePooling, TokenHeads
 from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType
-from .templates import ChatTemplate, ScoreTemplate
+from .templates import ChatTemplate, InputFrames, ScoreTemplate
 
 KV_CACHE_SOURCE: Final = "size of the KV cache"
 """Source of max_model_len if the sequence pool lowers it: a sequence must fit into the pool."""
@@ -52,7 +52,9 @@ class ClassifierMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairChat:
-    """How sentence-transformers renders a pair with the tokenizer's chat template, as roles `query` and `document`.
+    """How sentence-transformers renders inputs with the tokenizer's chat template.
+
+    The roles of a pair are `query` and `document`; a single input is a message of the user.
 
     Attributes:
         is_structured: Contents are lists of typed parts instead of texts.
@@ -147,6 +149,8 @@ class ModelInfo:
         score_template: The prompt around a query and a document, if it is known without the tokenizer.
         pair_chat: Render pairs with the tokenizer's chat template. If this and score_template are None, the tokenizer
             joins the pair.
+        input_chat: Render each input with the tokenizer's chat template: a prompt as system message, then the input as
+            message of the user. None: inputs are not rendered.
         enable_chunked_processing: Embed text above max_model_len in windows; see long_text.py.
         max_embed_len: Tokens. Longest input of the embed task with chunked processing; None: the limit of the queue.
         chunk_overlap: Tokens that a window shares with the one before it.
@@ -211,6 +215,7 @@ class ModelInfo:
     classifier_method: ClassifierMethod = ClassifierMethod.FROM_2_WAY_SOFTMAX
     score_template: ScoreTemplate | None = None
     pair_chat: PairChat | None = None
+    input_chat: PairChat | None = None
     enable_chunked_processing: bool = False
     max_embed_len: int | None = None
     chunk_overlap: int = 0
@@ -237,6 +242,16 @@ class ModelInfo:
     root: str | None = None
     sources: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether an input may be an image."""
+        return self.image is not None or self.image_spec is not None
+
+    @property
+    def mixes_images(self) -> bool:
+        """Whether an input may have images and texts."""
+        return self.image_spec is not None
 
     @property
     def folder(self) -> str:
@@ -315,6 +330,7 @@ class TokenizerSpec:
         dropped_id: Id of tokens that the model ignores; None if there is none.
         chars_per_token: A text that may be truncated is first cut to this many characters per token of the limit, as in
             model2vec; None: it is not.
+        frames: The prompts around inputs of texts and images; None for other models.
         padding: Padding of texts, which the model reads like other tokens; None: no padding.
         query: The tokenizer of ModelInfo.query.
         config: tokenizer_class and arguments, as in tokenizer_config.json.
@@ -331,5 +347,6 @@ class TokenizerSpec:
     dropped_id: int | None = None
     chars_per_token: int | None = None
     padding: TextPadding | None = None
+    frames: InputFrames | None = None
     query: TokenizerSpec | None = None
     config: dict[str, Any] = field(default_factory=dict)

@@ -11,13 +11,13 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .images import ImageInput, ImagePatches
+from .images import ImageInput, ImagePatches, MixedInput
 
 Text = str | Sequence[int]
 """A text, or its token ids."""
-Input = Text | ImageInput
+Input = Text | ImageInput | MixedInput
 """What a model embeds."""
-TextOrImage = str | ImageInput
+TextOrImage = str | ImageInput | MixedInput
 """One side of a pair to score."""
 
 
@@ -31,7 +31,8 @@ class TokenizedInput:
         num_prompt_tokens: Leading tokens that pooling leaves out (0 unless the model excludes its prompt).
         num_masked: Trailing tokens of a ColBERT query. They attend to the other tokens; no token attends to them.
         query: [Q, D] float32. Query vectors, if this input is a ColBERT document to score.
-        image: The patches of an image. Then `token_ids` are zeros, one for each row of the model. None: a text.
+        images: The patches of its images. In an encoder of images there is one, and `token_ids` are zeros, one for each
+            row of the model; otherwise `token_ids` contain placeholders for them. Empty: a text.
         is_truncated: Whether a part of the input was removed to fit a limit. Unknown in the engine's process.
     """
 
@@ -40,13 +41,13 @@ class TokenizedInput:
     num_prompt_tokens: int = 0
     num_masked: int = 0
     query: NDArray[np.float32] | None = None
-    image: ImagePatches | None = None
+    images: tuple[ImagePatches, ...] = ()
     is_truncated: bool = False
 
     @classmethod
     def of_image(cls, image: ImagePatches, num_class_rows: int) -> TokenizedInput:
         """Returns the input of an image. `num_class_rows`: see ImageSpec."""
-        return cls(np.zeros(len(image.pixels) + num_class_rows, np.int32), image=image)
+        return cls(np.zeros(len(image.pixels) + num_class_rows, np.int32), images=(image,))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -54,7 +55,7 @@ class TokenizedInput:
     def __getitem__(self, part: slice) -> TokenizedInput:
         """Returns some of the tokens, as a view; boundaries stay those of the whole input."""
         return TokenizedInput(
-            self.token_ids[part], self.type_boundary, self.num_prompt_tokens, self.num_masked, self.query, self.image
+            self.token_ids[part], self.type_boundary, self.num_prompt_tokens, self.num_masked, self.query, self.images
         )
 
 
@@ -72,6 +73,7 @@ class RequestOptions:
         prompt_name: Named prompt of the model to put before every text.
         prompt: Text to put before every text; overrides `prompt_name`.
         instruction: Task instruction for `score`; None takes the model's own.
+        is_rendered: Texts are whole prompts, such as rendered chats: no prompt of the model is put around them.
         add_special_tokens: Put the tokenizer's special tokens around every text; False if the texts contain them.
             Pairs and late chunking always have them.
         max_passages: `score` splits a document that does not fit into up to this many passages and takes the best
@@ -92,6 +94,7 @@ class RequestOptions:
     prompt_name: str | None = None
     prompt: str | None = None
     instruction: str | None = None
+    is_rendered: bool = False
     add_special_tokens: bool = True
     max_passages: int = 1
     is_query: bool | None = None

@@ -123,6 +123,46 @@ def escaped(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """The text around an input.
+
+    Attributes:
+        before: Text before the input, without an instruction.
+        instructed: Format string of the text before the input with {instruction}; None: there are no instructions.
+        after: Text after the input.
+    """
+
+    before: str = ""
+    instructed: str | None = None
+    after: str = ""
+
+    def beginning(self, instruction: str) -> str:
+        """Returns the text before an input. `instruction`: empty for none."""
+        if not instruction or self.instructed is None:
+            return self.before
+        return self.instructed.format(instruction=instruction)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFrames:
+    """The prompts of a language model that reads texts and images.
+
+    Attributes:
+        text: Frame of an input without images.
+        image: Frame of an input with images.
+        image_text: Text of one image.
+        placeholder: The token in `image_text` that is repeated for each row of the image.
+        placeholder_id: Its id.
+    """
+
+    text: Frame
+    image: Frame
+    image_text: str
+    placeholder: str
+    placeholder_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
     """The template that renders the messages of a chat as the text that the model reads.
 

@@ -87,7 +87,7 @@ class ChatRenderer:
         """Returns the chat up to the end of the text of its last message."""
         content = messages[-1].get("content") or ""
         parts = content if isinstance(content, list) else [{"text": content}]
-        text = parts[-1]["text"]
+        text = parts[-1].get("text") or ""
         marked = text + _END if isinstance(content, str) else [*parts[:-1], {**parts[-1], "text": text + _END}]
         rendered = self._run([*messages[:-1], {**messages[-1], "content": marked}], options)
         end = rendered.rfind(_END[0])
@@ -103,6 +103,8 @@ class ChatRenderer:
         """Converts the content of a message to the template's format: a text or a list of typed parts."""
         content = message.get("content")
         if isinstance(content, list) and not self._reads_parts:
+            if any("text" not in part for part in content):
+                raise _rejected("it reads texts, not images")
             return {**message, "content": "\n".join(part["text"] for part in content)}
         if isinstance(content, str) and self._reads_parts and not self._reads_texts:
             return {**message, "content": [{"type": "text", "text": content}]}

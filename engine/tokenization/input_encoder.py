@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -12,12 +13,13 @@ import numpy as np
 from ..images.encoder import ImageEncoder
 from ..protocol.config import EngineConfig
 from ..protocol.errors import CUT_TO_FIT, InvalidRequestError, RequestTooLongError
-from ..protocol.images import ImageInput
+from ..protocol.images import ImageInput, MixedInput
 from ..protocol.model_info import ModelInfo, TextPadding
 from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, expanded
 from ..protocol.params import PoolingParams
 from ..protocol.request import Input, RequestOptions, Text, TextOrImage, TokenizedInput
 from ..protocol.tasks import PoolingTask
+from .framed_inputs import FramedEncoder
 from .late_chunking import JoinedText, LateChunking, verify_late_chunking
 from .long_text import MIN_PASSAGE_TOKENS, LongText, Passages, Windows
 from .model_tokenizer import Truncation, truncate_chars
@@ -54,6 +56,9 @@ class InputEncoder:
         self._rejects_empty = config.empty_input == "error"
         self._max_queued_tokens = config.scheduler.max_queued_tokens
         self._long_text = LongText.of(info, tokenizer.special_tokens)
+        self._framed: FramedEncoder | None = None
+        if tokenizer.frames is not None and images is not None:
+            self._framed = FramedEncoder(tokenizer.frames, tokenizer, images)
         self._queries: InputEncoder | None = None
         if info.query is not None and tokenizer.query is not None:
             limit = min(info.query.max_model_len, info.max_model_len)  # of one sequence in the scheduler
@@ -74,6 +79,8 @@ class InputEncoder:
         """Returns each input as one sequence. Short multi-vector queries are padded with the expansion token."""
         if self._queries is not None and params.is_query:
             return await self._queries.encode(inputs, params, options, param=param)
+        if self._framed is not None:
+            return await self._encode_framed(self._framed, inputs, params, options, param=param)
         if self._images is not None and (found := images_in(inputs)):
             return await self._encode_with_images(inputs, found, self._images, params, options, param=param)
         tokenized = await self._tokenizer.encode(
@@ -94,6 +101,26 @@ class InputEncoder:
             return [padded(tokens, self._tokenizer.padding) for tokens in tokenized]
         return self._replace_empty(tokenized)
 
+    async def _encode_framed(
+        self,
+        encoder: FramedEncoder,
+        inputs: Sequence[Input],
+        params: PoolingParams,
+        options: RequestOptions,
+        *,
+        param: str | None,
+    ) -> list[TokenizedInput]:
+        self._check_inputs(inputs, param)
+        tokenized = await encoder.encode(
+            inputs,
+            self._truncation(params, param=param),
+            instruction=self._prompt(options),
+            is_rendered=options.is_rendered,
+            add_special_tokens=options.add_special_tokens,
+        )
+        self._report_truncated(tokenized, options)
+        return tokenized
+
     async def _encode_with_images(
         self,
         inputs: Sequence[Input],
@@ -104,7 +131,7 @@ class InputEncoder:
         *,
         param: str | None,
     ) -> list[TokenizedInput]:
-        texts = {index: item for index, item in enumerate(inputs) if not isinstance(item, ImageInput)}
+        texts = {index: item for index, item in enumerate(inputs) if index not in images}
         encoded: dict[int, TokenizedInput] = {}
         if texts:
             tokenized = await self.encode(list(texts.values()), params, options, param=param)
@@ -113,6 +140,12 @@ class InputEncoder:
         for index, image in zip(images, patches, strict=True):
             encoded[index] = TokenizedInput.of_image(image, encoder.spec.num_class_rows)
         return [encoded[index] for index in range(len(inputs))]
+
+    def with_images(self, prompt: str, images: Sequence[ImageInput]) -> MixedInput:
+        """See AsyncEngine.with_images."""
+        if self._framed is None:
+            raise InvalidRequestError(f"{self._info.name} reads no images in chats.", param="messages")
+        return self._framed.with_images(prompt, images)
 
     async def windows(
         self, inputs: Sequence[Input], tokenized: list[TokenizedInput], options: RequestOptions
@@ -133,9 +166,13 @@ class InputEncoder:
         param: str | None,
     ) -> list[TokenizedInput]:
         """Returns each pair, such as a query and a document, as one sequence."""
-        texts = self._text_pairs(pairs)
         truncation = self._truncation(params, param=param)
-        tokenized = await self._tokenizer.encode_pairs(texts, truncation, instruction=options.instruction)
+        if self._framed is not None:
+            self._check_pairs(pairs)
+            tokenized = await self._framed.pairs(pairs, truncation, options.instruction)
+        else:
+            texts = self._text_pairs(pairs)
+            tokenized = await self._tokenizer.encode_pairs(texts, truncation, instruction=options.instruction)
         self._report_truncated(tokenized, options)
         return self._replace_empty(tokenized)
 
@@ -176,6 +213,8 @@ class InputEncoder:
     ) -> list[TokenizedInput]:
         """Returns the tokens beside a passage: of each query or, for embedding tasks, of the prompt."""
         if params.task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED):
+            if self._framed is not None:
+                return await self._encode_framed(self._framed, ["a"], params, options, param=None)
             return await self._tokenizer.encode(["a"], truncation, prompt=self._prompt(options))
         pairs = self._text_pairs([(query, "a") for query in queries])
         return await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
@@ -220,25 +259,39 @@ class InputEncoder:
             raise InvalidRequestError("Give at least one input.", param="input")
         texts: list[Text] = []
         for index, item in enumerate(inputs):
-            if isinstance(item, ImageInput):
+            if isinstance(item, ImageInput | MixedInput):
                 raise self._image_error(index)
             if isinstance(item, str):
                 self._check_text(item, index, "input")
             texts.append(item)
         return texts
 
+    def _check_inputs(self, inputs: Sequence[Input], param: str | None) -> None:
+        """Raises InvalidRequestError if there is no input, or a text is empty or a media file."""
+        if not inputs:
+            raise InvalidRequestError("Give at least one input.", param="input")
+        for index, item in enumerate(inputs):
+            if isinstance(item, str):
+                self._check_text(item, index, param or "input")
+
     def _text_pairs(self, pairs: Sequence[tuple[TextOrImage, TextOrImage]]) -> list[tuple[str, str]]:
         """Returns pairs that are all pairs of texts. Raises the errors of `_texts`."""
-        if not pairs:
-            raise InvalidRequestError("Give at least one input.", param="input")
+        self._check_pairs(pairs)
         texts: list[tuple[str, str]] = []
         for index, (left, right) in enumerate(pairs):
-            if isinstance(left, ImageInput) or isinstance(right, ImageInput):
+            if not isinstance(left, str) or not isinstance(right, str):
                 raise self._image_error(index)
-            self._check_text(left, index, "text_1")
-            self._check_text(right, index, "text_2")
             texts.append((left, right))
         return texts
+
+    def _check_pairs(self, pairs: Sequence[tuple[TextOrImage, TextOrImage]]) -> None:
+        """Raises InvalidRequestError if there is no pair, or a text is empty or a media file."""
+        if not pairs:
+            raise InvalidRequestError("Give at least one input.", param="input")
+        for index, pair in enumerate(pairs):
+            for item, param in zip(pair, ("text_1", "text_2"), strict=True):
+                if isinstance(item, str):
+                    self._check_text(item, index, param)
 
     def _image_error(self, index: int) -> InvalidRequestError:
         return InvalidRequestError(
@@ -275,8 +328,8 @@ class InputEncoder:
         return (await self._tokenizer.token_ids([prompt], add_special_tokens=False))[0] if prompt else ()
 
     def _prompt(self, options: RequestOptions, *, is_query: bool = False) -> str:
-        if options.prompt is not None:
-            return options.prompt
+        if options.prompt is not None or options.is_rendered:
+            return options.prompt or ""
         own = options.adapter if options.adapter in self._info.prompts else None
         name = options.prompt_name or own or self._info.default_prompt_name
         if self._info.multi_vector is not None and options.prompt_name is None:
@@ -345,9 +398,14 @@ def _document_too_long(
 def instructed_prompt(info: ModelInfo, names: Iterable[str], instruction: str) -> str:
     """Replaces the instruction in the first of the named prompts that has one.
 
+    A model that reads inputs as chats takes any instruction. Like its publisher's code, adds a missing full stop.
+
     Raises:
         InvalidRequestError: No named prompt has an instruction.
     """
+    if info.input_chat is not None:
+        instruction = instruction.strip()
+        return instruction if unicodedata.category(instruction[-1:] or ".").startswith("P") else f"{instruction}."
     for name in names:
         match = _INSTRUCTED_PROMPT.fullmatch(info.prompts.get(name, ""))
         if match is not None:

@@ -63,6 +63,8 @@ class Truncation:
         side: "left" or "right", the side to remove; None means the tokenizer's own.
         param: Request field to name in errors.
         name: The cause of the limit if it is not the model; see ModelInfo.limit_name.
+        num_reserved: Tokens that are added to an input later, such as those of images, for messages.
+        first_index: Index of the first input in its request, for messages.
     """
 
     max_num_tokens: int
@@ -70,6 +72,8 @@ class Truncation:
     side: str | None = None
     param: str | None = "input"
     name: str | None = None
+    num_reserved: int = 0
+    first_index: int = 0
 
     @property
     def first_chars(self) -> int:
@@ -98,12 +102,14 @@ class Truncation:
             is_whole: Whether the whole input was tokenized. Otherwise it has more tokens.
         """
         at_least = "" if is_whole else "at least "
-        self.reject_unless_truncated(f"input {index} has {at_least}{num_tokens} tokens", num_tokens)
+        num_tokens += self.num_reserved
+        self.reject_unless_truncated(f"input {self.first_index + index} has {at_least}{num_tokens} tokens", num_tokens)
 
     def reject_unread_unless_truncated(self, num_chars: int, num_tokens: int, index: int) -> None:
         """Raises RequestTooLongError for an input that was only partly tokenized, unless it may be truncated."""
         self.reject_unless_truncated(
-            f"input {index} has {num_chars} characters, of which {self.max_chars} would be read", num_tokens
+            f"input {self.first_index + index} has {num_chars} characters, of which {self.max_chars} would be read",
+            num_tokens,
         )
 
     def reject_unless_truncated(
@@ -118,7 +124,7 @@ class Truncation:
                 found,
                 remedy,
                 num_tokens=num_tokens,
-                max_num_tokens=self.max_num_tokens,
+                max_num_tokens=self.max_num_tokens + self.num_reserved,
                 limit_name=self.name,
                 param=self.param,
             )
@@ -128,7 +134,7 @@ class Truncation:
         return InvalidRequestError(
             "The limit is {limit} tokens, but {reason}; allow more with {truncate_prompt_tokens} or --max-model-len.",
             param="truncate_prompt_tokens",
-            limit=self.max_num_tokens,
+            limit=self.max_num_tokens + self.num_reserved,
             reason=reason,
         )
 

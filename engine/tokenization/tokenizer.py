@@ -74,6 +74,7 @@ class TokenizerPool:
         multi_vector_tokens: Special tokens of a multi-vector model.
         end_id: See TokenizerSpec.
         padding: See TokenizerSpec.
+        frames: See TokenizerSpec.
         config: See TokenizerSpec.
         query: The tokenizer of ModelInfo.query; None if queries have no other model than documents.
 
@@ -109,6 +110,7 @@ class TokenizerPool:
         self.multi_vector_tokens = spec.multi_vector_tokens
         self.end_id = spec.end_id
         self.padding = spec.padding
+        self.frames = spec.frames
         self.config = spec.config
         self._pairs = PairEncoder(self._tokenizer, spec.score_template, uses_token_types=spec.uses_token_types)
         self._chat_template = spec.chat_template

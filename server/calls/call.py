@@ -25,16 +25,17 @@ from penstock.engine import RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import ModelKind
 from penstock.engine.protocol.request import Input, TextOrImage
+from penstock.engine.protocol.templates import ChatOptions
 
 from ..admission import ResponseSize, has_large_response
 from ..http.json_responses import json_response
 from ..http.request_head import LIMITS, RequestLimits
 from ..models.table import ModelTarget
-from ..schemas.chat import ChatFields, InputFields
-from ..schemas.images import IMAGE_TYPES, Image
+from ..schemas.chat import ChatFields, Conversations, InputFields
+from ..schemas.images import IMAGE_TYPES, ImageChat
 from ..schemas.options import RequestBody
 from .context import ServerContext, context_of
-from .images import read_images
+from .images import check_images, read_images, read_sources
 from .prompts import prompt_for
 from .sizes import check_num_ids, size_of_token_rows
 
@@ -270,11 +271,29 @@ async def engine_inputs(
         inputs = body.texts()
         texts = [item for item in inputs if not isinstance(item, IMAGE_TYPES)]
         return texts if len(texts) == len(inputs) else await read_images(call, inputs, "input"), options
-    chats = [chat for chat in body.messages if isinstance(chat, list)]
-    prompts = iter(await call.engine.render_chats(chats, body.chat_options()) if chats else ())
-    rendered: list[str | Image] = [next(prompts) if isinstance(chat, list) else chat for chat in body.messages]
-    options = replace(options, prompt="", add_special_tokens=bool(body.add_special_tokens))
-    return await read_images(call, rendered, "messages"), options
+    options = replace(options, is_rendered=True, add_special_tokens=bool(body.add_special_tokens))
+    return await _rendered_chats(call, body.messages, body.chat_options()), options
+
+
+async def _rendered_chats(call: Call, chats: Conversations, template: ChatOptions) -> list[Input]:
+    """Returns each chat as a prompt; for a model with an encoder of images, a chat with an image as the image."""
+    pictured = [chat for chat in chats if isinstance(chat, ImageChat)]
+    if pictured:
+        check_images(call, pictured, "messages")
+    images = await read_sources(call, [image for chat in pictured for image in chat.images], "messages")
+    is_read = call.info.mixes_images
+    messages = [chat.messages if isinstance(chat, ImageChat) else chat for chat in chats]
+    to_render = [own for own, chat in zip(messages, chats, strict=True) if is_read or not isinstance(chat, ImageChat)]
+    prompts = iter(await call.engine.render_chats(to_render, template) if to_render else ())
+    rendered: list[Input] = []
+    for chat in chats:
+        if not isinstance(chat, ImageChat):
+            rendered.append(next(prompts))
+        elif not is_read:
+            rendered.append(images[chat.images[0].path])
+        else:
+            rendered.append(call.engine.with_images(next(prompts), [images[image.path] for image in chat.images]))
+    return rendered
 
 
 async def truncate_texts(

@@ -10,11 +10,11 @@ from urllib.parse import unquote_to_bytes
 
 from penstock.engine.images.image_file import ImageLimits, read_image_file
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.images import ImageInput
+from penstock.engine.protocol.images import ImageInput, MixedInput
 
 from ..errors import quote
 from ..http.image_fetcher import FetchError
-from ..schemas.images import Image, ImageSource, MixedContent
+from ..schemas.images import Image, ImageChat, ImageSource, MixedContent
 from ..schemas.inputs import Text
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ _MAX_HEAD_CHARS: Final = 256
 T = TypeVar("T", bound=Text)
 
 
-async def read_images(call: Call, inputs: Sequence[T | Image], param: str) -> list[T | ImageInput]:
-    """Returns the inputs of a request, its images as ImageInput.
+async def read_images(call: Call, inputs: Sequence[T | Image], param: str) -> list[T | ImageInput | MixedInput]:
+    """Returns the inputs of a request, its images as ImageInput, and texts with images as MixedInput.
 
     Args:
         call: The request.
@@ -40,26 +40,48 @@ async def read_images(call: Call, inputs: Sequence[T | Image], param: str) -> li
         param: Field of the body that holds the inputs.
 
     Raises:
-        InvalidRequestError: The model reads no images, an input has an image beside a text, there are too many images,
-            or an image is too large, is not valid base64 or cannot be fetched.
+        InvalidRequestError: The model reads no images, or no image beside a text, there are too many images, or an
+            image is too large, is not valid base64 or cannot be fetched.
         EngineOverloadedError: Too many images are being fetched.
         LimitError: 503 if the images do not fit into the memory for bodies.
     """
-    images = {i: item for i, item in enumerate(inputs) if isinstance(item, ImageSource | MixedContent)}
-    if images:
-        _check(call, list(images.values()), param)
-    sources = {i: item for i, item in images.items() if isinstance(item, ImageSource)}
-    urls = {i: source for i, source in sources.items() if _is_url(source.text)}
-    read = {i: await _decode(call, source, param) for i, source in sources.items() if i not in urls}
-    if urls:
-        read |= await _fetch_all(call, urls, param)
-    engine_inputs: list[T | ImageInput] = []
-    for i, item in enumerate(inputs):
+    images = [item for item in inputs if isinstance(item, ImageSource | MixedContent)]
+    if not images:
+        return [item for item in inputs if not isinstance(item, ImageSource | MixedContent)]
+    check_images(call, images, param)
+    sources = [source for item in images for source in _sources_of(item)]
+    read = await read_sources(call, sources, param)
+    engine_inputs: list[T | ImageInput | MixedInput] = []
+    for item in inputs:
         if isinstance(item, ImageSource):
-            engine_inputs.append(ImageInput(read[i]))
-        elif not isinstance(item, MixedContent):  # _check rejects it
+            engine_inputs.append(read[item.path])
+        elif isinstance(item, MixedContent):
+            parts = tuple(part if isinstance(part, str) else read[part.path] for part in item.parts)
+            engine_inputs.append(MixedInput(parts))
+        else:
             engine_inputs.append(item)
     return engine_inputs
+
+
+async def read_sources(call: Call, sources: Sequence[ImageSource], param: str) -> dict[str, ImageInput]:
+    """Returns the images of a request by ImageSource.path.
+
+    Raises the errors of `read_images` except those of `check_images`.
+    """
+    if len(sources) > (limit := call.context.settings.max_images_per_request):
+        raise InvalidRequestError(
+            f"{param} has {len(sources)} images; the limit is {limit} (--max-images-per-request). Send fewer at once.",
+            param=param,
+        )
+    urls = {i: source for i, source in enumerate(sources) if _is_url(source.text)}
+    read = {i: await _decode(call, source, param) for i, source in enumerate(sources) if i not in urls}
+    if urls:
+        read |= await _fetch_all(call, urls, param)
+    return {source.path: ImageInput(read[i]) for i, source in enumerate(sources)}
+
+
+def _sources_of(item: ImageSource | MixedContent) -> list[ImageSource]:
+    return [item] if isinstance(item, ImageSource) else [part for part in item.parts if isinstance(part, ImageSource)]
 
 
 class ImageSize(NamedTuple):
@@ -95,11 +117,18 @@ async def image_usage(inputs: Sequence[object], num_tokens: Sequence[int]) -> Im
         inputs: Inputs of the engine.
         num_tokens: Tokens of each input.
     """
-    images = [item for item in inputs if isinstance(item, ImageInput)]
-    if not images:
+    pictured = [i for i, item in enumerate(inputs) if isinstance(item, ImageInput | MixedInput)]
+    if not pictured:
         return ImageUsage(0, ())
-    tokens = sum(number for number, item in zip(num_tokens, inputs, strict=True) if isinstance(item, ImageInput))
+    images = [image for i in pictured for image in _images_of(inputs[i])]
+    tokens = sum(num_tokens[i] for i in pictured)
     return ImageUsage(tokens, await asyncio.to_thread(lambda: [_size(image) for image in images]))
+
+
+def _images_of(item: object) -> tuple[ImageInput, ...]:
+    if isinstance(item, ImageInput):
+        return (item,)
+    return item.images if isinstance(item, MixedInput) else ()
 
 
 def _size(image: ImageInput) -> ImageSize:
@@ -107,25 +136,23 @@ def _size(image: ImageInput) -> ImageSize:
     return ImageSize(file.format, file.width, file.height)
 
 
-def _check(call: Call, images: Sequence[ImageSource | MixedContent], param: str) -> None:
-    """Raises InvalidRequestError for a model without images, an image beside a text, or too many images."""
-    if call.info.image is None:
+def check_images(call: Call, images: Sequence[ImageSource | MixedContent | ImageChat], param: str) -> None:
+    """Raises InvalidRequestError for a model without images, or for an image beside a text that it does not read."""
+    if not call.info.reads_images:
         raise InvalidRequestError(
             f"{param}{images[0].path} is an image, but {call.name} reads text only. Send texts.", param=param
         )
-    mixed = next((item for item in images if isinstance(item, MixedContent)), None)
-    if mixed is not None:
+    mixed = next((item for item in images if not _is_single(item)), None)
+    if mixed is not None and not call.info.mixes_images:
         raise InvalidRequestError(
             f"{param}{mixed.path} has an image beside a text or another image, but {call.name} embeds each text and "
             "each image to a vector of its own. Send them as separate inputs.",
             param=param,
         )
-    limit = call.context.settings.max_images_per_request
-    if len(images) > limit:
-        raise InvalidRequestError(
-            f"{param} has {len(images)} images; the limit is {limit} (--max-images-per-request). Send fewer at once.",
-            param=param,
-        )
+
+
+def _is_single(item: ImageSource | MixedContent | ImageChat) -> bool:
+    return isinstance(item, ImageSource) or (isinstance(item, ImageChat) and item.is_single)
 
 
 def _is_url(text: str) -> bool:

@@ -12,18 +12,18 @@ from penstock.engine.protocol.templates import ChatOptions
 
 from ..errors import quote
 from . import json_schema
-from .images import INPUT_KEYS, Image, ImageSource, MixedContent, parse_image_part
+from .images import INPUT_KEYS, ImageChat, ImageSource, parse_image_part
 from .inputs import Input, Inputs
 from .options import Flag, RequestBody
 
 Chat = list[dict[str, Any]]
-Conversations = list[Chat | Image]
+Conversations = list[Chat | ImageChat]
 
 
 def parse_conversations(value: Any) -> Conversations:
     """Returns a list of chats. `messages` is the list of messages of one chat, or a list of such lists.
 
-    A chat whose only content is an image becomes an ImageSource, a chat with images and other contents a MixedContent.
+    A chat with images becomes an ImageChat.
     """
     if not isinstance(value, list):
         raise ValueError('must be a list of messages {"role": ..., "content": ...}')
@@ -37,22 +37,22 @@ def parse_conversations(value: Any) -> Conversations:
     return [_chat(entry, f" of chat {i}", f"[{i}]") for i, entry in enumerate(value)]
 
 
-def _chat(entries: list[Any], where: str, path: str) -> Chat | Image:
+def _chat(entries: list[Any], where: str, path: str) -> Chat | ImageChat:
     images: list[ImageSource] = []
     messages = [_message(entry, f"message {i}{where}", f"{path}[{i}]", images) for i, entry in enumerate(entries)]
     if not images:
         return messages
-    return images[0] if len(images) == 1 and not any(map(_has_text, messages)) else MixedContent(path)
+    return ImageChat(path, messages, tuple(images), is_single=len(images) == 1 and not any(map(_has_text, messages)))
 
 
 def _has_text(message: dict[str, Any]) -> bool:
     content = message["content"]
-    texts = [content or ""] if not isinstance(content, list) else [part["text"] for part in content]
+    texts = [content or ""] if not isinstance(content, list) else [part.get("text", "") for part in content]
     return any(map(str.strip, texts))
 
 
 def _message(entry: Any, name: str, path: str, images: list[ImageSource]) -> dict[str, Any]:
-    """Returns a message with its texts, and adds its images to `images`."""
+    """Returns a message with its texts and a part of type "image" for each image, which is added to `images`."""
     if not isinstance(entry, dict):
         raise ValueError(f"holds {quote(entry)}, but {name} must be an object with role and content")
     if not isinstance(entry.get("role"), str):
@@ -68,6 +68,7 @@ def _message(entry: Any, name: str, path: str, images: list[ImageSource]) -> dic
         if image is None:
             texts.append(_text_part(part, name))
         else:
+            texts.append({"type": "image"})
             images.append(image)
     return {**entry, "content": texts}
 
@@ -93,7 +94,8 @@ class ChatFields(RequestBody):
         None,
         description=(
             "The messages of one chat, or a list of chats. The model's chat template renders each chat to one text. No "
-            "prompt of the model is put before it. A chat that holds an image alone is embedded as this image."
+            "prompt of the model is put before it. Models with separate encoders of texts and of images (CLIP, SigLIP) "
+            "accept a chat that holds one image and nothing else."
         ),
     )
     add_special_tokens: Flag | None = Field(

@@ -32,9 +32,28 @@ class MixedContent:
 
     Attributes:
         path: Place in the field of the body, such as `[2]`.
+        parts: Its texts and images, in order.
     """
 
     path: str
+    parts: tuple[str | ImageSource, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageChat:
+    """The messages of a chat with at least one image.
+
+    Attributes:
+        path: Place in the field of the body, such as `[2]`; "" for the whole field.
+        messages: The messages. Parts of type "image" stand for images.
+        images: The images, in order.
+        is_single: The chat holds one image and no text.
+    """
+
+    path: str
+    messages: list[dict[str, Any]]
+    images: tuple[ImageSource, ...]
+    is_single: bool
 
 
 Image = ImageSource | MixedContent
@@ -61,19 +80,22 @@ def parse_image(value: Any, path: str) -> ImageSource:
 def parse_image_object(value: Mapping[str, Any], path: str, keys: Sequence[str] = ("image",)) -> Image | None:
     """Returns the image of an object such as Jina's `{"image": ...}`, or None if it has none.
 
-    MixedContent if the object also has a text or a second image.
+    MixedContent if the object also has a text or a second image. Images come before the text.
 
     Args:
         value: The object.
         path: Its place in the field of the body.
         keys: Keys that may have the image.
     """
-    keys = [key for key in keys if value.get(key) is not None]
-    if not keys:
+    images = [parse_image(value[key], f"{path}.{key}") for key in keys if value.get(key) is not None]
+    if not images:
         return None
-    if len(keys) > 1 or value.get("text"):
-        return MixedContent(path)
-    return parse_image(value[keys[0]], f"{path}.{keys[0]}")
+    text = value.get("text")
+    if text and not isinstance(text, str):
+        raise ValueError(f"needs a text at {path}.text, not {quote(text)}")
+    if len(images) > 1 or text:
+        return MixedContent(path, (*images, text) if text else tuple(images))
+    return images[0]
 
 
 def parse_content(content: Any, path: str) -> str | Image:
@@ -87,19 +109,19 @@ def parse_content(content: Any, path: str) -> str | Image:
         return content
     if not isinstance(content, list) or not content:
         raise ValueError('has no content; send {"content": [{"type": "text", "text": ...}]}')
-    texts: list[str] = []
-    images: list[ImageSource] = []
+    parts: list[str | ImageSource] = []
     for i, part in enumerate(content):
         if (image := parse_image_part(part, f"{path}[{i}]")) is not None:
-            images.append(image)
+            parts.append(image)
             continue
         kind = part.get("type", "text") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError('has a content that is neither {"type": "text", "text": ...} nor an image')
-        texts.append(part["text"])
-    if not images:
-        return "\n".join(texts)
-    return images[0] if len(images) == 1 and not any(map(str.strip, texts)) else MixedContent(path)
+        parts.append(part["text"])
+    if all(isinstance(part, str) for part in parts):
+        return "\n".join(part for part in parts if isinstance(part, str))
+    filled = tuple(part for part in parts if isinstance(part, ImageSource) or part.strip())
+    return filled[0] if len(filled) == 1 else MixedContent(path, filled)
 
 
 def parse_image_part(part: Any, path: str) -> ImageSource | None:

@@ -39,7 +39,14 @@ CHANGES_NO_VECTOR: Final = frozenset(
         "num_lanes",  # rows are bitwise equal for any number of lanes
         # The following affect the tokens, which are part of every key.
         *("max_model_len", "auto_truncate", "do_lower_case", "prompts", "default_prompt_name", "score_template"),
-        *("pair_chat", "enable_chunked_processing", "max_embed_len", "chunk_overlap", "chunked_processing_mode"),
+        *(
+            "pair_chat",
+            "input_chat",
+            "enable_chunked_processing",
+            "max_embed_len",
+            "chunk_overlap",
+            "chunked_processing_mode",
+        ),
         # The following are resolved into the parameters of every request, which are part of its key, or check them.
         *("normalize", "dimensions", "use_activation", "step_tag_id", "returned_token_ids"),
         *("is_matryoshka", "matryoshka_dimensions", "default_is_query"),
@@ -176,9 +183,9 @@ class Keys:
             boundaries = (len(tokens), tokens.type_boundary, tokens.num_prompt_tokens, tokens.num_masked)
             digest.update(struct.pack("<4q", *boundaries))
             digest.update(np.ascontiguousarray(tokens.token_ids, "<i4").data)
-            if tokens.image is not None:
-                digest.update(struct.pack("<2q", *tokens.image.grid))
-                digest.update(np.ascontiguousarray(tokens.image.pixels).data)
+            for image in tokens.images:
+                digest.update(struct.pack("<2q", *image.grid))
+                digest.update(np.ascontiguousarray(image.pixels).data)
             keys.append(digest.digest())
         return keys
 

@@ -301,6 +301,8 @@ def _chat_template(folder: Path, given: Any) -> str | dict[str, str] | None:
         files = {path.stem: path.read_text("utf-8") for path in (folder / "additional_chat_templates").glob("*.jinja")}
         if (default := folder / "chat_template.jinja").is_file():
             files = {"default": default.read_text("utf-8")} | files
+        if given is None:  # of older processors
+            given = read_object(folder / "chat_template.json").get("chat_template")
         if isinstance(given, list):
             given = {entry["name"]: entry["template"] for entry in given}
     except (OSError, UnicodeDecodeError, KeyError, TypeError) as error:

@@ -21,6 +21,7 @@ from ...tokenization.long_text import LongText
 from ...tokenization.model_tokenizer import SpecialTokens
 from .chat_score_template import chat_score_template
 from .gguf_tokenizer import build_gguf_tokenizer
+from .input_frames import input_frames
 from .load_errors import needs_torch
 from .tokenizer_classes import NotBuiltHereError
 from .tokenizer_files import LoadedTokenizer, read_static_tokenizer, read_tokenizer, unknown_id
@@ -104,16 +105,18 @@ def load_tokenizer(
             f"The tokenizer of {info.name} mixes token types within a text; "
             "penstock supports one block of type 0, then one of type 1."
         )
+    template = chat_template_of(tokenizer)
     return TokenizerSpec(
         json=backend.to_str(),
         truncation_side=tokenizer.truncation_side,
         uses_token_types=uses_token_types,
         sample_ids=usable_ids,
         score_template=_score_template(tokenizer, info, chat_template),
-        chat_template=chat_template_of(tokenizer),
+        chat_template=template,
         multi_vector_tokens=find_multi_vector_tokens(tokenizer, info),
         end_id=info.vocab_size if is_static else _end_id(tokenizer, info.vocab_size),  # StaticTable's row of zeros
         padding=_padding(tokenizer, info),
+        frames=input_frames(info, backend, template),
         dropped_id=unknown_id(backend) if info.model_type == MODEL2VEC else None,
         chars_per_token=_median_length(backend) if info.model_type == MODEL2VEC else None,
         config=_config(tokenizer),

@@ -28,7 +28,7 @@ class PackedArrays:
         num_masked: [N] int32, tokens at the end of each sequence that no token attends to; None: no tokens.
         adapters: [N] int32, number of each sequence's adapter, -1: no adapter; None: no sequence has one.
         kv_blocks: Blocks of keys and values; None if all sequences are whole and nothing is stored.
-        images: The N images; None if the sequences are texts.
+        images: The images of the sequences, in order; None: there are none.
     """
 
     input_ids: NDArray[np.int64]
@@ -85,7 +85,7 @@ class PackedArrays:
             num_masked=num_masked,
             adapters=adapters,
             kv_blocks=kv_blocks,
-            images=[i.image for i in inputs if i.image is not None] or None,
+            images=[image for i in inputs for image in i.images] or None,
         )
 
     @property

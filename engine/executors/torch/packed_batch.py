@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...protocol.images import ImagePatches
 from ...protocol.request import TokenizedInput
 from ...scheduling import CacheSpec
 from ..cpu.packed_arrays import PackedArrays
@@ -200,6 +201,7 @@ class PackedBatch:
         cache: States between chunks; None if all sequences are whole and nothing is stored.
         masked: Whole sequences with masked tokens, by length.
         adapters: Rows by adapter.
+        images: The images of each sequence; empty if no sequence has images.
         token_ids: `input_ids` on the host; None if only the device has them.
     """
 
@@ -213,6 +215,7 @@ class PackedBatch:
     cache: BatchCache | None = None
     masked: Sequence[MaskedTokens] = ()
     adapters: Sequence[AdapterRows] = ()
+    images: Sequence[tuple[ImagePatches, ...]] = ()
     token_ids: NDArray[np.int64] | None = None
 
     @property
@@ -257,6 +260,7 @@ class PackedBatch:
             cache=None if cache is None else replace(cache, **{name: put[name] for name in cached}),
             masked=[MaskedTokens(**{name: put[number, name] for name in _GROUP}) for number in range(len(masked))],
             adapters=[AdapterRows(group.number, put[number, _ADAPTER]) for number, group in enumerate(adapted)],
+            images=() if arrays.images is None else [item.images for item in inputs],
             skip_tokens=arrays.skip_tokens,
             token_ids=arrays.input_ids,
         )

@@ -81,10 +81,19 @@ def test_requests_survive_a_client_message(
             assert after.token_ids.tolist() == before.token_ids.tolist()
             assert (after.type_boundary, after.num_prompt_tokens) == (before.type_boundary, before.num_prompt_tokens)
             assert (after.num_masked, after.query) == (0, None)
-            assert (after.image is None) == (before.image is None)
-            if after.image is not None and before.image is not None:
-                assert after.image.grid == before.image.grid
-                assert np.array_equal(after.image.pixels, before.image.pixels)
+            for image, sent in zip(after.images, before.images, strict=True):
+                assert image.grid == sent.grid
+                assert np.array_equal(image.pixels, sent.pixels)
+
+
+def test_inputs_share_and_repeat_images() -> None:
+    images = [ImagePatches(np.full((n, 3), n, np.uint8), (1, n)) for n in (2, 5)]
+    order = [(images[0], images[1], images[0]), (), (images[1],)]
+    inputs = [TokenizedInput(np.arange(2, dtype=np.int32), images=own) for own in order]
+    message, frame = send(SubmitRequest(1, PARAMS[0], inputs))
+    assert len(message.grids) == 2
+    (received,) = unpack_client_message(message, frame)
+    assert [[len(image.pixels) for image in own.images] for own in received.inputs] == [[2, 5, 2], [], [5]]
 
 
 def test_equal_queries_of_inputs_are_sent_once() -> None:

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from ....families.decoder import answer_head
 from ....model_files.model_folder import one_line
 from ....protocol.errors import UnsupportedModelError, UnsupportedTaskError
+from ....protocol.images import ImagePatches, ImageSpec
 from ....protocol.model_info import ModelInfo, ModelKind
 from ....protocol.request import TokenizedInput
 from ....protocol.tasks import PoolingType
 from ..base import ModelOutput, PackedModel
 from ..model_heads import AnswerHead
 from ..packed_batch import PackedBatch
+from .image_inputs import ImageInputs
 from .network import Network, Sharing, in_float32
 from .packed_attention import NAME, NotPackableError, register
 from .pretrained import CODE_ERRORS, load_pretrained, other_inputs
@@ -67,7 +69,11 @@ class TransformersModel(PackedModel):
     def __init__(self, info: ModelInfo, *, trust_remote_code: bool = False) -> None:
         self._name = info.name
         self._device = torch.device(info.device)
-        self._network = Network(load_pretrained(info, trust_remote_code=trust_remote_code), gives_logits=False)
+        module = load_pretrained(info, trust_remote_code=trust_remote_code)
+        self._images: ImageInputs | None = None
+        if info.image_spec is not None:
+            self._images = ImageInputs(info.image_spec, module.config, self._device)
+        self._network = Network(module, gives_logits=False, images=self._images)
         self.hidden_size = info.hidden_size
         if info.kind is ModelKind.TOKEN_CLASSIFIER:
             self.token_head = _identity
@@ -131,7 +137,7 @@ class TransformersModel(PackedModel):
         probe = self._probe((_PROBE_LENGTHS[0],), info)
         try:
             expected = self._network.run_padded(probe)[-1:, answers]
-            self._network = Network(network.base_model, gives_logits=False)
+            self._network = Network(network.base_model, gives_logits=False, images=self._images)
             is_same = _agree(head.logits(self._network.run_padded(probe)[-1:]), expected)
         except _CALL_ERRORS as error:
             raise _cannot_run(info, error, self._network.module) from error
@@ -143,10 +149,12 @@ class TransformersModel(PackedModel):
 
     def _probe_packing(self, info: ModelInfo) -> int | str:
         """Probes whether the network can run packed; returns its position offset, or the reason why not."""
-        network, module = self._network, self._network.module
+        network, module = self._network, self._network.language_model
         probe = self._probe(self._probe_lengths(info), info)
         try:
             expected = network.run_padded(probe)
+            pictured = None if info.image_spec is None else self._image_probe(info, info.image_spec)
+            expected_pictured = None if pictured is None else network.run_padded(pictured)
         except _CALL_ERRORS as error:
             raise _cannot_run(info, error, self._network.module) from error
         if not network.takes_positions:
@@ -160,8 +168,14 @@ class TransformersModel(PackedModel):
                 rows, row = network.run_packed(probe, offset)
                 if row.num_calls == 0:
                     reason = "its attention does not use the interface of transformers"
-                elif _agree(rows, expected) and self._is_right_past_window(
-                    row.max_window, offset, info, implementation
+                elif (
+                    _agree(rows, expected)
+                    and self._is_right_past_window(row.max_window, offset, info, implementation)
+                    and (
+                        pictured is None
+                        or expected_pictured is None
+                        or _agree(network.run_packed(pictured, offset)[0], expected_pictured)
+                    )
                 ):
                     return offset
         except _CALL_ERRORS as error:
@@ -206,10 +220,30 @@ class TransformersModel(PackedModel):
             return True
         probe = self._probe((_PROBE_LENGTHS[0], length), info)
         rows, _ = self._network.run_packed(probe, offset)
-        self._network.module.set_attn_implementation(implementation)
+        self._network.language_model.set_attn_implementation(implementation)
         expected = self._network.run_padded(probe)
-        self._network.module.set_attn_implementation(NAME)
+        self._network.language_model.set_attn_implementation(NAME)
         return _agree(rows, expected)
+
+    def _image_probe(self, info: ModelInfo, spec: ImageSpec) -> PackedBatch:
+        """Returns a batch of a text, a text with two images, and an image."""
+        assert self._images is not None, "the model reads images"
+        side = spec.merge_size
+        images = [
+            ImagePatches(
+                np.random.default_rng(0).integers(0, 256, (rows * columns * side**2, 3 * spec.patch_size**2), np.uint8),
+                (rows * side, columns * side),
+            )
+            for rows, columns in ((2, 3), (1, 2))
+        ]
+        texts = self._probe((_PROBE_LENGTHS[0],), info).token_ids
+        assert texts is not None, "the batch was built from arrays"
+        rows = [np.full(spec.num_tokens(image), self._images.token_id) for image in images]
+        sequences = [(texts, ()), (np.concatenate([texts, rows[0], texts, rows[1], texts]), tuple(images))]
+        sequences.append((np.concatenate([texts, rows[1], texts]), (images[1],)))
+        return PackedBatch.build(
+            [TokenizedInput(ids.astype(np.int32), images=own) for ids, own in sequences], self._device
+        )
 
     def _probe_lengths(self, info: ModelInfo) -> tuple[int, ...]:
         """Returns two short lengths and, for short models, enough lengths that their sum passes the position limit."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ..packed_batch import PackedBatch
+from .image_inputs import ImageInputs
 from .packed_attention import PackedRow, packed_row
 
 
@@ -40,11 +41,13 @@ class Network:
         module: The network.
         gives_logits: Whether the network pools and returns logits [N, num_labels] instead of rows [T, D].
         pad_token_id: Padding token of the config; None if it has none.
+        images: Builds the arguments for images; None: the network reads texts only.
         sharing: Sequences that share a padded forward.
     """
 
-    def __init__(self, module: Any, *, gives_logits: bool) -> None:
+    def __init__(self, module: Any, *, gives_logits: bool, images: ImageInputs | None = None) -> None:
         self.module = module
+        self.images = images
         self.gives_logits = gives_logits
         self.pad_token_id: int | None = self.text_config.pad_token_id
         self._accepted = _argument_names(module)
@@ -56,6 +59,11 @@ class Network:
     def text_config(self) -> Any:
         """The config of the language model, also in multimodal models."""
         return self.module.config.get_text_config()
+
+    @property
+    def language_model(self) -> Any:
+        """The network without its encoder of images."""
+        return self.module if self.images is None else self.module.get_decoder()
 
     @property
     def takes_positions(self) -> bool:
@@ -75,6 +83,9 @@ class Network:
         }
         if batch.token_type_ids is not None:
             arguments["token_type_ids"] = batch.token_type_ids[None]
+        if self.images is not None and batch.images:
+            arguments["position_ids"] = self.images.positions(batch)
+            arguments |= self.images.arguments([image for images in batch.images for image in images])
         with packed_row(batch) as row:
             return self._call(arguments)[0], row
 
@@ -90,6 +101,10 @@ class Network:
             arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": is_token.long()}
             if batch.token_type_ids is not None:
                 arguments["token_type_ids"] = pad_sequence(list(batch.token_type_ids[span].split(lengths)), True)
+            own = [image for images in batch.images[first:last] for image in images]
+            if self.images is not None and own:
+                arguments |= self.images.arguments(own)
+                arguments["mm_token_type_ids"] = (ids == self.images.token_id).int()
             output = self._call(arguments)
             parts.append(output if self.gives_logits else output[is_token])
         return torch.cat(parts)

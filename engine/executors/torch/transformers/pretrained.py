@@ -143,7 +143,7 @@ def _overrides(info: ModelInfo) -> dict[str, Any]:
 
 def _auto_class(info: ModelInfo, config: Any) -> Any:
     if info.classifier_tokens:
-        return transformers.AutoModelForCausalLM
+        return transformers.AutoModelForImageTextToText if info.reads_images else transformers.AutoModelForCausalLM
     if info.kind in _AUTO_CLASSES:
         return getattr(transformers, _AUTO_CLASSES[info.kind])
     encoders = transformers.models.auto.modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES

@@ -69,7 +69,7 @@ def test_equal_inputs_have_equal_keys() -> None:
         {"tokens": dataclasses.replace(TOKENS, type_boundary=2)},
         {"tokens": dataclasses.replace(TOKENS, num_prompt_tokens=0)},
         {"tokens": dataclasses.replace(TOKENS, num_masked=0)},
-        {"tokens": dataclasses.replace(TOKENS, image=ImagePatches(np.zeros((4, 3), np.uint8), (2, 2)))},
+        {"tokens": dataclasses.replace(TOKENS, images=(ImagePatches(np.zeros((4, 3), np.uint8), (2, 2)),))},
     ],
     ids=str,
 )

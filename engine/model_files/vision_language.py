@@ -1,0 +1,74 @@
+"""Language models that read images as a part of their input, and how they do so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ..protocol.errors import ModelLoadError
+from ..protocol.model_info import ModelKind, PairChat
+from .draft import ModelDraft
+from .image_processor import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE, read_area_spec
+
+_CHAT: Final = PairChat(is_structured=True, arguments={"add_generation_prompt": True})
+_DEFAULT_PROMPT: Final = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionLanguageFamily:
+    """Facts about one model_type.
+
+    Attributes:
+        image_text: Text of one image in a prompt.
+        placeholder: The token in `image_text` that the rows of the image replace.
+        instruction: Default instruction of embedding models without sentence-transformers' files.
+    """
+
+    image_text: str
+    placeholder: str
+    instruction: str
+
+
+FAMILIES: Final = {
+    # The code beside the weights of Qwen3-VL-Embedding; Li et al., arXiv 2601.04720.
+    "qwen3_vl": VisionLanguageFamily(
+        image_text="<|vision_start|><|image_pad|><|vision_end|>",
+        placeholder="<|image_pad|>",
+        instruction="Represent the user's input.",
+    ),
+}
+"""By model_type."""
+
+
+def resolve_vision_language(draft: ModelDraft, folder: Path) -> None:
+    """Resolves the images and the chat of a language model that reads both. Needs the other fields.
+
+    A folder without the files of an image processor serves texts only.
+
+    Raises:
+        UnsupportedModelError: penstock does not support a value of the image processor.
+        ModelLoadError: A setting does not fit the model.
+    """
+    draft.set("image_spec", None, "default")
+    draft.set("input_chat", None, "default")
+    family = FAMILIES.get(draft.fields["model_type"])
+    source = next((name for name in (PROCESSOR_FILE, IMAGE_PROCESSOR_FILE) if (folder / name).is_file()), None)
+    if family is None or source is None:
+        return
+    if draft.fields["enable_chunked_processing"]:
+        raise ModelLoadError(
+            f"--pooler-config: enable_chunked_processing does not fit {draft.name}, which reads images."
+        )
+    spec = read_area_spec(folder, draft.config, draft.fields["max_model_len"])
+    draft.set("image_spec", spec, source)
+    if draft.fields["kind"] is not ModelKind.EMBEDDING:
+        return
+    files = draft.files
+    if files is None:
+        draft.set("input_chat", _CHAT, draft.sources["model_type"])
+        if draft.fields["default_prompt_name"] is None:
+            draft.fields["prompts"] = {**draft.fields["prompts"], _DEFAULT_PROMPT: family.instruction}
+            draft.set("default_prompt_name", _DEFAULT_PROMPT, draft.sources["model_type"])
+    else:
+        draft.set("input_chat", files.pair_chat or PairChat(is_structured=True), files.transformer_source)

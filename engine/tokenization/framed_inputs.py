@@ -1,0 +1,208 @@
+"""Encodes texts and images for a language model that reads both: one prompt, with placeholders for the images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..images.encoder import ImageEncoder
+from ..protocol.errors import InvalidRequestError, RequestTooLongError
+from ..protocol.images import ImageInput, ImagePatches, MixedInput
+from ..protocol.request import Input, TextOrImage, TokenizedInput
+from ..protocol.templates import Frame, InputFrames
+from .model_tokenizer import Truncation
+from .tokenizer import TokenizerPool
+
+Patches = tuple[ImagePatches, ...]
+
+
+class FramedEncoder:
+    """Encodes the inputs of one model. Safe to use from many tasks of one event loop.
+
+    Every method raises the errors of TokenizerPool and of ImageEncoder, RequestTooLongError for images above the limit,
+    and InvalidRequestError for a text with the placeholder of images.
+
+    Args:
+        frames: Prompts of the model.
+        tokenizer: Its tokenizer.
+        images: Decodes images.
+    """
+
+    def __init__(self, frames: InputFrames, tokenizer: TokenizerPool, images: ImageEncoder) -> None:
+        self._frames = frames
+        self._tokenizer = tokenizer
+        self._images = images
+
+    async def encode(
+        self,
+        inputs: Sequence[Input],
+        truncation: Truncation,
+        *,
+        instruction: str,
+        is_rendered: bool,
+        add_special_tokens: bool,
+    ) -> list[TokenizedInput]:
+        """Returns each input as one sequence.
+
+        Args:
+            inputs: At least one.
+            truncation: Limit of a whole prompt. Only the input itself is truncated, and no image.
+            instruction: Instruction of the prompt; "" for none.
+            is_rendered: Inputs are whole prompts, such as rendered chats.
+            add_special_tokens: Add the tokenizer's special tokens around a prompt.
+        """
+        patches = await self._decode(inputs)
+        encoded: dict[int, TokenizedInput] = {}
+        frame = Frame() if is_rendered else self._frames.text
+        texts = {i: item for i, item in enumerate(inputs) if not patches[i]}
+        if texts:
+            ends = await self._ends(frame, instruction, add_special_tokens=add_special_tokens)
+            tokenized = await self._encode(list(texts.values()), frame.beginning(instruction), ends, truncation)
+            encoded.update(zip(texts, tokenized, strict=True))
+        frame = Frame() if is_rendered else self._frames.image
+        for i, item in enumerate(inputs):
+            if patches[i]:
+                ends = await self._ends(frame, instruction, add_special_tokens=add_special_tokens)
+                limit = self._text_limit(truncation, patches[i], i)
+                text = self._text_of(item, self._frames.placeholder if is_rendered else self._frames.image_text)
+                (tokenized_text,) = await self._encode([text], frame.beginning(instruction), ends, limit)
+                encoded[i] = self._with_images(tokenized_text, patches[i], i, truncation)
+        return [encoded[i] if patches[i] else self._checked(encoded[i], i) for i in range(len(inputs))]
+
+    async def pairs(
+        self, pairs: Sequence[tuple[TextOrImage, TextOrImage]], truncation: Truncation, instruction: str | None
+    ) -> list[TokenizedInput]:
+        """Returns each pair, such as a query and a document, as one sequence in the model's prompt for pairs."""
+        sides = list(dict.fromkeys(side for pair in pairs for side in pair))
+        patches = dict(zip(sides, await self._decode(sides), strict=True))
+        image_text = self._frames.image_text
+        encoded: list[TokenizedInput] = []
+        for i, (left, right) in enumerate(pairs):
+            own = (*patches[left], *patches[right])
+            text_pair = (self._text_of(left, image_text), self._text_of(right, image_text))
+            limit = self._text_limit(truncation, own, i)
+            (tokens,) = await self._tokenizer.encode_pairs([text_pair], limit, instruction=instruction)
+            encoded.append(self._with_images(tokens, own, i, truncation))
+        return encoded
+
+    def with_images(self, prompt: str, images: Sequence[ImageInput]) -> MixedInput:
+        """Returns a prompt with its images. Raises InvalidRequestError if it has another number of placeholders."""
+        texts = prompt.split(self._frames.placeholder)
+        if len(texts) != len(images) + 1:
+            raise InvalidRequestError(
+                f"The chat template renders {len(texts) - 1} placeholders {self._frames.placeholder} for {len(images)} "
+                "images. Remove the placeholder from texts; the server puts it in the place of each image.",
+                param="messages",
+            )
+        parts: list[str | ImageInput] = [texts[0]]
+        for image, text in zip(images, texts[1:], strict=True):
+            parts += [image, text]
+        return MixedInput(tuple(parts))
+
+    async def _decode(self, inputs: Sequence[Input]) -> list[Patches]:
+        """Returns the patches of the images of each input."""
+        images = [(i, image) for i, item in enumerate(inputs) for image in _images_of(item)]
+        if not images:
+            return [()] * len(inputs)
+        found = await self._images.encode([image for _, image in images], [i for i, _ in images])
+        patches: list[list[ImagePatches]] = [[] for _ in inputs]
+        for (i, _), image in zip(images, found, strict=True):
+            patches[i].append(image)
+        return [tuple(own) for own in patches]
+
+    async def _ends(
+        self, frame: Frame, instruction: str, *, add_special_tokens: bool
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Returns the special tokens before a prompt, and the ids after the input."""
+        (after,) = await self._tokenizer.token_ids([frame.after], add_special_tokens=False) if frame.after else ((),)
+        special = self._tokenizer.special_tokens
+        ids = np.array(after, np.int32)
+        if special is None or not add_special_tokens:
+            return ids[:0], ids
+        return special.leading, np.concatenate([ids, special.trailing])
+
+    async def _encode(
+        self,
+        inputs: Sequence[Input],
+        before: str,
+        ends: tuple[NDArray[np.int32], NDArray[np.int32]],
+        truncation: Truncation,
+    ) -> list[TokenizedInput]:
+        """Encodes texts with the prompt around them; token ids stay as they are."""
+        leading, trailing = ends
+        num_reserved = len(leading) + len(trailing)
+        if num_reserved >= truncation.max_num_tokens:
+            raise truncation.no_space_error(f"the model's prompt ends with {num_reserved} tokens")
+        limit = replace(
+            truncation,
+            max_num_tokens=truncation.max_num_tokens - num_reserved,
+            num_reserved=truncation.num_reserved + num_reserved,
+        )
+        texts = [item for item in inputs if not isinstance(item, ImageInput | MixedInput)]
+        tokenized = await self._tokenizer.encode(texts, limit, prompt=before, add_special_tokens=False)
+        return [
+            replace(tokens, token_ids=np.concatenate([leading, tokens.token_ids, trailing]))
+            if isinstance(item, str)
+            else tokens
+            for item, tokens in zip(texts, tokenized, strict=True)
+        ]
+
+    def _text_of(self, item: Input, image_text: str) -> str:
+        if isinstance(item, str):
+            return item
+        if isinstance(item, ImageInput):
+            return image_text
+        assert isinstance(item, MixedInput), "token ids have no images"
+        return "".join(part if isinstance(part, str) else image_text for part in item.parts)
+
+    def _text_limit(self, truncation: Truncation, patches: Patches, index: int) -> Truncation:
+        """Returns the limit of a prompt with one placeholder for each image."""
+        added = sum(self._images.spec.num_tokens(image) - 1 for image in patches)
+        if added and added + 1 >= truncation.max_num_tokens:
+            raise RequestTooLongError.over_limit(
+                f"the images of input {index} have {added + len(patches)} tokens",
+                "Please send fewer or smaller images.",
+                num_tokens=added + len(patches),
+                max_num_tokens=truncation.max_num_tokens,
+                limit_name=truncation.name,
+                param=truncation.param,
+            )
+        return replace(
+            truncation, max_num_tokens=truncation.max_num_tokens - added, num_reserved=added, first_index=index
+        )
+
+    def _with_images(
+        self, tokens: TokenizedInput, patches: Patches, index: int, truncation: Truncation
+    ) -> TokenizedInput:
+        """Repeats the placeholder of each image for each of its tokens."""
+        positions = np.flatnonzero(tokens.token_ids == self._frames.placeholder_id)
+        if len(positions) < len(patches) and tokens.is_truncated:
+            raise truncation.no_space_error(f"input {index} has an image after a text that is longer")
+        if len(positions) != len(patches):
+            raise self._placeholder_error(index)
+        if not patches:
+            return tokens
+        repeats = np.ones(len(tokens), np.int64)
+        repeats[positions] = [self._images.spec.num_tokens(image) for image in patches]
+        return replace(tokens, token_ids=tokens.token_ids.repeat(repeats), images=patches)
+
+    def _checked(self, tokens: TokenizedInput, index: int) -> TokenizedInput:
+        if (tokens.token_ids == self._frames.placeholder_id).any():
+            raise self._placeholder_error(index)
+        return tokens
+
+    def _placeholder_error(self, index: int) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"Input {index} contains the token {self._frames.placeholder}, which stands for an image. Remove it; the "
+            "server puts it in the place of each image.",
+            param="input",
+        )
+
+
+def _images_of(item: Input) -> tuple[ImageInput, ...]:
+    if isinstance(item, ImageInput):
+        return (item,)
+    return item.images if isinstance(item, MixedInput) else ()

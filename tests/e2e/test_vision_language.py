@@ -1,0 +1,121 @@
+"""Texts, images and both together in one prompt over HTTP, compared with transformers."""
+
+import base64
+import io
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ..random_models import save_qwen3_vl_model
+from ..servers import Server
+
+image_module = pytest.importorskip("PIL.Image")
+pytestmark = pytest.mark.filterwarnings("ignore")
+TOLERANCE = 1e-4
+IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
+SYSTEM = "<|im_start|>system\nRepresent the user's input.<|im_end|>\n"
+
+
+def make_images() -> list[Any]:
+    """Images of odd sizes and modes."""
+    numbers = np.random.default_rng(0)
+    sizes = [(30, 21), (61, 17), (8, 9)]
+    images = [image_module.fromarray(numbers.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in sizes]
+    return [image.convert(mode) for image, mode in zip(images, ("RGB", "L", "RGBA"), strict=True)]
+
+
+IMAGES = make_images()
+
+
+def uri(image: Any) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def rgb(image: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.image_transforms.convert_to_rgb(image)
+
+
+URIS = [uri(image) for image in IMAGES]
+
+
+def chat(text: str) -> str:
+    return f"{SYSTEM}<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def rows(response: Any, *path: str) -> np.ndarray:
+    assert response.status_code == 200, response.text
+    data = response.json()
+    for key in path or ("data",):
+        data = data[key]
+    return np.array([row["embedding"] if isinstance(row, dict) else row for row in data])
+
+
+def test_qwen3_vl_embeddings_equal_transformers(
+    launch: Callable[..., Server], default_model: Path, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    model, arguments = save_qwen3_vl_model(tmp_path, default_model)
+
+    def vector(prompt: str, *images: int) -> np.ndarray:
+        with torch.no_grad():
+            inputs = arguments(prompt, [rgb(IMAGES[i]) for i in images])
+            row = model.model(**inputs).last_hidden_state[0, -1]
+        return torch.nn.functional.normalize(row, dim=0).numpy()
+
+    cases: list[tuple[Any, np.ndarray]] = [
+        ("A dam.", vector(chat("A dam."))),
+        *(({"image": URIS[i]}, vector(chat(IMAGE_TEXT), i)) for i in range(3)),
+        ({"image": URIS[1], "text": "a gate"}, vector(chat(IMAGE_TEXT + "a gate"), 1)),
+    ]
+    inputs, expected = [item for item, _ in cases], np.stack([row for _, row in cases])
+    server = launch(str(tmp_path), "--dtype", "float32", "--cache", "1MB")
+
+    def embed(some: list[Any], **fields: Any) -> np.ndarray:
+        return rows(server.post("/v1/embeddings", {"input": some, **fields}))
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(embed, [*([item] for item in inputs), inputs, inputs[::-1], inputs]))
+    for vectors in (np.concatenate(found[: len(inputs)]), found[-3], found[-2][::-1], found[-1]):
+        assert np.abs(vectors - expected).max() < TOLERANCE
+
+    parts = [{"type": "text", "text": "see "}, {"type": "image_url", "image_url": {"url": URIS[2]}}]
+    parts += [{"type": "text", "text": " and "}, {"type": "image_url", "image_url": {"url": URIS[0]}}]
+    prompt = f"<|im_start|>user\nsee {IMAGE_TEXT} and {IMAGE_TEXT}<|im_end|>\n"
+    messages = [{"role": "user", "content": parts}]
+    chats = rows(server.post("/v1/embeddings", {"messages": messages, "add_special_tokens": True}))
+    assert np.abs(chats - vector(prompt, 2, 0)).max() < TOLERANCE
+    pooled = server.post("/pooling", {"messages": messages, "add_special_tokens": True})
+    assert pooled.json()["usage"]["prompt_tokens"] > 20
+    assert np.abs(np.array(pooled.json()["data"][0]["data"]) - chats).max() < TOLERANCE
+
+    mixed = vector(chat(f"see {IMAGE_TEXT} and {IMAGE_TEXT}"), 2, 0)
+    cohere = server.post("/v2/embed", {"inputs": [{"content": parts}], "embedding_types": ["float"]})
+    assert np.abs(rows(cohere, "embeddings", "float") - mixed).max() < TOLERANCE
+    voyage_parts = [{"type": "text", "text": "see "}, {"type": "image_base64", "image_base64": URIS[2]}]
+    voyage_parts += [{"type": "text", "text": " and "}, {"type": "image_base64", "image_base64": URIS[0]}]
+    voyage = server.post("/v1/multimodalembeddings", {"inputs": [{"content": voyage_parts}]})
+    assert np.abs(rows(voyage) - mixed).max() < TOLERANCE
+    instructed = chat("A dam.").replace("Represent the user's input.", "Find dams.")
+    assert np.abs(embed(["A dam."], instruction="Find dams") - vector(instructed)).max() < TOLERANCE
+
+    scored = server.post("/v1/rerank", {"query": "A dam.", "documents": inputs[1:]}).json()["results"]
+    scores = {row["index"]: row["relevance_score"] for row in scored}
+    assert np.abs([scores[i] for i in range(4)] - expected[1:] @ expected[0]).max() < TOLERANCE
+
+    for body, message in (
+        ({"input": "<|image_pad|>"}, "stands for an image"),
+        ({"input": ["a", {"image": URIS[0], "text": "<|image_pad|>"}]}, "Input 1 contains the token"),
+        ({"input": ["a", {"image": uri(IMAGES[0].resize((4000, 8)))}]}, "Input 1 has 4000 x 8 pixels"),
+        ({"input": [{"image": URIS[0]}], "truncate_prompt_tokens": 12}, "images of input 0 have 12 tokens"),
+    ):
+        rejected = server.post("/v1/embeddings", body)
+        assert rejected.status_code == 400, rejected.text
+        assert message in rejected.text
+    server.stop()
