@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Final
 
@@ -42,6 +41,7 @@ from .errors import (
     status_kind,
     validation_message,
 )
+from .settings import did_you_mean
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -240,7 +240,6 @@ def dialect_of(scope: Scope) -> Dialect:
 
 
 _Handler = Callable[[Request, Any], Awaitable[Response]]
-_MAX_COMPARED_CHARS: Final = 64
 _METHODS: Final = ("GET", "HEAD", "POST", "DELETE")
 
 
@@ -279,9 +278,8 @@ def _alternatives(app: FastAPI, path: str) -> str:
     paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
     if "/docs" not in paths:
         return "port"
-    # The comparison takes time in proportion to the length.
-    near = get_close_matches(path, paths, 1, 0.8) if len(path) <= _MAX_COMPARED_CHARS else []
-    return f"server; did you mean {near[0]}? /docs lists all routes" if near else "server; /docs lists its routes"
+    # Below 0.8, paths that share little but `/v1/` would be similar.
+    return f"server{did_you_mean(path, paths, 0.8) or ';'} /docs lists all routes"
 
 
 def _releasing(handler: _Handler) -> _Handler:

@@ -17,14 +17,14 @@ import math
 import time
 from collections.abc import Collection, Sequence, Sized
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from fastapi import Request, Response
 
 from penstock.engine import RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import ModelKind
-from penstock.engine.protocol.request import Input, TextOrImage
+from penstock.engine.protocol.request import Input, Text, TextOrImage
 from penstock.engine.protocol.templates import ChatOptions
 
 from ..admission import ResponseSize, has_large_response
@@ -32,7 +32,7 @@ from ..http.json_responses import json_response
 from ..http.request_head import LIMITS, RequestLimits
 from ..models.table import ModelTarget
 from ..schemas.chat import ChatFields, Conversations, InputFields
-from ..schemas.images import IMAGE_TYPES, ImageChat
+from ..schemas.images import ImageChat, has_images
 from ..schemas.options import RequestBody
 from .context import ServerContext, context_of
 from .images import check_images, read_images, read_sources
@@ -269,8 +269,9 @@ async def engine_inputs(
         if body.add_special_tokens is False:
             options = replace(options, add_special_tokens=False)
         inputs = body.texts()
-        texts = [item for item in inputs if not isinstance(item, IMAGE_TYPES)]
-        return texts if len(texts) == len(inputs) else await read_images(call, inputs, "input"), options
+        if has_images(inputs):
+            return await read_images(call, inputs, "input"), options
+        return cast("Sequence[Text]", inputs), options
     options = replace(options, is_rendered=True, add_special_tokens=bool(body.add_special_tokens))
     return await _rendered_chats(call, body.messages, body.chat_options()), options
 

@@ -8,7 +8,6 @@ model, is rejected.
 from __future__ import annotations
 
 import argparse
-import difflib
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from penstock.engine.protocol.setting import parse_json
 
-from ..settings import GROUPS, UsageError, declared_settings, environment_variable, flag_of
+from ..settings import GROUPS, UsageError, declared_settings, did_you_mean, environment_variable, flag_of
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -28,9 +27,9 @@ class OneLineParser(argparse.ArgumentParser):
         """See argparse. Raises UsageError for a misspelt flag, with the nearest flag."""
         found, extras = super().parse_known_args(args, namespace)
         for flag in extras:
-            name, known = flag.partition("=")[0], self._option_string_actions
-            if name.startswith("--") and (near := difflib.get_close_matches(name.replace("_", "-"), known, n=1)):
-                self.error(f"unrecognized argument: {name}; did you mean {near[0]}?")
+            name = flag.partition("=")[0]
+            if name.startswith("--") and (hint := did_you_mean(name, self._option_string_actions)):
+                self.error(f"unrecognized argument: {name}{hint}")
         return found, extras
 
     def error(self, message: str) -> NoReturn:

@@ -16,8 +16,8 @@ from ..settings import (
     ServerSettings,
     UsageError,
     declared_settings,
+    did_you_mean,
     load,
-    near_name,
     read_compat_variables,
 )
 from .default_model import model_and_names
@@ -118,7 +118,7 @@ def read_config(path: Path) -> ConfigFile:
         if key in NOT_IN_FILE:
             raise UsageError(f"{path}: {key} is not allowed at the top: {NOT_IN_FILE[key]}")
         if key not in known:
-            raise UsageError(f"{path}: {key} is not a setting{near_name(key, known)}")
+            raise UsageError(f"{path}: {key} is not a setting{did_you_mean(key, known)}")
     return ConfigFile(path, content, tuple(models))
 
 
@@ -178,7 +178,7 @@ def _of_table(settings: ServerSettings, table: Mapping[str, Any], location: str,
         if key not in own_keys and key in server_keys:
             raise UsageError(f"{location}.{key}: is a setting of the server; write it above the tables")
         if key not in own_keys:
-            raise UsageError(f"{location}.{key}: is not a setting of a model{near_name(key, own_keys)}")
+            raise UsageError(f"{location}.{key}: is not a setting of a model{did_you_mean(key, own_keys)}")
     base = ModelSettings(engine=settings.engine, default_prompt_name=settings.default_prompt_name)
     loaded = load(ModelSettings, {}, file=table, file_location=f"{location}.", base=base)
     if loaded.model is None:

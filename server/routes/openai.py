@@ -20,11 +20,10 @@ from ..http.encoding import Encoding
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
 from ..schemas.encodings import EmbeddingTypeOptions
-from ..schemas.images import IMAGE_TYPES
+from ..schemas.images import has_images
 from ..schemas.json_schema import PIXEL, documented
 from ..schemas.options import EmbeddingBody, Flag, ListResponse, Truncate, Width, WidthOrZero, truncated
 
-_IMAGE_TYPES: Final = frozenset(IMAGE_TYPES)
 _PLAIN_PARAMS: Final = PoolingParams()
 _PARAM_FIELDS: Final = frozenset(
     (
@@ -111,7 +110,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
     def check_given(self) -> None:
         """Raises InvalidRequestError without input, or for late_chunking with messages or token vectors."""
         super().check_given()
-        if self.late_chunking and not _IMAGE_TYPES.isdisjoint(map(type, self.input or ())):
+        if self.late_chunking and has_images(self.input or ()):
             raise InvalidRequestError(
                 "late_chunking joins the parts of one text, but input has images. Leave late_chunking out.",
                 param="late_chunking",

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 from fastapi import Request, Response
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainValidator, Tag, WithJsonSchema
 
 from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
@@ -23,14 +23,13 @@ from ..errors import DEFAULT_TAG, TEI_TAG
 from ..http.json_bodies import by_keys
 from ..routing import BatchUse, RouteOptions, Router
 from ..schemas import json_schema
-from ..schemas.images import IMAGE_TYPES, Image, ImageSource, MixedContent, parse_content
+from ..schemas.images import OBJECT_KEYS, Image, MixedContent, has_images, parse_content
 from ..schemas.inputs import Documents, TextOrObject, document_contents, parse_text_or_image, parse_texts
 from ..schemas.json_schema import documented
 from ..schemas.options import Count, Flag, FlagOrWord, Listed, ListResponse, PairBody, Usage, VersionMeta, truncated
 from ..schemas.tei_bodies import TeiRank, TeiRerankRequest
 from .tei import RERANK, TEI_HEADERS, rerank_texts
 
-_IMAGE_TYPES: Final = frozenset(IMAGE_TYPES)
 _NO_DOCUMENTS: Final = {"rank_fields", "max_chunks_per_doc", "top_k"}
 """Keys of Cohere and Voyage: these dialects return documents on request only."""
 
@@ -99,10 +98,10 @@ class RerankRequest(PairBody):
         None,
         description=(
             "Split a document that does not fit into up to this many chunks; the score is that of the best chunk. 0, 1 "
-            "or absent: truncate the document."
+            "or absent: truncate the document. new-api's name is `max_chunk_per_doc`."
         ),
+        validation_alias=AliasChoices("max_chunks_per_doc", "max_chunk_per_doc"),
     )
-
     instruct: str | None = Field(None, description="SGLang's name for `instruction`. `instruction` has precedence.")
 
     def wanted_instruction(self) -> str | None:
@@ -206,21 +205,15 @@ def parse_score_side(value: Any) -> list[str | Image]:
     A single object with several parts and an image becomes one entry per part, as in vLLM.
     """
     if not isinstance(value, list):
-        content = _content(value, "")
+        content = parse_text_or_image(value, "")
         if isinstance(content, MixedContent) and isinstance(value.get("content"), list):
             return [parse_content([part], f".content[{i}]") for i, part in enumerate(value["content"])]
-        if isinstance(content, str | ImageSource | MixedContent):
+        if isinstance(content, str | Image):
             return [content]
         return [*parse_texts(content)]
-    entries = [_content(entry, f"[{i}]") for i, entry in enumerate(value)]
-    texts = parse_texts(["" if isinstance(entry, IMAGE_TYPES) else entry for entry in entries])
-    return [entry if isinstance(entry, IMAGE_TYPES) else text for entry, text in zip(entries, texts, strict=True)]
-
-
-def _content(entry: Any, path: str) -> Any:
-    if isinstance(entry, dict) and "content" in entry:
-        return parse_content(entry["content"], f"{path}.content")
-    return parse_text_or_image(entry, path)
+    entries = [parse_text_or_image(entry, f"[{i}]") for i, entry in enumerate(value)]
+    texts = parse_texts(["" if isinstance(entry, Image) else entry for entry in entries])
+    return [entry if isinstance(entry, Image) else text for entry, text in zip(entries, texts, strict=True)]
 
 
 ScoreSide = Annotated[list[str | Image], PlainValidator(parse_score_side), WithJsonSchema(json_schema.SCORE_SIDE)]
@@ -236,7 +229,7 @@ class ScoreRequest(PairBody):
     )
 
     ignored_keys: ClassVar = keys_ignored_by(VLLM, SGLANG)
-    nested_keys: ClassVar = {side: ("text", "image", "content") for pair in _PAIRS for side in pair}
+    nested_keys: ClassVar = {side: OBJECT_KEYS for pair in _PAIRS for side in pair}
 
     text_1: ScoreSide | None = Field(None, description="Queries. Used with `text_2`.")
     text_2: ScoreSide | None = Field(None, description="Documents.")
@@ -306,7 +299,7 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     contents = body.contents()
     call = await Call.start(request, body.model, RERANKERS)
     path = request.scope["path"]
-    with_documents = body.wants_documents(path, has_images=not _IMAGE_TYPES.isdisjoint(map(type, contents)))
+    with_documents = body.wants_documents(path, has_images=has_images(contents))
     call.reserve(size_of_scores(len(contents)), param="documents")
     if with_documents:
         size = size_of_texts(body.documents, body.num_results(), num_encodings=2 if body.is_voyage() else 1)

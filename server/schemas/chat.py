@@ -12,7 +12,7 @@ from penstock.engine.protocol.templates import ChatOptions
 
 from ..errors import quote
 from . import json_schema
-from .images import INPUT_KEYS, ImageChat, ImageSource, parse_image_part
+from .images import INPUT_KEYS, OBJECT_KEYS, ImageChat, ImageSource, parse_image_part
 from .inputs import Input, Inputs
 from .options import Flag, RequestBody
 
@@ -132,13 +132,13 @@ class ChatFields(RequestBody):
 class InputFields(ChatFields):
     """The fields `input` and `messages`. A body has one of the two."""
 
-    nested_keys: ClassVar[Mapping[str, Collection[str]]] = {"input": ("text", *INPUT_KEYS)}
+    nested_keys: ClassVar[Mapping[str, Collection[str]]] = {"input": (*OBJECT_KEYS, *INPUT_KEYS)}
 
     input: Inputs | None = Field(
         None,
         description=(
             'A text, a list of texts, of {"text": ...} or of {"image": ...}, the token ids of one text, or a list of '
-            "such lists."
+            "such lists. An entry may also be a content part or a list of content parts."
         ),
     )
 

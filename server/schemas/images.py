@@ -6,7 +6,7 @@ the images of a request after its model is known. Parsers raise ValueError for a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -57,7 +57,13 @@ class ImageChat:
 
 
 Image = ImageSource | MixedContent
-IMAGE_TYPES: Final = (ImageSource, MixedContent)
+_IMAGE_TYPES: Final = frozenset((ImageSource, MixedContent))
+
+
+def has_images(inputs: Iterable[object]) -> bool:
+    """Returns whether an input of a body is an image."""
+    return not _IMAGE_TYPES.isdisjoint(map(type, inputs))
+
 
 INPUT_KEYS: Final = ("image", "url", "bytes")
 """Keys of an image in the objects of Jina's `input`. LangChain and LlamaIndex send `url` and `bytes`."""
@@ -68,6 +74,8 @@ _PART_KEYS: Final = {
     "image": "image",
 }
 """The key of the image by the `type` of a content part: of OpenAI, Cohere and vLLM, of Voyage, and of others."""
+OBJECT_KEYS: Final = ("text", "image", "content", "type", "image_url", "image_base64")
+"""Keys of the objects that hold a text or an image: of Jina, of content parts, and of lists of content parts."""
 
 
 def parse_image(value: Any, path: str) -> ImageSource:

@@ -17,14 +17,13 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from ..errors import EMPTY_TEXT, quote, quote_names
 from . import json_schema
 from .images import (
-    IMAGE_TYPES,
     INPUT_KEYS,
     Image,
     ImageSource,
-    MixedContent,
     parse_content,
     parse_image,
     parse_image_object,
+    parse_image_part,
 )
 from .options import Listed
 
@@ -41,14 +40,18 @@ def parse_texts_or_ids(value: Any) -> list[Text]:
     """
     inputs: list[Text] = []
     for i, entry in enumerate(parse_inputs(value)):
-        if isinstance(entry, IMAGE_TYPES):
+        if isinstance(entry, Image):
             raise ValueError(f"must hold texts or lists of token ids; entry {i} is an image")
         inputs.append(entry)
     return inputs
 
 
 def parse_inputs(value: Any) -> list[Input]:
-    """Like `parse_texts_or_ids`, but entries may also be Jina's objects `{"image": ...}`."""
+    """Like `parse_texts_or_ids`, but entries may also be images.
+
+    An image is Jina's object `{"image": ...}`, a content part, `{"content": [...]}` of OpenRouter, or a list of content
+    parts of Dify.
+    """
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -65,20 +68,25 @@ def parse_inputs(value: Any) -> list[Input]:
     if kinds == {int}:
         return [_checked_ids(value)]
     if dict in kinds or list in kinds:
-        value = [
-            whole_numbers(entry) if type(entry) is list else parse_text_or_image(entry, f"[{i}]", INPUT_KEYS)
-            for i, entry in enumerate(value)
-        ]
+        value = [_parse_entry(entry, i) if isinstance(entry, dict | list) else entry for i, entry in enumerate(value)]
     inputs: list[Input] = value
     for i, entry in enumerate(value):
         if type(entry) is list and set(map(type, entry)) == {int}:
             _checked_ids(entry)
-        elif type(entry) is not str and type(entry) not in IMAGE_TYPES:
+        elif not isinstance(entry, str | Image):
             raise ValueError(
                 'must hold texts, objects {"text": ...} or {"image": ...}, or lists of token ids; '
                 f"entry {i} is {_kind(entry)}"
             )
     return inputs
+
+
+def _parse_entry(entry: dict[str, Any] | list[Any], index: int) -> Any:
+    if isinstance(entry, dict):
+        return parse_text_or_image(entry, f"[{index}]", INPUT_KEYS)
+    if entry and isinstance(entry[0], dict):
+        return _entry_content(entry, f"[{index}]", index)
+    return whole_numbers(entry)
 
 
 def check_length(values: list[Any]) -> None:
@@ -131,9 +139,17 @@ def parse_text(value: Any) -> Any:
 
 
 def parse_text_or_image(value: Any, path: str, image_keys: Sequence[str] = ("image",)) -> Any:
-    """Returns the text of `{"text": ...}` or the image of `{"image": ...}`. Other values are returned unchanged."""
-    image = parse_image_object(value, path, image_keys) if isinstance(value, dict) else None
-    return parse_text(value) if image is None else image
+    """Returns the text or the image of an object. Other values are returned unchanged.
+
+    The object is `{"text": ...}`, `{"image": ...}`, a content part, or `{"content": ...}` with a text or content parts.
+    """
+    if not isinstance(value, dict):
+        return value
+    image = parse_image_object(value, path, image_keys) or parse_image_part(value, path)
+    if image is not None:
+        return image
+    text = parse_text(value)
+    return parse_content(value["content"], f"{path}.content") if text is value and "content" in value else text
 
 
 def parse_texts(value: Any) -> list[str]:
@@ -185,7 +201,7 @@ def parse_contents(value: Any) -> list[str | Image]:
     if not isinstance(value, list) or not value:
         raise ValueError('must be a list of objects {"content": [...]} and not empty; texts takes plain texts')
     contents = (entry.get("content") if isinstance(entry, dict) else None for entry in value)
-    return [_entry_content(content, i) for i, content in enumerate(contents)]
+    return [_entry_content(content, f"[{i}].content", i) for i, content in enumerate(contents)]
 
 
 def parse_images(value: Any) -> list[ImageSource]:
@@ -195,9 +211,9 @@ def parse_images(value: Any) -> list[ImageSource]:
     return [parse_image(entry, f"[{i}]") for i, entry in enumerate(value)]
 
 
-def _entry_content(content: Any, index: int) -> str | Image:
+def _entry_content(content: Any, path: str, index: int) -> str | Image:
     try:
-        return parse_content(content, f"[{index}].content")
+        return parse_content(content, path)
     except ValueError as error:
         raise ValueError(f"{error}, in entry {index}") from None
 
@@ -245,10 +261,8 @@ def _object_content(document: dict[str, Any], rank_fields: Sequence[str] | None,
         return "\n".join(value if isinstance(value, str) else orjson.dumps(value).decode() for value in values)
     try:
         content = parse_text_or_image(document, f"[{index}]")
-        if isinstance(content, str | ImageSource | MixedContent):
+        if isinstance(content, str | Image):
             return content
-        if "content" in document:
-            return parse_content(document["content"], f"[{index}].content")
     except ValueError as error:
         raise InvalidRequestError(f"documents: entry {index} {error}.", param="documents") from None
     raise InvalidRequestError(

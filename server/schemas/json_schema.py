@@ -65,12 +65,16 @@ _IMAGE_BASE64_PART: Final[JsonSchema] = {
     "properties": {"type": {"const": "image_base64"}, "image_base64": _IMAGE},
 }
 PARTS: Final = list_of(_TEXT_PART, _IMAGE_URL_PART, _IMAGE_BASE64_PART)
-INPUTS: Final = one_of(_STRING, list_of(_STRING, _TEXT_OBJECT, _IMAGE_OBJECT, TOKEN_IDS), TOKEN_IDS)
 CONTENT_OBJECT: Final[JsonSchema] = {
     "type": "object",
     "required": ["content"],
     "properties": {"content": one_of(_STRING, PARTS)},
 }
+INPUTS: Final = one_of(
+    _STRING,
+    list_of(_STRING, _TEXT_OBJECT, _IMAGE_OBJECT, _IMAGE_URL_PART, CONTENT_OBJECT, PARTS, TOKEN_IDS),
+    TOKEN_IDS,
+)
 SCORE_SIDE: Final = one_of(
     _STRING, _TEXT_OBJECT, CONTENT_OBJECT, list_of(_STRING, _TEXT_OBJECT, _IMAGE_OBJECT, CONTENT_OBJECT)
 )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from .load import UsageError, declared_settings, environment_variable, flag_of, is_set, near_name, shown_value
+from .load import UsageError, declared_settings, did_you_mean, environment_variable, flag_of, is_set, shown_value
 
 COMPAT_SERVERS: Final = ("tei", "infinity")
 _PREFIX: Final = "INFINITY_"
@@ -71,7 +71,7 @@ def read_compat_variables(server: str, kind: type, given: Collection[str]) -> Co
     if server == "infinity":
         known = [variable.removeprefix(_PREFIX) for variable in rules]
         for variable in sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in rules):
-            hint = near_name(variable.removeprefix(_PREFIX), known)
+            hint = did_you_mean(variable.removeprefix(_PREFIX), known)
             found.notes.append(f"{variable} has no effect: Infinity has no such variable{hint}")
     return found
 

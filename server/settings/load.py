@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -22,6 +22,7 @@ _WORDS: Final = {
     **dict.fromkeys(("true", "t", "1", "yes", "y", "on"), True),
     **dict.fromkeys(("false", "f", "0", "no", "n", "off"), False),
 }
+_MAX_COMPARED_CHARS: Final = 64
 SettingsT = TypeVar("SettingsT")
 
 
@@ -180,10 +181,16 @@ def public_values(settings: Any) -> dict[str, Any]:
     return values
 
 
-def near_name(name: str, known: Collection[str]) -> str:
-    """Returns "; did you mean NAME?" if an unknown name is similar to a known one, or else ""."""
-    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+def did_you_mean(name: str, known: Iterable[str], min_similarity: float = 0.6) -> str:
+    """Returns "; did you mean NAME?" if an unknown name is similar to a known one, or else "".
+
+    `-` and `_` count as equal. `min_similarity` is difflib's, from 0 to 1.
+    """
+    names = {each.replace("-", "_"): each for each in known}
+    # The comparison takes time in proportion to the length.
+    is_short = len(name) <= _MAX_COMPARED_CHARS
+    near = difflib.get_close_matches(name.replace("-", "_"), names, 1, min_similarity) if is_short else []
+    return f"; did you mean {names[near[0]]}?" if near else ""
 
 
 def unknown_variables(kinds: Collection[type]) -> list[str]:

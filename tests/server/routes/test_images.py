@@ -60,6 +60,9 @@ ALONE = [
     ("jina, base64", "/v1/embeddings", {"input": [{"image": BASE64}], "task": "retrieval.query"}),
     ("jina, null text", "/v1/embeddings", {"input": [{"text": None, "image": BASE64}]}),
     ("langchain", "/v1/embeddings", {"input": [{"bytes": BASE64}]}),
+    ("dify, content parts", "/v1/embeddings", {"input": [[part(URI)]]}),
+    ("dify, content part", "/v1/embeddings", {"input": [part(URI)]}),
+    ("openrouter", "/v1/embeddings", {"input": [{"content": [part(URI)]}]}),
     ("jina, multi-vector", "/v1/multi-vector", {"input": [{"image": URI}]}),
     ("infinity", "/embeddings", {"input": [URI], "modality": "image", "dimensions": 0, "encoding_format": "base64"}),
     ("infinity, a text", "/embeddings", {"input": URI, "modality": "image"}),
@@ -90,7 +93,7 @@ async def test_data_uri_is_decoded(client, engine, media: str, is_base64: bool) 
 
 
 async def test_texts_and_images_keep_their_order(client, engine) -> None:
-    body = {"input": ["a", {"image": URI}, {"text": "b"}, [1, 2], {"image": BLUE_URI}]}
+    body = {"input": ["a", {"image": URI}, [{"type": "text", "text": "b"}], [1, 2], {"image": BLUE_URI}]}
     response = (await client.post("/v1/embeddings", json=body)).json()
     assert engine.calls[-1][1][0] == ["a", ImageInput(RED), "b", [1, 2], ImageInput(BLUE)]
     assert response["usage"]["prompt_tokens"] == 3 + NUM_IMAGE_TOKENS + 3 + 2 + NUM_IMAGE_TOKENS
@@ -176,6 +179,7 @@ MIXED = [
     ("/v1/embeddings", {"messages": [chat("a"), chat(part(URI), part(URI))]}, "messages[1] has"),
     ("/v1/embeddings", {"messages": [{"role": "system", "content": "Be brief."}, *chat(part(URI))]}, "messages has"),
     ("/v1/embeddings", {"input": ["a", {"text": "b", "image": URI}]}, "input[1] has"),
+    ("/v1/embeddings", {"input": [[{"type": "text", "text": "b"}, part(URI)]]}, "input[0] has"),
     ("/v2/embed", {"inputs": [{"content": [{"type": "text", "text": "b"}, part(URI)]}]}, "inputs[0].content has"),
     ("/rerank", {"query": "a", "documents": [{"text": "a", "image": URI}]}, "documents[0] has"),
     ("/score", {"text_1": "a", "text_2": [{"content": [part(URI), part(URI)]}]}, "text_2[0].content has"),
