@@ -134,10 +134,7 @@ class AdmissionController:
         num_processes: HTTP processes of the server. Each enforces 1/num_processes of the memory limits.
 
     Attributes:
-        max_body_bytes: Maximum bytes of one body.
         max_json_values: Maximum values of one body; see json_reader.py.
-        bodies: Memory of bodies.
-        responses: Memory of responses.
         fetches: Images that are being fetched from URLs.
     """
 

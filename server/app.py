@@ -248,7 +248,6 @@ class Application(DocumentedApp):
     Attributes:
         layers: The outermost middleware. The innermost middleware calls `own_layers`.
         metrics_app: The application of --metrics-port; None without that port.
-        keys: API keys and admin keys.
     """
 
     layers: RequestMiddleware

@@ -56,7 +56,6 @@ class ErrorKind:
     """HTTP representation of one class of errors.
 
     Attributes:
-        status: HTTP status.
         type: OpenAI's error type.
         code: OpenAI's error code, or None.
         is_hidden: Whether the message is only logged.

@@ -112,7 +112,6 @@ class DocumentedApp(FastAPI):
     Args:
         names: Served names. Examples contain the first one.
         needs_key: Whether routes that are not open need an API key.
-        routes: All routes.
         options: Arguments of FastAPI.
     """
 

@@ -72,13 +72,8 @@ class Route(APIRoute):
     A missing Content-Type means JSON; see `check_media` for other types.
 
     Args:
-        path: Path, possibly with parameters.
-        endpoint: Function of the route.
-        dialect: Dialect of its error bodies.
-        access: The key that it needs.
         runs_model: Whether its requests wait for a forward. Such requests are rejected before their body is read if
             the engine is full, have a deadline, and take precedence over batches.
-        batch_use: Whether lines of batches may call it.
         by_key: Body keys that select a dialect other than `dialect`.
         ends_with_client: Whether the request is cancelled when its client disconnects.
         is_probe: Whether it is a health check, called every few seconds: not logged, not traced.
@@ -134,9 +129,6 @@ class Router:
         tag: Tag of the routes in the OpenAPI document.
         responses: Error responses in the OpenAPI document. Default: the errors of the dialect.
         in_schema: Whether the OpenAPI document has the routes.
-
-    Attributes:
-        routes: Routes in the order of declaration.
     """
 
     def __init__(
@@ -200,7 +192,6 @@ class RouteTable:
     """The routes of an application by method and path, with FastAPI's matching rules.
 
     Args:
-        routes: All routes.
         root_path: Path prefix under which a proxy serves the routes, such as /penstock; "" for none.
 
     Attributes:

@@ -41,7 +41,6 @@ class Address(NamedTuple):
 
     Attributes:
         host: Name or IP address.
-        port: TCP port.
         tls: Certificates that the client trusts; None for HTTP without TLS.
     """
 
@@ -80,14 +79,11 @@ class TargetServer:
 
     Args:
         url: Base URL, with or without /v1. A path before /v1 is kept.
-        settings: Settings of the command.
         timeout_s: Seconds after which a request fails.
 
     Attributes:
         url: As the user gave it.
-        address: TCP address.
         base_path: Path before the paths of the API; without a slash at the end.
-        headers: Headers of every request.
 
     Raises:
         UsageError: The URL, the key file or the file of certificates is invalid.

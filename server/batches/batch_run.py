@@ -71,10 +71,6 @@ class RunContext:
     """State that all runs share.
 
     Attributes:
-        store: Records of batches.
-        files: Input and output files.
-        send: Sends requests to routes.
-        limiter: Decides when lines run.
         num_lines: Lines with a response ("completed") and with an error ("failed") since the start.
         reading_file: Lock for checking a file or reading its custom ids: one file at a time.
         lone_line: Lock: one suspected line or file check at a time. A line or check is suspected if it ran when the
@@ -98,9 +94,6 @@ class BatchRun:
     """Runs one batch. Used by one event loop.
 
     Args:
-        batch: Record of the batch.
-        input_file: Input file with the lines of the batch.
-        context: State that all runs share.
         crashes: Lines of the batch that ran when the server was killed; None after a clean stop.
     """
 
@@ -261,7 +254,6 @@ class BatchRun:
             raise failure
 
     def _start_line(self, running: asyncio.TaskGroup, span: LineSpan) -> None:
-        """Starts the task of an admitted line."""
         runs_alone = span.number <= self._crashes.until or span.number in self._crashes.lines
         if runs_alone:
             self._lone_lines.add(span.number)
@@ -370,7 +362,6 @@ class BatchRun:
         return custom_id, response
 
     async def _write_missing_lines(self, error: LineError) -> None:
-        """Writes an error for each line without a response."""
         async for spans in self._lines_to_run():
             named = await self._retry_disk(partial(self._custom_ids, spans))
             outputs = [error_line(self._name(number), number, custom_id, error) for number, custom_id in named]
@@ -382,7 +373,6 @@ class BatchRun:
             return await _on_thread(lambda: self._input.custom_ids(spans))
 
     async def _finish(self, status: BatchStatus) -> None:
-        """Stores the final status and the output files."""
         batch, files = self.batch, self._context.files
         output_files = [
             files.output_record(file_id, batch.owner, f"{batch.id}_{name}.jsonl", num_bytes, batch.output_expires_s)

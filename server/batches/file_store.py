@@ -49,8 +49,6 @@ class DataDir:
     """The data folder of one server. Created if missing, and locked until `close`.
 
     Attributes:
-        files: The folder of file contents.
-        database: The database file.
         secret: Secret bytes that stay the same after a restart.
 
     Raises:
@@ -88,8 +86,6 @@ class Files:
     """The files in a data folder.
 
     Args:
-        store: Records of the files.
-        max_bytes: Maximum size of an upload.
         now: Unix time.
         max_files: Maximum number of files of one owner.
     """

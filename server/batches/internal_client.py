@@ -26,12 +26,8 @@ class RouteResponse(NamedTuple):
     """Response of a route.
 
     Attributes:
-        status: HTTP status.
-        headers: Response headers.
-        body: Response body.
         request_id: Id of the request in the log.
         model: Served name of the model; "" for none.
-        num_tokens: Tokens of its inputs.
         reached_engine: Whether the engine had started the request. If the engine died, this request may be the cause.
     """
 
@@ -53,9 +49,7 @@ class InternalClient:
     """Calls the routes of an application.
 
     Args:
-        app: The application with the state of the routes.
         dispatcher: Calls its routes, without the outer middleware.
-        routes: The table of its routes.
         client_name: Returns the client name of an owner for fair queueing.
         namespace_of: Returns the namespace of an owner's cached vectors and prefixes.
         is_valid_owner: Whether the API key of an owner is still valid.

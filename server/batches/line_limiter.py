@@ -33,11 +33,7 @@ _DECREASE: Final = 0.9
 
 
 class LiveTraffic:
-    """Counts running requests of clients. Used by one event loop.
-
-    Args:
-        clock_s: Monotonic time.
-    """
+    """Counts running requests of clients. Used by one event loop."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
@@ -64,10 +60,6 @@ class LiveTrafficMiddleware:
 
     A request counts from the arrival of its body to the start of its response: during a slow upload or a slow download
     the engine is idle, so lines may run.
-
-    Args:
-        app: The next ASGI application.
-        traffic: Counts the running requests.
     """
 
     def __init__(self, app: ASGIApp, traffic: LiveTraffic) -> None:
@@ -75,7 +67,6 @@ class LiveTrafficMiddleware:
         self.traffic = traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Calls the application and counts the request."""
         if not runs_model(scope):
             await self.app(scope, receive, send)
             return
@@ -111,13 +102,10 @@ class LineLimiter:
     """Admits lines of all batches in the order of their arrival. Used by one event loop.
 
     Args:
-        traffic: Requests of clients.
         busy_share: Share of the time that lines take under a constant load of clients.
         max_bytes: Maximum bytes of all running lines. A larger line runs alone.
-        clock_s: Monotonic time.
 
     Attributes:
-        num_lines: Number of admitted lines.
         num_bytes: Bytes of the admitted lines, and of responses that are not on the disk yet.
     """
 

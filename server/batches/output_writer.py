@@ -34,10 +34,8 @@ class OutputLine(NamedTuple):
     """The output for one line.
 
     Attributes:
-        number: Line number.
         text: The line in the output file, with its end.
         is_error: Whether it goes to the error file.
-        num_tokens: Tokens of its inputs.
         model: Served name of the model; "" for none.
     """
 
@@ -53,9 +51,6 @@ class OutputWriter:
 
     Args:
         batch: Its counts are updated when lines are on the disk.
-        store: Stores the counts.
-        output: Output file.
-        errors: Error file.
         retry_s: See RETRY_S.
     """
 

@@ -31,11 +31,9 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A file. Its content is in the data folder under its id.
 
     Attributes:
-        id: Its name.
         owner: Identity of the API key; "" if the server has no keys.
         filename: Name given by the client.
         purpose: "batch" or "batch_output".
-        num_bytes: Size.
         created_at: Unix time.
         expires_at: Unix time of expiry; None: no expiry.
     """
@@ -67,8 +65,6 @@ class LineError(msgspec.Struct, frozen=True):
     """An error of a batch or of a line.
 
     Attributes:
-        code: Machine-readable code.
-        message: Text for users.
         param: The key at fault.
         line: Line number, from 1; None: the whole file.
     """
@@ -83,7 +79,6 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     """A batch. Its BatchRun changes it and stores each change.
 
     Attributes:
-        id: Its name.
         owner: See FileRecord.
         endpoint: The route of all its lines.
         input_file_id: Id of the uploaded file with the request lines.
@@ -92,7 +87,6 @@ class BatchRecord(msgspec.Struct, kw_only=True):
         completion_window: As requested, such as "24h".
         metadata: Notes of the client.
         output_expires_s: Seconds after which its output files expire.
-        status: Current status.
         created_at: Unix time, as in all attributes that end in `_at`.
         errors: Reasons of a failure.
         model: Served name of the model that ran the first line.

@@ -275,11 +275,7 @@ class Batches:
 
 
 class BatchMetrics(Collector):
-    """Prometheus metrics of batches.
-
-    Args:
-        batches: The batches of the application.
-    """
+    """Prometheus metrics of batches."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches

@@ -36,8 +36,6 @@ class Upload:
 
     Args:
         content_type: Content-Type of the request, with the boundary.
-        path: Path of the new file.
-        max_bytes: Maximum size of the file.
 
     Raises:
         HTTPException: 415 if the body is not a form.

@@ -40,8 +40,6 @@ class Result:
     """The rounds of one server at one point.
 
     Attributes:
-        point: The load.
-        url: The server.
         rounds: In their order; the last one is shorter after an interruption.
     """
 

@@ -32,7 +32,6 @@ class Sweep:
 
     Args:
         urls: One or two base URLs.
-        settings: Settings of the command, such as the loads and the number of rounds.
 
     Attributes:
         results: Finished and interrupted rounds, in order of the loads.

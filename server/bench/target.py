@@ -20,9 +20,6 @@ class Content(NamedTuple):
     """The content of a request.
 
     Attributes:
-        model: Name of the model.
-        texts: Texts, or documents of a rerank request.
-        query: Query of a rerank request.
         encoding_format: Format of vectors: float or base64.
     """
 
@@ -75,9 +72,7 @@ class Target:
     """A server, and how to send it the requests of a load test.
 
     Attributes:
-        server: The server.
         model: Model of the requests, with the dialect.
-        task: Kind of requests.
         encoding_format: Format of vectors: float or base64.
     """
 

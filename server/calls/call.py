@@ -105,10 +105,7 @@ class Call:
     """A request to the model that it names.
 
     Attributes:
-        context: State of the application.
         target: Engine, name and default prompt of the model.
-        engine: Engine of the model.
-        info: Description of the model: limits, tasks, prompts.
         name: Name of the model in the response.
         adapter: LoRA adapter that the request names; None: none.
         began_s: time.perf_counter() when the handler began.

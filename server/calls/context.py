@@ -38,13 +38,9 @@ class ServerContext:
     """The state of one application, stored in `app.state.context`.
 
     Attributes:
-        settings: Settings of the operator.
-        metrics: Counters of this application.
         models: Served names to engines.
         started_s: Unix time of the start.
-        admission: Limits of bodies and responses.
         fetcher: Fetches images from URLs; None: URLs are rejected.
-        weight_headers: Cache of the headers of weight files.
     """
 
     settings: ServerSettings

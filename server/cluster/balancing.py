@@ -100,17 +100,12 @@ def replicas_for(queue_s: Collection[float], busy: Collection[float], target_que
 
 
 class QueuePolicy:
-    """A policy of Ray Serve's autoscaler, which applies the limits and the delays itself.
-
-    Args:
-        target_queue_s: See `replicas_for`.
-    """
+    """A policy of Ray Serve's autoscaler, which applies the limits and the delays itself."""
 
     def __init__(self, target_queue_s: float) -> None:
         self._target_queue_s = target_queue_s
 
     def __call__(self, context: _Context) -> tuple[int, dict[str, Any]]:
-        """Returns the number of replicas, and the unchanged state of the policy."""
         metrics = context.aggregated_metrics or {}
         queue_s, busy = metrics.get(QUEUE_S, {}), metrics.get(BUSY, {})
         if not queue_s:  # no replica has reported yet

@@ -36,13 +36,9 @@ class EmbedderConfig(NamedTuple):
     """The parameters of the job for all actors.
 
     Attributes:
-        config: Configuration of the engine.
         field: The column with the text.
-        params: Pooling parameters.
         prompt_name: Name of a prompt of the model, which is put before every text.
         job: The output folder with the finished shards.
-        log_level: Log level of engine and actor.
-        log_format: Log format of the actor.
     """
 
     config: EngineConfig
@@ -58,7 +54,6 @@ class Embedder:
     """Embeds shards, two at once so that the engine does not wait for the disk. Ray creates it in its own process.
 
     Args:
-        config: Parameters of the job.
         shards: All unfinished shards. Calls contain indices into this list.
     """
 

@@ -27,7 +27,6 @@ class Mount(NamedTuple):
     """A model and its path.
 
     Attributes:
-        config: Configuration of its engines.
         names: Served names, the shown one first.
         default_prompt_name: See the setting of the same name.
         app: Name of its Ray Serve application.

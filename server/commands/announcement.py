@@ -66,7 +66,6 @@ def _wants_key(settings: ServerSettings) -> bool:
 
 
 def _device(info: ModelInfo, config: EngineConfig) -> str:
-    """Returns the device and the kernels of the model, and why."""
     if config.devices:
         why = "--devices"
     elif config.device != "auto":
@@ -78,7 +77,6 @@ def _device(info: ModelInfo, config: EngineConfig) -> str:
 
 
 def _replicas(placements: Sequence[str]) -> str:
-    """Returns the number of replicas and their placements."""
     count = "1 replica" if len(placements) == 1 else f"{len(placements)} replicas"
     return f"{count}: {'; '.join(placements)}"
 

@@ -37,7 +37,6 @@ class ConfigFile:
     """A TOML file with settings at the top and one table per model.
 
     Attributes:
-        path: Path of the file.
         settings: Values of ServerSettings as TOML types.
         models: The tables of models, not yet checked.
     """
@@ -53,7 +52,6 @@ class ModelPlan:
 
     Attributes:
         names: Served names, the shown one first.
-        config: Configuration of its engine.
         default_prompt_name: See the setting of the same name.
         is_preloaded: Whether it is loaded when the server starts.
         is_pinned: Whether it is never unloaded to free memory for other models.

@@ -184,7 +184,6 @@ def _exit_code(failures: Sequence[Exception], plans: Sequence[ModelPlan]) -> int
 
 
 def _log_failure(failure: Exception) -> None:
-    """Logs the reason why the engine did not start."""
     if isinstance(failure, ModelLoadError):
         logger.error("%s", failure.message)
     elif isinstance(failure, OSError):

@@ -34,7 +34,6 @@ class Row(NamedTuple):
 
     Attributes:
         line: Line number in the file, or row number in Parquet, from 1.
-        text: The text to embed.
         record: Its fields. Parquet rows have fields only in `full_rows`.
         raw: Its JSONL line.
     """
@@ -50,7 +49,6 @@ class BadRow(NamedTuple):
 
     Attributes:
         line: See Row.
-        reason: Reason.
     """
 
     line: int

@@ -40,9 +40,7 @@ class Shard(NamedTuple):
 
     Attributes:
         number: Index in the job, from 0.
-        path: Path of the input file.
         start: Index of its first row in the file, from 0.
-        num_rows: Number of rows.
     """
 
     number: int

@@ -59,13 +59,11 @@ class Progress:
         self._draw(0)
 
     def __enter__(self) -> Progress:
-        """See the class."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Draws the final state."""
         if self._bar is not None:
             self._bar.set_description_str(self._rows(), refresh=False)
             self._bar.close()

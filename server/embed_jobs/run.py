@@ -75,7 +75,6 @@ class EmbedRequest(NamedTuple):
     """Rows of one shard for one request to the engine.
 
     Attributes:
-        result: Collects the vectors of the shard.
         indices: Indices of the rows in the shard.
         rows: Rows to embed, in the order of `indices`.
     """

@@ -80,10 +80,7 @@ class ConnectionLimits:
     rejected with 408, and its connection closes. The connection of a response without credit is reset.
 
     Args:
-        connections: Open connections of the server.
-        limits: Minimum speed of transfers.
         on_slow: Called for every response that is cancelled because its client reads too slowly.
-        now: A clock, in seconds.
     """
 
     def __init__(
@@ -137,7 +134,6 @@ class ConnectionLimits:
             logger.warning("%s", _slow_client_message(client, part, reason, number))
 
     def _update_credit(self, pending: _TransferProgress, transfer: PendingTransfer, now_s: float) -> None:
-        """Updates the credit with the seconds and the bytes since the last check."""
         num_bytes = transfer.progress - pending.transfer.progress
         if num_bytes:
             pending.progress_s = now_s

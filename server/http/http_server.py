@@ -77,7 +77,6 @@ class HttpServer(uvicorn.Server):
 
     Args:
         config: Configuration of uvicorn; its protocol must be Connection.
-        limits: Minimum speed of clients.
         on_slow: See ConnectionLimits.
         metrics_app: Application of --metrics-port; None without that port.
         on_reload: Called after `request_reload`. The certificate is then read again too.

@@ -86,8 +86,6 @@ class ImageFetcher:
     """Fetches images for one application.
 
     Args:
-        hosts: Allowed hosts.
-        max_bytes: Maximum bytes of one image.
         timeout_s: Seconds for one image.
         resolve: Resolver of host names; default: the system's.
         connect: Opens connections; default: asyncio's.
@@ -225,8 +223,6 @@ class _Response:
 
     Attributes:
         body: Bytes of the body so far; at most `max_bytes`.
-        has_head: The head is complete.
-        is_complete: The response is complete.
         location: Target of a redirect; None for other responses.
     """
 

@@ -50,10 +50,6 @@ class JsonReader:
 
         A body of more than SMALL_BODY_BYTES reserves memory until AdmissionController.release.
 
-        Args:
-            scope: Scope of the request.
-            receive: ASGI messages of the body.
-
         Raises:
             RequestValidationError: The body is missing or is not valid JSON.
             HTTPException: 408 if the body is too slow, 413 or 503 from AdmissionController, 400 if the client has

@@ -166,7 +166,6 @@ class IncrementalResponse(Response):
 
     Args:
         parts: The body, in parts of any size.
-        headers: Headers of the response.
     """
 
     def __init__(self, parts: Iterator[bytes], headers: Mapping[str, str]) -> None:

@@ -71,7 +71,6 @@ class ResponseWriter:
     after LINGER_S.
 
     Args:
-        transport: Transport of the connection.
         end: Called when the last response has been written, to close the connection.
 
     Attributes:
@@ -136,9 +135,6 @@ class CloseDelimited:
     """Ends a response of unknown length to an HTTP/1.0 client by closing the connection (RFC 9112, section 6.3).
 
     uvicorn would send chunks, which HTTP/1.0 does not support. Responses with a Content-Length are not changed.
-
-    Args:
-        cycle: The request that `app` handles.
     """
 
     def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
@@ -146,7 +142,6 @@ class CloseDelimited:
         self._cycle = cycle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the application for the request of the cycle."""
         cycle, is_unframed = self._cycle, False
 
         async def send_unframed(message: Message) -> None:

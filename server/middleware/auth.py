@@ -54,7 +54,6 @@ class AuthMiddleware:
         self.admin_keys = admin_keys
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """Responds with 401 to requests without the key that their route needs."""
         access = scope.get(ACCESS, Access.API_KEY)
         if access is Access.OPEN:
             return self.app(scope, receive, send)
@@ -90,14 +89,12 @@ class ApiKeys:
     change. If it is then missing or has no key, an error is logged and the previous keys stay valid.
 
     Args:
-        keys: Keys of the settings.
         file: File with more keys.
         flag: Option that names the file, for errors and logs.
         salt: Secret salt of the identities. Equal salts give equal identities after a restart and in other processes.
             Default: a random salt.
         namespace_salt: Secret salt of the namespaces of cached vectors and prefixes. Servers that share a cache folder
             use the salt in that folder. Default: namespaces are identities.
-        clock_s: Monotonic time.
 
     Raises:
         UsageError: The file cannot be read or has no key.

@@ -113,14 +113,9 @@ class ShedRequest:
     Responses are built when they are sent, several at a time, which uses the processor's caches well.
 
     Attributes:
-        error: Error of the response.
         model: Name of the served model in logs and metrics.
-        route: Route of the request.
-        scope: ASGI scope of the request.
         cors: Lets web pages of other origins read the response; None: they may not.
         send_response: Sends a response; None after it was called.
-        observe: Called with the record of the request.
-        ids: Creates the request id.
         began_s: time.perf_counter() when its head was read.
         began_ns: Unix time of the same moment in nanoseconds.
     """
@@ -180,12 +175,6 @@ class LoadShedder:
     several models, all requests are passed on, because the body names the model.
 
     Args:
-        routes: Routes of the application.
-        models: The served models by name.
-        keys: Accepted API keys.
-        observe: Called with the record of every request.
-        queue: Sends rejections at a bounded rate.
-        max_body_bytes: Maximum size of one body.
         cors: Lets web pages of other origins read responses; None: they may not.
     """
 

@@ -36,9 +36,7 @@ class RequestMiddleware:
     application has released the request.
 
     Args:
-        routes: All routes.
         observers: Called with the record of every request, at its start and after its response.
-        rejections: Delays rejections.
         end_request: Responds to a request that is cancelled at the end of the drain.
     """
 
@@ -58,7 +56,6 @@ class RequestMiddleware:
         self._ids = RequestIds()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Calls the application with a RequestRecord for the request."""
         record = RequestRecord(scope, time.perf_counter(), time.time_ns())
         scope["path"] = canonical_path(scope["path"], self.routes.root_path)
         self.routes.match(scope)

@@ -60,14 +60,7 @@ class ModelLimits:
 
 
 class ModelManager:
-    """Loads and unloads the models of one application. Used by one event loop.
-
-    Args:
-        limits: Limits of all models.
-
-    Attributes:
-        entries: One entry per model, in order.
-    """
+    """Loads and unloads the models of one application. Used by one event loop."""
 
     def __init__(self, models: Sequence[ServedModel], limits: ModelLimits) -> None:
         self.entries = [ModelEntry(model, self._became_idle) for model in models]
@@ -307,7 +300,6 @@ class Startup:
     A failed load does not affect the other models. The start fails if no model can be loaded.
 
     Attributes:
-        manager: Loads the models.
         table: Its `is_starting` is cleared after all attempts.
         on_ready: Called after all attempts if a model can serve.
         on_failure: Called with the first error if no model can serve, and with an unexpected error. The application

@@ -76,7 +76,6 @@ class ModelEntry:
         on_idle: Called with this entry when its last request has ended.
 
     Attributes:
-        status: Current status.
         engine: Engine of the loaded model, else None.
         info: Facts from its last load or from its files; None if nothing is known yet.
         num_in_use: Requests that use its engine.
@@ -87,8 +86,6 @@ class ModelEntry:
         loaded_s: Monotonic time since which it can be used.
         error: Error of the last load, if it failed.
         failed_s: Monotonic time of that error.
-        num_loads: Number of loads.
-        load_s: Seconds of the last load.
         num_bytes: Bytes of memory, used or expected.
     """
 

@@ -31,7 +31,6 @@ class ModelTarget(NamedTuple):
     """The engine and model of a request.
 
     Attributes:
-        engine: The engine of the model.
         name: Name of the model in the response.
         default_prompt_name: Prompt for texts to embed if a request names none.
         adapter: LoRA adapter that the request names as `model:adapter`; None: none.
@@ -76,13 +75,9 @@ class ModelDescription(NamedTuple):
 class ModelTable:
     """The served models by name. Requests without a model go to the first model of the right kind.
 
-    Args:
-        manager: Loads the models.
-
     Attributes:
         is_starting: Whether preloaded models are loading. Requests for these models get a 503; requests for on-demand
             models wait.
-        entries: The models, in order.
     """
 
     def __init__(self, manager: ModelManager) -> None:

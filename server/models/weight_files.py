@@ -20,7 +20,6 @@ class WeightFiles(NamedTuple):
     """Facts about a model's weights that need no reading of the weights.
 
     Attributes:
-        num_bytes: Bytes of all files.
         num_parameters: Number of parameters in the headers of safetensors files; 0 without such files.
         modified_s: Unix time of the newest file, or of the folder if it has no weight files.
     """

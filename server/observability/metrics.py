@@ -107,8 +107,6 @@ NamedEngines = Callable[[], Iterable[tuple[AsyncEngine, str]]]
 
 
 class _Core(NamedTuple):
-    """State and statistics of one engine core."""
-
     labels: tuple[str, ...]
     state: EngineState
     num_restarts: int
@@ -277,7 +275,6 @@ class VectorCacheMetrics(Collector):
     """Prometheus metrics of the vector cache.
 
     Args:
-        cache: The cache that the models share.
         engines: Returns the engines and the names of their models.
     """
 
@@ -297,11 +294,7 @@ class VectorCacheMetrics(Collector):
 
 
 class AdmissionMetrics(Collector):
-    """Prometheus metrics of the memory for bodies and responses, and of its limits.
-
-    Args:
-        admission: Reserves the memory of this process.
-    """
+    """Prometheus metrics of the memory for bodies and responses, and of its limits."""
 
     def __init__(self, admission: AdmissionController) -> None:
         self._admission = admission
@@ -315,11 +308,7 @@ class AdmissionMetrics(Collector):
 
 
 class ConnectionMetrics(Collector):
-    """Prometheus metrics of client connections.
-
-    Args:
-        connections: Connections of this process.
-    """
+    """Prometheus metrics of client connections."""
 
     def __init__(self, connections: ConnectionState) -> None:
         self._connections = connections

@@ -25,10 +25,6 @@ module_logger = logging.getLogger(__name__)
 class Observers:
     """The observers of one application.
 
-    Args:
-        settings: The server's settings.
-        metrics: Metrics of the application.
-
     Raises:
         UsageError: Traces are configured, but the extra `otel` is missing.
     """

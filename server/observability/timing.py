@@ -28,21 +28,17 @@ class RequestRecord:
     """A request and its response.
 
     Attributes:
-        scope: The ASGI scope of the request.
         began_s: time.perf_counter() when its head was read.
         began_ns: Nanoseconds since 1970 at the same moment.
         stages: Times of its stages.
         route: Path of its route in the OpenAPI schema. Unknown paths share one value, to bound memory.
         is_probe: Whether it is a health check, which is neither logged nor traced.
         model: Shown name of its model; "" if it reached no model.
-        has_started: Whether the response has started.
         status: HTTP status; 500 before the response starts.
         seconds: Seconds to the end of the response.
         stage_seconds: Sums of `stages`.
         task: Task of the engine; None if it was not called or failed.
         num_inputs: Texts, documents or pairs.
-        num_tokens: Tokens of the inputs.
-        num_truncated: Inputs that were truncated.
         span: The span of its trace; None without traces.
         trace_id: Id of its trace; None without traces.
         rejected_by: The limit that rejected the request; None if it was accepted.

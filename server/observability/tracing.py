@@ -26,11 +26,7 @@ _TRACES_PATH: Final = "/v1/traces"
 
 
 class Tracing:
-    """Sends a trace of every sampled request.
-
-    Args:
-        processor: Processes finished spans.
-    """
+    """Sends a trace of every sampled request."""
 
     def __init__(self, processor: SpanProcessor) -> None:
         self._provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)

@@ -23,14 +23,9 @@ ResultT = TypeVar("ResultT")
 class EvalClient:
     """Embeds and reranks over HTTP, with several requests in flight and a progress bar on a terminal.
 
-    Args:
-        server: The server.
-        settings: Settings of the command.
-
     Attributes:
         model: Name of the model in the last response; before it, the name in requests.
         dimensions: Number of dimensions of its vectors; 0 before the first response.
-        texts_per_request: Maximum number of texts in one request.
 
     Raises:
         CommandError: The server cannot be reached, needs a key, or lists no model.

@@ -20,11 +20,7 @@ _INPUT_TYPES: Final[dict[str, InputType]] = {
 
 
 class MtebEncoder:
-    """Implements EncoderProtocol of mteb with a client of the server.
-
-    Args:
-        client: Embeds the texts.
-    """
+    """Implements EncoderProtocol of mteb with a client of the server."""
 
     def __init__(self, client: EvalClient) -> None:
         self._client = client

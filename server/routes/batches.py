@@ -49,7 +49,6 @@ class OpenFileResponse(FileResponse):
     Args:
         file: The file. It is closed when it has been sent.
         media_type: Its Content-Type.
-        filename: Its name for the client.
     """
 
     def __init__(self, file: BinaryIO, *, media_type: str, filename: str) -> None:

@@ -299,7 +299,6 @@ def _check_model(model: ModelInfo, body: ClassifyRequest) -> None:
 async def _classes(
     engine: AsyncEngine, body: ClassifyRequest, texts: Sequence[EngineInput], options: RequestOptions
 ) -> ClassResult:
-    """Runs the engine call for the body and the kind of model."""
     params = body.pooling_params()
     if body.examples:
         examples = [(example.text, example.label) for example in body.examples]
@@ -316,7 +315,6 @@ async def _classes(
 
 
 async def _classify_tokens(call: Call, body: ClassifyRequest) -> Response:
-    """Returns the classes of every token."""
     if body.examples or body.labels or body.inputs is not None:
         raise UnsupportedTaskError(
             f"{call.name} classifies tokens: send texts as input, without labels and examples.", param="input"

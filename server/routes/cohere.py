@@ -309,7 +309,6 @@ def _check_widths(body: CohereEmbedRequest, width: int) -> None:
 
 
 def _encoded(rows: NDArray[np.float32], kind: EmbeddingType) -> NDArray[Any] | list[str]:
-    """Returns the rows in one type, for orjson."""
     if kind == "float":
         return rows
     if kind == "base64":

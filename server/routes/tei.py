@@ -214,7 +214,6 @@ async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
 
 
 async def _classify(engine: AsyncEngine, body: TeiPredictRequest, options: RequestOptions) -> ClassResult:
-    """Returns the classes of texts and pairs, in input order."""
     params, entries = body.pooling_params(), body.inputs.entries
     texts = [i for i, entry in enumerate(entries) if len(entry) == 1]
     pairs = [i for i, entry in enumerate(entries) if len(entry) == 2]
@@ -361,7 +360,6 @@ def _rank_rows(scores: Scores, texts: Sequence[str] | None, top_n: int | None) -
 
 
 def _sparse_rows(vectors: Sequence[SparseVector]) -> Iterator[Iterator[dict[str, Any]]]:
-    """Yields the non-zero entries of each sparse vector."""
     for vector in vectors:
         entries = zip(vector.indices.tolist(), vector.values.tolist(), strict=True)
         yield ({"index": i, "value": value} for i, value in entries)
@@ -390,7 +388,6 @@ def _prompt(model: ModelInfo, name: str | None) -> str:
 
 
 def _tokens(text: str, tokenized: TokenizedText) -> Iterator[dict[str, Any]]:
-    """Yields the tokens of a text."""
     places = zip(tokenized.token_ids, tokenized.tokens, tokenized.offsets, tokenized.is_special, strict=True)
     for token_id, token, (start, stop), is_special in places:
         yield (

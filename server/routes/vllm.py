@@ -331,7 +331,6 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 
 async def _tokens(engine: AsyncEngine, body: TokenizeRequest) -> tuple[list[int], list[str] | None]:
-    """Returns the ids of the tokens, and their strings if the body requests them."""
     text, adds_special = body.prompt or "", body.add_special_tokens is not False
     chats = [chat for chat in body.messages or () if isinstance(chat, list)]
     if chats:

@@ -111,7 +111,6 @@ class CommandSettings:
     log_format: str = setting("console", "Format of log lines: text or JSON.", "Logging", choices=("console", "json"))
 
     def __post_init__(self) -> None:
-        """Raises ValueError with the field and its value."""
         check_settings(self)
 
     def engine_config(self, model: str, name: str | None = None) -> EngineConfig:
@@ -187,7 +186,6 @@ class TargetSettings:
     )
 
     def __post_init__(self) -> None:
-        """Raises ValueError with the field and its value."""
         check_settings(self)
 
     def key(self) -> str:

@@ -128,7 +128,6 @@ class WorkerModel:
 
     Attributes:
         names: See ServedModel.
-        config: Configuration of its engine.
         default_prompt_name: See ServedModel.
         info: See ServedModel.
         hidden_names: See ServedModel.
@@ -153,7 +152,6 @@ class WorkerPlan:
 
     Attributes:
         settings: Settings of the whole server.
-        num_workers: Number of HTTP processes.
         client: Number of its EngineClients.
         salt: See SharedState.
         started_s: See SharedState.
@@ -206,8 +204,6 @@ class Channel(Generic[Message]):
     """One end of a socket for messages between two processes. Used by one event loop.
 
     Args:
-        decode: Parses a message.
-        on_message: Called for every message.
         on_end: Called once, when the other end has closed or sent an invalid message; not after `close`.
     """
 

@@ -64,7 +64,6 @@ class SupervisedModels:
     """Loads all models at the start and reports them to the HTTP processes. Used by one event loop.
 
     Args:
-        settings: Settings of the server.
         models: The served models, each with the configuration of its engine.
         process: The engine process of the first model, if it has been started already.
         send_all: Sends a message to every HTTP process.
@@ -73,9 +72,7 @@ class SupervisedModels:
 
     Attributes:
         planned: Descriptions of the models for the HTTP processes.
-        manager: Loads and unloads the models.
         startup: Starts and stops the models.
-        metrics: Metrics of the models and of this process.
     """
 
     def __init__(
@@ -137,7 +134,6 @@ class WorkerSupervisor:
     """A server of several HTTP processes. Create it inside its event loop.
 
     Args:
-        settings: Settings of the server.
         models: The served models, each with the configuration of its engine. All are loaded at the start and stay.
         process: The engine process of the first model, if it has been started already.
         announce: Called with the models when the server is ready.

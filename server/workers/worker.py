@@ -188,7 +188,6 @@ class SupervisorLink:
     """The connection of an HTTP process to its supervisor. Used by one event loop.
 
     Args:
-        plan: The plan of this process.
         metrics: Returns the metrics of this process.
         on_end: Called when the supervising process has ended, or a message of an engine is invalid.
         on_reload: Called when API keys and the certificate must be read again.
