@@ -67,6 +67,7 @@ class LiveTrafficMiddleware:
         self.traffic = traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Calls the application and counts the request."""
         if not runs_model(scope):
             await self.app(scope, receive, send)
             return

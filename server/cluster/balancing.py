@@ -106,6 +106,7 @@ class QueuePolicy:
         self._target_queue_s = target_queue_s
 
     def __call__(self, context: _Context) -> tuple[int, dict[str, Any]]:
+        """Returns the number of replicas, and the unchanged state of the policy."""
         metrics = context.aggregated_metrics or {}
         queue_s, busy = metrics.get(QUEUE_S, {}), metrics.get(BUSY, {})
         if not queue_s:  # no replica has reported yet

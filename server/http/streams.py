@@ -142,6 +142,7 @@ class CloseDelimited:
         self._cycle = cycle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application for the request of the cycle."""
         cycle, is_unframed = self._cycle, False
 
         async def send_unframed(message: Message) -> None:

@@ -54,6 +54,7 @@ class AuthMiddleware:
         self.admin_keys = admin_keys
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Responds with 401 to requests without the key that their route needs."""
         access = scope.get(ACCESS, Access.API_KEY)
         if access is Access.OPEN:
             return self.app(scope, receive, send)

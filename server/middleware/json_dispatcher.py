@@ -55,6 +55,7 @@ class JsonDispatcher:
         self._on_response = on_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Responds to a request, or passes it on."""
         CLIENT.set(scope.get("penstock.api_client", ""))
         route = route_of(scope)
         parser = None if route is None else route.body_parser
@@ -97,6 +98,7 @@ class UnexpectedErrorMiddleware:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends a 500, unless the response has already begun."""
         try:
             await self.app(scope, receive, send)
         except Exception as error:

@@ -56,6 +56,7 @@ class RequestMiddleware:
         self._ids = RequestIds()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Calls the application with a RequestRecord for the request."""
         record = RequestRecord(scope, time.perf_counter(), time.time_ns())
         scope["path"] = canonical_path(scope["path"], self.routes.root_path)
         self.routes.match(scope)
