@@ -1,6 +1,7 @@
 """The OpenAPI document fits the requests, responses, errors and headers of the server."""
 
 import json
+from pathlib import Path
 
 import httpx
 import pytest
@@ -88,6 +89,15 @@ async def test_responses_to_examples_fit_the_document(suited) -> None:
             response = await client.post(path, json=with_known_tokens(example))
             assert response.status_code == 200, (path, example, response.text)
             check_response("post", path, response)
+
+
+async def test_every_body_is_required(serving, engine, tmp_path: Path) -> None:
+    async with serving(engine, data_dir=tmp_path / "data") as client:
+        paths = (await client.get("/openapi.json")).json()["paths"]
+    upload = paths["/v1/files"]["post"]["requestBody"]
+    assert upload["content"]["multipart/form-data"]["schema"]["required"] == ["file", "purpose"]
+    operations = [operation for item in paths.values() for operation in item.values()]
+    assert all(operation["requestBody"]["required"] for operation in operations if "requestBody" in operation)
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/encode", "/pooling", "/classify"])

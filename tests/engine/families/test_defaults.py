@@ -11,7 +11,11 @@ import transformers
 
 from penstock.engine import families
 
-RENAMED = {"Gemma3Config": "Gemma3TextConfig"}
+RENAMED = {
+    "ClipTextConfig": "CLIPTextConfig",
+    "ClipVisionConfig": "CLIPVisionConfig",
+    "Gemma3Config": "Gemma3TextConfig",
+}
 # transformers computes or disables these. Files of the Roberta families always name their vocabulary.
 DIFFERENT = {
     ("BambaConfig", "mamba_d_head"),
@@ -29,7 +33,8 @@ def configs() -> Iterator[type]:
     for module in pkgutil.iter_modules(families.__path__):
         names = vars(importlib.import_module(f"{families.__name__}.{module.name}"))
         for name, value in names.items():
-            if name.endswith("Config") and hasattr(transformers, name) and dataclasses.is_dataclass(value):
+            is_known = hasattr(transformers, RENAMED.get(name, name))
+            if name.endswith("Config") and is_known and dataclasses.is_dataclass(value):
                 assert isinstance(value, type)
                 yield value
 

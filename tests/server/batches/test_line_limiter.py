@@ -9,7 +9,9 @@ from penstock.server.batches.line_limiter import (
     QUIET_S,
     LineLimiter,
     LiveTraffic,
+    LiveTrafficMiddleware,
 )
+from penstock.server.routing import Route
 
 from ...clock import Clock
 
@@ -146,3 +148,44 @@ async def test_line_outside_the_window_lets_another_enter(limiter: LineLimiter) 
         async with limiter.released(7):
             raise asyncio.CancelledError
     assert (limiter.num_lines, limiter.num_bytes) == (1, 7), "a cancelled line leaves later, too"
+
+
+PART, BODY, GONE = ({"type": "http.request", "more_body": True}, {"type": "http.request"}, {"type": "http.disconnect"})
+
+
+async def endpoint() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("steps", "running"),
+    [
+        ([PART, BODY, BODY, "respond", "respond"], [False, True, True, False, False]),
+        ([GONE, BODY], [False, True]),
+        ([PART, "respond", BODY], [False, False, False]),  # rejected before its body has arrived
+    ],
+)
+@pytest.mark.parametrize("uses_model", [True, False])
+async def test_request_counts_from_its_body_to_its_response(traffic, clock, steps, running, uses_model: bool) -> None:
+    counts = []
+
+    async def app(scope, receive, send) -> None:
+        for step in steps:
+            await (send({}) if step == "respond" else receive())
+            counts.append(traffic.quiet_in_s == QUIET_S)
+            clock.now_s += 1
+        raise ConnectionError
+
+    messages = iter(step for step in steps if step != "respond")
+
+    async def receive():
+        return next(messages)
+
+    async def send(_) -> None:
+        clock.now_s += 1
+
+    scope = {"type": "http", "route": Route("/x", endpoint, runs_model=uses_model)}
+    with pytest.raises(ConnectionError):
+        await LiveTrafficMiddleware(app, traffic)(scope, receive, send)
+    clock.now_s += 1
+    assert counts == [uses_model and expected for expected in running]
+    assert (traffic._num_running, traffic.quiet_in_s) == (0, 0)

@@ -41,6 +41,24 @@ def test_jsonl_to_parquet_keeps_every_column(run, tmp_path: Path) -> None:
     assert without_vectors(table.to_pylist()) == COLUMNS
 
 
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ([2**63 - 1, -(2**63)], "int64"),
+        ([2**64 - 1, 0], "uint64"),
+        ([2**53, 0.5, -(2**53)], "double"),
+        ([True, None], "bool"),
+        ([[[1], [], None]], "list<element: list<element: int64>>"),
+        ([None], "null"),
+    ],
+)
+def test_type_of_a_column_holds_all_values(run, values: list, kind: str, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", *({"text": "a", "id": value} for value in values))
+    run(source, tmp_path / "out.parquet")
+    column = parquet.read_table(tmp_path / "out.parquet")["id"]
+    assert (str(column.type), column.to_pylist()) == (kind, values)
+
+
 def test_field_of_a_late_row_is_a_column(run, tmp_path: Path) -> None:
     rows = [{"text": str(i)} for i in range(3000)]
     run(write_jsonl(tmp_path / "in.jsonl", *rows, {"text": "z", "late": "here"}), tmp_path / "out.parquet")

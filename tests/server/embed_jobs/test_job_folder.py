@@ -6,7 +6,7 @@ import pytest
 from pyarrow import parquet
 
 from penstock.server.embed_jobs.job_folder import MANIFEST, JobFolder, Shard, ShardVectors
-from penstock.server.settings import UsageError
+from penstock.server.settings import CommandError, UsageError
 
 IDENTITY = {"input": "i", "model": "m", "dimensions": None}
 SHARDS = [Shard(number, "a.parquet", 4 * number, 4) for number in range(3)]
@@ -77,6 +77,38 @@ def test_folder_with_other_files_is_left_alone(output: JobFolder, name: str, ove
     assert (output.folder / name).read_bytes() == b"of another program"
 
 
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "{}", '{"identity": 1, "finished": true}', '{"identity": {}, "finished": 1}']
+)
+def test_damaged_manifest_is_rejected(output: JobFolder, content: str) -> None:
+    output.folder.mkdir()
+    (output.folder / MANIFEST).write_text(content)
+    with pytest.raises(UsageError, match=rf"{MANIFEST} is damaged \(.*\); give --overwrite to start over"):
+        output.begin(IDENTITY)
+
+
+def test_overwriting_deletes_only_the_files_of_the_job(output: JobFolder) -> None:
+    output.begin(IDENTITY)
+    write(output, SHARDS[0])
+    (output.folder / ".unfinished-of-a-killed-process").write_bytes(b"half")
+    (output.folder / "notes.txt").write_bytes(b"mine")
+    with pytest.raises(UsageError, match=r"has notes\.txt"):
+        output.begin(IDENTITY, overwrite=True)
+    assert [path.name for path in output.folder.iterdir()] == ["notes.txt"]
+    (output.folder / "notes.txt").unlink()
+    output.begin({**IDENTITY, "model": "n"}, overwrite=True)
+    with pytest.raises(UsageError, match="another model; run the same command again"):
+        output.begin(IDENTITY)
+
+
+def test_folder_that_cannot_be_written_is_rejected(output: JobFolder) -> None:
+    output.folder.write_bytes(b"a file")
+    with pytest.raises(UsageError, match="is a file, but it must be the folder"), output.locked():
+        pass
+    with pytest.raises(CommandError, match="cannot be written: File exists; finished shards are kept there"):
+        output.begin(IDENTITY)
+
+
 def test_shards_are_joined_as_one_array(job: JobFolder) -> None:
     job.begin(IDENTITY)
     rows = np.arange(96, dtype=np.float32).reshape(12, 8)
@@ -93,3 +125,7 @@ def test_second_process_is_rejected_the_folder(job: JobFolder) -> None:
     with job.locked(), pytest.raises(UsageError, match="another process is writing"), job.locked():
         pass
     assert not job.folder.exists(), "a folder without shards is removed"
+    with job.locked():
+        job.begin(IDENTITY)
+        job.write_vectors(SHARDS[0], np.ones((4, 8), np.float32))
+    assert job.left(SHARDS) == SHARDS[1:]

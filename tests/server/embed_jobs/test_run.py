@@ -235,6 +235,18 @@ def test_bar_counts_rows_of_both_runs_by_their_weight(fake, capsys: pytest.Captu
     assert "2/3 rows  60%|" in capsys.readouterr().err.split("\r")[-1]
 
 
+@pytest.mark.parametrize(
+    ("truncates", "splits", "share"), [(True, False, "50%"), (False, False, "87%"), (True, True, "87%")]
+)
+def test_long_text_counts_up_to_the_limit_if_it_is_truncated(fake, capsys, truncates, splits, share) -> None:
+    info = replace(fake.info, auto_truncate=truncates, enable_chunked_processing=splits, max_model_len=2)
+    with Progress({8: 1, 100: 1, 4: 1}, info, is_terminal=True) as progress:
+        progress.skip(["characters" * 10])
+        progress._bar.mininterval = 0
+        progress.update([""])
+    assert f"2/3 rows  {share}|" in capsys.readouterr().err.split("\r")[-1]
+
+
 def test_options_reach_the_engine(run, lines: Path, fake, tmp_path: Path) -> None:
     run(lines, tmp_path / "out.npy", normalize=False, prompt_name="query")
     _, params, options = fake.calls[0][1]
