@@ -1,16 +1,19 @@
-"""HttpServer: an idle server sleeps and stops at once."""
+"""HttpServer: an idle server sleeps, stops at once and collects garbage; signals reload its files."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import uvicorn
 
 from penstock.server.http import http_server
 from penstock.server.http.http_server import HttpServer
 
-from .sockets import exchange, running
+from ...waiting import until
+from .sockets import ask, exchange, running
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -33,3 +36,44 @@ async def test_idle_server_sleeps_and_stops_at_once(monkeypatch: pytest.MonkeyPa
         assert b"\r\ndate: " in await exchange(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         await asyncio.sleep(0.1)
         assert num_ticks == 1, "it woke up before the tick"
+
+
+async def test_connections_of_the_metrics_port_count_with_the_others() -> None:
+    async with running(app) as (server, port):
+        server.metrics_config = http_server.plain_config(app)
+        metrics = await asyncio.get_running_loop().create_server(server._open_metrics_connection, "127.0.0.1", 0)
+        for each in (port, metrics.sockets[0].getsockname()[1]):
+            await ask(each, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert server.server_state.total_requests == 2
+        metrics.close()
+
+
+async def test_signal_reloads_the_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_TICK_S", 3600.0)
+    calls: list[int] = []
+    async with running(app) as (server, _):
+        server._on_reload = lambda: calls.append(len(calls))
+        for number in range(2):
+            server.request_reload()
+            await until(lambda: len(calls) == number + 1)  # noqa: B023
+    assert calls == [0, 1]
+
+
+def test_idle_server_collects_garbage_after_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[int] = []
+    monkeypatch.setattr(http_server.gc, "collect", lambda: collected.append(1))
+    server = HttpServer(uvicorn.Config(app))
+    connection = Mock(is_idle=True)
+    server.server_state.connections.add(connection)
+
+    def num_collections(num_requests: int, now_s: float, *, is_idle: bool = True) -> int:
+        server.server_state.total_requests, connection.is_idle = num_requests, is_idle
+        server._collect_if_idle(now_s)
+        return len(collected)
+
+    assert num_collections(0, 0.0) == 0, "no request"
+    assert num_collections(1, 1.0, is_idle=False) == 0
+    assert num_collections(1, 2.0) == 1
+    assert num_collections(1, 90.0) == 1, "no other request"
+    assert num_collections(2, 31.9) == 1, "too soon"
+    assert num_collections(2, 32.0) == 2
