@@ -21,6 +21,7 @@ from .client.stats import DispatcherStats
 from .client.vector_cache.cache import VectorCache
 from .client.vector_cache.model_cache import ModelCache
 from .images.encoder import ImageEncoder
+from .images.image_file import ImageLimits
 from .protocol.config import EngineConfig
 from .protocol.images import ImageInput, MixedInput
 from .protocol.messages import ModelReady
@@ -149,7 +150,12 @@ class AsyncEngine:
 
         reader, images = ready.info.image or ready.info, None
         if reader.image_spec is not None:
-            images = ImageEncoder(reader.image_spec, num_workers=config.tokenizer_workers)
+            images = ImageEncoder(
+                reader.image_spec,
+                num_workers=config.tokenizer_workers,
+                limits=ImageLimits(max_pixels=config.max_image_pixels),
+                max_decoding_bytes=config.image_memory,
+            )
         return cls(config, ready.info, tokenizer_pool(ready.info, ready.tokenizer), dispatcher, group, images)
 
     @property

@@ -13,18 +13,15 @@ from typing import Final
 from ..heap import trim_heap
 from ..protocol.errors import (
     EngineUnavailableError,
-    InvalidRequestError,
     MachineError,
     RejectionReason,
     RequestCancelledError,
     drop_tracebacks,
 )
-from ..protocol.images import ImageInput, ImagePatches, ImageSpec
+from ..protocol.images import IMAGE_MEMORY, ImageInput, ImagePatches, ImageSpec
 from .errors import ImageError
 from .image_file import ImageFile, ImageLimits, read_image_file
 
-DECODING_BYTES: Final = 1 << 30
-"""Default of ImageEncoder's max_decoding_bytes."""
 TRIM_BYTES: Final = 32 << 20
 """Decoded bytes after which free memory returns to the system. Smaller images reuse the memory of those before."""
 INSTALL: Final = "pip install 'penstock[images]'"
@@ -52,7 +49,7 @@ class ImageEncoder:
         *,
         num_workers: int,
         limits: ImageLimits = ImageLimits(),  # noqa: B008 - immutable
-        max_decoding_bytes: int = DECODING_BYTES,
+        max_decoding_bytes: int = IMAGE_MEMORY,
     ) -> None:
         self.spec = spec
         self._process = _load_process(spec)
@@ -67,11 +64,12 @@ class ImageEncoder:
 
         Args:
             images: At least one.
-            positions: Position of each among the inputs of the request, for messages; None: 0, 1, 2 and so on.
+            positions: Position of each among the inputs of the request, for the messages of images without a place;
+                None: 0, 1, 2 and so on.
 
         Raises:
             InvalidRequestError: An image has an unsupported format, is corrupt, or exceeds a limit. The message names
-                its position.
+                its place.
             EngineUnavailableError: The encoder is closed.
         """
         patches: list[ImagePatches | None] = [None] * len(images)
@@ -128,7 +126,7 @@ class ImageEncoder:
                     raise RequestCancelledError("The request has ended.")
                 return self._process(file)
         except ImageError as error:
-            raise InvalidRequestError(f"Input {index} {error}.", param="input") from None
+            raise image.error(index, str(error)) from None
         except Exception as error:
             drop_tracebacks(error)  # the frames refer to the image
             raise

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ..protocol.images import IMAGE_PIXELS, MAX_IMAGE_PIXELS
 from .container import Header
 from .errors import ImageError
 from .tiff import read_orientation, read_tiff
@@ -48,16 +49,12 @@ class ImageLimits:
         max_edge: Pixels of the width and of the height.
     """
 
-    max_pixels: int = 64_000_000
+    max_pixels: int = IMAGE_PIXELS
     max_edge: int = 65_535
 
     def __post_init__(self) -> None:
-        if not 0 < self.max_pixels <= MAX_PIXELS:
-            raise ValueError(f"max_pixels is {self.max_pixels}; it must be from 1 to {MAX_PIXELS}.")
-
-
-MAX_PIXELS: Final = 89_478_485
-"""Largest ImageLimits.max_pixels: above it Pillow warns of a decompression bomb."""
+        if not 0 < self.max_pixels <= MAX_IMAGE_PIXELS:
+            raise ValueError(f"max_pixels is {self.max_pixels}; it must be from 1 to {MAX_IMAGE_PIXELS}.")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -125,7 +122,8 @@ def _check_size(width: int, height: int, limits: ImageLimits) -> None:
         raise ImageError(f"has {width} x {height} pixels; an edge may have at most {limits.max_edge}. Make it smaller")
     if width * height > limits.max_pixels:
         raise ImageError(
-            f"has {width} x {height} pixels; an image may have at most {limits.max_pixels} in all. Make it smaller"
+            f"has {width} x {height} pixels; an image may have at most {limits.max_pixels} in all "
+            "(--max-image-pixels). Make it smaller"
         )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .errors import InvalidRequestError
+from .images import IMAGE_MEMORY, IMAGE_PIXELS, MAX_IMAGE_PIXELS
 from .setting import check_settings, json_object, parse_size, setting
 from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType, listed
 
@@ -492,13 +493,32 @@ class EngineConfig:
     cuda_graphs: bool = setting(
         True, "Run small batches of encoders on CUDA with CUDA graphs, which are captured at start.", "Model"
     )
-    tokenizer_workers: int = setting(2, "Threads that tokenize.", "Model", "N", min_value=1)
+    tokenizer_workers: int = setting(
+        2, "Threads that tokenize, and threads that decode images.", "Model", "N", min_value=1
+    )
     max_queued_chars: int = setting(
         64_000_000,
         "Characters that may wait for tokenization; a request above the limit is rejected with 429.",
         "Limits",
         "CHARACTERS",
         min_value=1,
+    )
+    max_image_pixels: int = setting(
+        IMAGE_PIXELS,
+        "Pixels of the largest image, width times height, which is checked before it is decoded.",
+        "Limits",
+        "PIXELS",
+        min_value=1,
+        max_value=MAX_IMAGE_PIXELS,
+    )
+    image_memory: int = setting(
+        IMAGE_MEMORY,
+        "Memory for images of this model that are being decoded, such as 512MiB; others wait. An image takes 12 to 20 "
+        "bytes per pixel. One that needs more is decoded alone. Each process of --api-workers N takes 1/N of it.",
+        "Memory",
+        "SIZE",
+        above=0,
+        parse=parse_size,
     )
     in_process: bool = setting(
         False, "Run the engine in a thread of this process instead of a supervised process.", "Model"

@@ -6,11 +6,22 @@ Shape letters: P patches, S patch size in pixels.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .errors import InvalidRequestError
+
+IMAGE_PIXELS: Final = 64_000_000
+"""Default of EngineConfig.max_image_pixels."""
+MAX_IMAGE_PIXELS: Final = 89_478_485
+"""Largest EngineConfig.max_image_pixels: above it Pillow warns of a decompression bomb."""
+IMAGE_MEMORY: Final = 1 << 30
+"""Default of EngineConfig.image_memory in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +30,21 @@ class ImageInput:
 
     Attributes:
         data: The encoded file, such as PNG or JPEG.
+        place: Place in the body of the request for messages, such as `input[3].image`. "": its position is named.
     """
 
     data: bytes
+    place: str = field(default="", compare=False)
+
+    def error(self, index: int, reason: str) -> InvalidRequestError:
+        """Returns the error of this image.
+
+        Args:
+            index: Position among the inputs of the request.
+            reason: Text after the place of the image, without the final period.
+        """
+        param = re.split(r"[.\[]", self.place, maxsplit=1)[0] or "input"
+        return InvalidRequestError(f"{self.place or f'Input {index}'} {reason}.", param=param)
 
 
 @dataclass(frozen=True, slots=True)

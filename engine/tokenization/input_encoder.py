@@ -260,7 +260,7 @@ class InputEncoder:
         texts: list[Text] = []
         for index, item in enumerate(inputs):
             if isinstance(item, ImageInput | MixedInput):
-                raise self._image_error(index)
+                raise self._image_error(item, index)
             if isinstance(item, str):
                 self._check_text(item, index, "input")
             texts.append(item)
@@ -280,7 +280,7 @@ class InputEncoder:
         texts: list[tuple[str, str]] = []
         for index, (left, right) in enumerate(pairs):
             if not isinstance(left, str) or not isinstance(right, str):
-                raise self._image_error(index)
+                raise self._image_error(right if isinstance(left, str) else left, index)
             texts.append((left, right))
         return texts
 
@@ -293,10 +293,10 @@ class InputEncoder:
                 if isinstance(item, str):
                     self._check_text(item, index, param)
 
-    def _image_error(self, index: int) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"Input {index} is an image, but {self._info.name} reads only text. Send text.", param="input"
-        )
+    def _image_error(self, item: Input, index: int) -> InvalidRequestError:
+        image = item.images[0] if isinstance(item, MixedInput) else item
+        assert isinstance(image, ImageInput)
+        return image.error(index, f"is an image, but {self._info.name} reads only text. Send text")
 
     def _check_text(self, text: str, index: int, param: str) -> None:
         if self._rejects_empty and (not text or text.isspace()):

@@ -10,7 +10,7 @@ from urllib.parse import unquote_to_bytes
 
 from penstock.engine.images.image_file import ImageLimits, read_image_file
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.images import ImageInput, MixedInput
+from penstock.engine.protocol.images import MAX_IMAGE_PIXELS, ImageInput, MixedInput
 
 from ..errors import quote
 from ..http.image_fetcher import FetchError
@@ -24,6 +24,8 @@ FETCHES_PER_REQUEST: Final = 8
 """Images of a request that are fetched at once."""
 _SLICE_CHARS: Final = 256 * 1024
 """Characters of base64 that are decoded at once, which takes about 1 ms. Other requests run between two slices."""
+_ACCEPTED: Final = ImageLimits(max_pixels=MAX_IMAGE_PIXELS)
+"""Limits for images that the engine has accepted."""
 _MAX_HEAD_CHARS: Final = 256
 """Maximum characters of a data URI before its data."""
 
@@ -77,7 +79,7 @@ async def read_sources(call: Call, sources: Sequence[ImageSource], param: str) -
     read = {i: await _decode(call, source, param) for i, source in enumerate(sources) if i not in urls}
     if urls:
         read |= await _fetch_all(call, urls, param)
-    return {source.path: ImageInput(read[i]) for i, source in enumerate(sources)}
+    return {source.path: ImageInput(read[i], f"{param}{source.path}") for i, source in enumerate(sources)}
 
 
 def _sources_of(item: ImageSource | MixedContent) -> list[ImageSource]:
@@ -132,7 +134,7 @@ def _images_of(item: object) -> tuple[ImageInput, ...]:
 
 
 def _size(image: ImageInput) -> ImageSize:
-    file = read_image_file(image.data, ImageLimits())
+    file = read_image_file(image.data, _ACCEPTED)
     return ImageSize(file.format, file.width, file.height)
 
 

@@ -165,7 +165,7 @@ class WorkerPlan:
     started_s: int
 
     def config_with_share(self, model: WorkerModel) -> EngineConfig:
-        """Returns the configuration of a model with this process's share of the queue limits."""
+        """Returns the configuration of a model with this process's share of the limits."""
         config, limits = model.config, model.config.scheduler
         own_limits = replace(
             limits,
@@ -173,7 +173,10 @@ class WorkerPlan:
             max_queue_s=limits.max_queue_s / self.num_workers,
         )
         return replace(
-            config, scheduler=own_limits, max_queued_chars=max(config.max_queued_chars // self.num_workers, 1)
+            config,
+            scheduler=own_limits,
+            max_queued_chars=max(config.max_queued_chars // self.num_workers, 1),
+            image_memory=max(config.image_memory // self.num_workers, 1),
         )
 
     def send(self, end: socket.socket) -> None:

@@ -93,8 +93,8 @@ def test_images_and_texts_equal_transformers_in_every_batch(
     assert whole.status_code == 200, whole.text
 
     for image, message in (
-        ("data:image/png;base64,aGVsbG8=", "Input 1 is not an image in a supported format"),
-        (uri(IMAGES[0])[:-40] + "AAAA", "Input 1"),
+        ("data:image/png;base64,aGVsbG8=", "input[1].image is not an image in a supported format"),
+        (uri(IMAGES[0])[:-40] + "AAAA", "input[1].image "),
     ):
         rejected = server.post("/v1/embeddings", {"input": [texts[0], {"image": image}, images[0]]})
         assert rejected.status_code == 400

@@ -87,9 +87,20 @@ async def test_corrupt_image_fails_its_request_only() -> None:
     encoder.close()
 
 
+async def test_error_names_the_place_of_the_image() -> None:
+    encoder = ImageEncoder(_SPEC, num_workers=1)
+    image = ImageInput(b"", "documents[1].content[0].image_url.url")
+    with pytest.raises(InvalidRequestError, match=r"^documents\[1\]\.content\[0\]\.image_url\.url is empty") as caught:
+        await encoder.encode([*_images(1), image])
+    assert caught.value.param == "documents"
+    encoder.close()
+
+
 async def test_image_above_pixel_limit_is_rejected() -> None:
     encoder = ImageEncoder(_SPEC, num_workers=1, limits=ImageLimits(max_pixels=62))
-    with pytest.raises(InvalidRequestError, match=r"^Input 0 has 9 x 7 pixels; an image may have at most 62 in all"):
+    with pytest.raises(
+        InvalidRequestError, match=r"^Input 0 has 9 x 7 pixels; .* at most 62 in all \(--max-image-pixels\)"
+    ):
         await encoder.encode(_images(1))
     encoder.close()
 

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from penstock.engine.images.decoding import decode
 from penstock.engine.images.errors import ImageError
-from penstock.engine.images.image_file import MAX_PIXELS, ImageLimits, read_image_file
+from penstock.engine.images.image_file import ImageLimits, read_image_file
+from penstock.engine.protocol.images import MAX_IMAGE_PIXELS
 
 from .hostile import attacks, jpeg_with_scans, large_but_valid
 from .pictures import encoded, picture
@@ -104,8 +105,10 @@ def test_changed_files_fail_with_image_errors_only(data: st.DataObject) -> None:
 
 
 def test_pixel_limit_above_pillows_is_rejected() -> None:
-    with pytest.raises(ValueError, match=f"max_pixels is {MAX_PIXELS + 1}; it must be from 1 to {MAX_PIXELS}"):
-        ImageLimits(max_pixels=MAX_PIXELS + 1)
+    with pytest.raises(
+        ValueError, match=f"max_pixels is {MAX_IMAGE_PIXELS + 1}; it must be from 1 to {MAX_IMAGE_PIXELS}"
+    ):
+        ImageLimits(max_pixels=MAX_IMAGE_PIXELS + 1)
 
 
 def test_scans_are_counted_across_portions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,28 @@ async def test_image_reaches_the_engine(client, engine, path: str, body: dict) -
     assert engine.calls[-1][1][0] == [ImageInput(RED)]
 
 
+PLACES = [
+    ("/v1/embeddings", {"input": ["a", {"image": URI}]}, "input[1].image"),
+    ("/v1/embeddings", {"messages": chat(part(URI))}, "messages[0].content[0].image_url.url"),
+    ("/v2/embed", {"images": [URI]}, "images[0]"),
+    (MULTIMODAL, {"inputs": [{"content": [{"type": "image_base64", "image_base64": URI}]}]}, "inputs[0].content[0]"),
+    ("/rerank", {"query": "a", "documents": ["a", {"image": URI}]}, "documents[1].image"),
+    ("/score", {"text_1": "a", "text_2": [{"content": [part(URI)]}]}, "text_2[0].content[0].image_url.url"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "place"), PLACES)
+async def test_error_of_the_engine_names_the_place_of_the_image(client, engine, path, body, place) -> None:
+    await client.post(path, json=body)
+    inputs = engine.calls[-1][1][1 if path in ("/rerank", "/score") else 0]
+    engine.failure = next(each for each in inputs if isinstance(each, ImageInput)).error(0, "is empty")
+    response = await client.post(path, json=body)
+    assert response.status_code == 400
+    error = response.json().get("error", response.json())
+    assert error["message"].startswith(place)
+    assert error.get("param", "images") == place.partition("[")[0]
+
+
 @pytest.mark.parametrize("media", ["image/png;charset=x", "image/svg+xml", "", "IMAGE/PNG"])
 @pytest.mark.parametrize("is_base64", [True, False])
 async def test_data_uri_is_decoded(client, engine, media: str, is_base64: bool) -> None:

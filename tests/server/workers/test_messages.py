@@ -84,7 +84,9 @@ def test_end_of_the_supervisor_before_the_plan_is_an_error() -> None:
 
 def plan(**settings: object) -> WorkerPlan:
     limits = SchedulerConfig(max_queued_tokens=40_000, max_queue_s=8.0)
-    model = WorkerModel(("a", "b"), EngineConfig(model="/models/a", max_queued_chars=1_000, scheduler=limits))
+    model = WorkerModel(
+        ("a", "b"), EngineConfig(model="/models/a", max_queued_chars=1_000, image_memory=2_000, scheduler=limits)
+    )
     return WorkerPlan(load(ServerSettings, settings), (model,), 4, 11, b"salt", 1_700_000_000)
 
 
@@ -103,7 +105,7 @@ def test_plan_is_received_as_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert received.settings.port == 8000
 
 
-def test_each_process_has_its_share_of_the_queue_limits() -> None:
+def test_each_process_has_its_share_of_the_limits() -> None:
     config = plan().config_with_share(plan().models[0])
-    assert config.max_queued_chars == 250
+    assert (config.max_queued_chars, config.image_memory) == (250, 500)
     assert (config.scheduler.max_queued_tokens, config.scheduler.max_queue_s) == (10_000, 2.0)
