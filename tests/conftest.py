@@ -6,7 +6,8 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -143,6 +144,15 @@ def _one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    """Undoes the number of threads that an engine in this process sets: two threads per test process cost much time."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
 def has_isa(name: str) -> bool:
     """Returns whether the native kernels can use an instruction set here."""
     try:
@@ -154,12 +164,17 @@ def has_isa(name: str) -> bool:
 
 @pytest.fixture(scope="session")
 def build_amx_model() -> Callable[..., Path]:
-    """Compiles the library with emulated AMX, and with emulated vectors if the processor has no avx512bf16."""
+    """Compiles the library with emulated AMX, and with emulated vectors if the processor has no avx512bf16.
 
-    def build_model(target: Path, *flags: str) -> Path:
+    The other instruction sets get the flags `others`, if given.
+    """
+
+    def build_model(target: Path, *flags: str, others: Sequence[str] | None = None) -> Path:
+        isas = {} if others is None else {name: others for name in X86_ISAS if name != "amx"}
         if has_isa("avx512bf16"):
-            return build(target, flags=("-DAMX_MODEL=1", "-O1", *flags))
-        return build(target, flags=("-DAMX_MODEL=2", "-O1", "-Wno-psabi", *flags), isas={"amx": ("-DHAS_AMX=1",)})
+            return build(target, flags=("-DAMX_MODEL=1", "-O1", *flags), isas=isas)
+        isas["amx"] = ("-DHAS_AMX=1",)
+        return build(target, flags=("-DAMX_MODEL=2", "-O1", "-Wno-psabi", *flags), isas=isas)
 
     return build_model
 
@@ -175,7 +190,8 @@ def amx_model(
         CpuLibrary(1, isa="plain").close()
         with (folder / "amx_model.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles it
-            return library if library.is_file() else build_amx_model(library)
+            # The tests use no other instruction set of this library, so those may compile without optimization.
+            return library if library.is_file() else build_amx_model(library, others=("-O0",))
     except (CpuKernelError, NoCompilerError, subprocess.CalledProcessError) as error:
         pytest.skip(str(error))
 

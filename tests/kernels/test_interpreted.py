@@ -7,22 +7,21 @@ import pytest
 from ..interpreter import ONE_OF_16_BITS, needs_triton, num_passed_interpreted
 
 FOLDER = Path(__file__).parent
+KERNELS = "attention recorded_batches maxsim grouped_linear pooling norm gated rotary recurrent"
+FILES = [FOLDER / f"test_{kernel}.py" for kernel in KERNELS.split()]
 # Attention has no bfloat16 in the interpreter.
-PRODUCTS = ("attention", "recorded_batches", "maxsim")
-OTHERS = ("grouped_linear", "pooling", "norm", "gated", "rotary", "recurrent")
+QUICK = f"not (nan_stays and inf) and (test_attention.py or {ONE_OF_16_BITS})"
 
 
 @needs_triton
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("kernels", "chosen", "min_passed"),
+    ("chosen", "min_passed"),
     [
-        (PRODUCTS, "triton and not (nan_stays and inf)", 60),
-        (OTHERS, f"triton and not (nan_stays and inf) and {ONE_OF_16_BITS}", 180),
-        pytest.param(PRODUCTS + OTHERS, "triton", 300, marks=pytest.mark.slow),
+        (f"triton and {QUICK}", 240),
+        pytest.param("triton", 300, marks=pytest.mark.slow),
     ],
-    ids=["products", "others", "all"],
+    ids=["quick", "all"],
 )
-def test_kernels_pass_in_the_interpreter(kernels: tuple[str, ...], chosen: str, min_passed: int) -> None:
-    files = (FOLDER / f"test_{kernel}.py" for kernel in kernels)
-    assert num_passed_interpreted(*files, chosen=chosen) > min_passed
+def test_kernels_pass_in_the_interpreter(chosen: str, min_passed: int) -> None:
+    assert num_passed_interpreted(*FILES, chosen=chosen) > min_passed

@@ -137,8 +137,6 @@ def open_library() -> CpuLibrary:
 
 @pytest.fixture(scope="module", params=CASES)
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     case: Case = request.param
     class_name, sizes = MODELS[case.model]
     folder: Path = tmp_path_factory.mktemp("model")
@@ -153,7 +151,6 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             yield Loaded(info, load_array_encoder(info, stack.enter_context(open_library())))
         else:
             yield Loaded(info, load_model(info))
-    torch.set_num_threads(threads)
 
 
 class Client(CoreDriver):

@@ -34,13 +34,9 @@ Load = Callable[..., PackedModel]
 
 
 @pytest.fixture(autouse=True)
-def _quick_torch() -> Iterator[None]:
-    """Disables gradients and uses one thread, because more threads slow tiny models down."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -47,15 +47,6 @@ class TinyModel(PackedModel):
         raise AssertionError("the tests make the hidden states")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Runs torch on one thread. Its threads cost more than they save for tiny tensors on a busy library."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 @pytest.fixture
 def array_ops() -> ArrayOps:
     library = shared_library()

@@ -119,12 +119,9 @@ Publish = Callable[[str], Published]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _quick_torch() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from ....interpreter import IS_INTERPRETED, needs_triton, num_passed_interpreted
 
 FOLDER = Path(__file__).parent
 FUSED = "float32[bert-cpu] or float32[qwen3-cpu] or gates"
-NO_WAITS = "simulated and (simulated-bert or simulated-qwen3 or steps or mixed or max-False)"
+NO_WAITS = "(embedding and simulated-bert) or classes_never_wait[simulated-bert] or simulated-max-False"
 
 
 @needs_triton
@@ -17,7 +17,7 @@ NO_WAITS = "simulated and (simulated-bert or simulated-qwen3 or steps or mixed o
 @pytest.mark.parametrize(
     ("chosen", "min_passed"),
     [
-        (f"{FUSED} or ({NO_WAITS} and not pooling_type) or bert-MEAN_SQRT", 9),
+        (f"{FUSED} or {NO_WAITS}", 5),
         pytest.param("fused or simulated", 80, marks=pytest.mark.slow),
     ],
     ids=["quick", "all"],
