@@ -85,6 +85,8 @@ QWEN3_VL_TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
+VISION_LANGUAGE_CASES = ("qwen3vl",)
+"""Families that are compared with transformers, without underscores."""
 QWEN_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
@@ -125,11 +127,12 @@ def save_qwen3_vl_model(folder: Path, tokenizer: Path) -> tuple[Any, Any]:
     for part in (model, processor, words):
         part.save_pretrained(folder)
 
-    def arguments(prompt: str, images: list[Any]) -> dict[str, Any]:
+    def arguments(prompt: str, images: list[Any], **options: Any) -> dict[str, Any]:
         pixels = processor(images, return_tensors="pt") if images else {}
         for rows in pixels["image_grid_thw"].prod(1).tolist() if images else ():
             prompt = prompt.replace("<|image_pad|>", "<pad>" * (rows // 4), 1)
-        encoded = words(prompt.replace("<pad>", "<|image_pad|>"), return_tensors="pt", return_token_type_ids=False)
+        options |= {"return_tensors": "pt", "return_token_type_ids": False}
+        encoded = words(prompt.replace("<pad>", "<|image_pad|>"), **options)
         return {**encoded, **pixels, "mm_token_type_ids": (encoded.input_ids == config.image_token_id).int()}
 
     return model, arguments

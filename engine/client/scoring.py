@@ -76,7 +76,7 @@ class PairScorer:
             params = params.clone(normalize=True if task is PoolingTask.EMBED else None)
         params = params.resolved(task, self._info)
         documents = [item for item in right if isinstance(item, str)]
-        if len(documents) < len(right):
+        if len(documents) < len(right) or not all(isinstance(item, str) for item in left):
             options = replace(options, max_passages=1)  # images are not split
         async with self._dispatcher.open(options, is_cacheable=is_cacheable(params)) as request:
             if options.max_passages == 1:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ..families.vision_language import VISION_LANGUAGE
 from ..protocol.errors import ModelLoadError
 from ..protocol.model_info import ClassifierMethod
 from ..protocol.templates import ScoreTemplate
@@ -25,6 +26,8 @@ _METHOD_KEY: Final = "method"
 _QWEN3_KEY: Final = "is_original_qwen3_reranker"
 _TEMPLATE_KEY: Final = "score_template"
 _HEADS: Final = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification")
+_VISION_HEAD: Final = "ForConditionalGeneration"
+"""Class of a language model that reads images, and of other models."""
 _SYSTEM_OPEN: Final = "<|im_start|>system\n"
 _USER_OPEN: Final = "<|im_end|>\n<|im_start|>user\n"
 _ASSISTANT_OPEN: Final = "<|im_end|>\n<|im_start|>assistant\n"
@@ -95,8 +98,26 @@ QWEN3_RERANKER: Final = RerankerPreset(
         instruction="Given a web search query, retrieve relevant passages that answer the query",
     ),
 )
+# The code beside the weights of Qwen/Qwen3-VL-Reranker-2B, format_mm_instruction: the chat template renders one text.
+QWEN3_VL_RERANKER: Final = RerankerPreset(
+    name="qwen3-vl-reranker",
+    pattern=r"qwen3-vl-reranker",
+    model_type="qwen3_vl",
+    tokens=("no", "yes"),
+    method=ClassifierMethod.FROM_2_WAY_SOFTMAX,
+    template=ScoreTemplate(
+        parts=(
+            _SYSTEM_OPEN + "Judge whether the Document meets the requirements based on the Query and the Instruct "
+            'provided. Note that the answer can only be "yes" or "no".' + _USER_OPEN,
+            "<Instruct>: {instruction}<Query>:{query}\n<Document>:{document}",
+            _ASSISTANT_OPEN,
+        ),
+        instruction="Given a search query, retrieve relevant candidates that answer the query.",
+    ),
+)
 PRESETS: Final = (
     QWEN3_RERANKER,
+    QWEN3_VL_RERANKER,
     # mixedbread-ai/mxbai-rerank, mxbai_rerank_v2.py: every part is tokenized separately. Its optional normalisation
     # subtracts 4.5 (base) or 6 (large) before the sigmoid: logit_mean of --pooler-config.
     RerankerPreset(
@@ -152,7 +173,8 @@ def find_answers(draft: ModelDraft, architecture: str) -> Answers | None:
         ModelLoadError: A setting is wrong.
     """
     config, files = draft.config, draft.files
-    if not architecture.endswith(_HEADS):
+    reads_images = draft.fields["model_type"] in VISION_LANGUAGE and architecture.endswith(_VISION_HEAD)
+    if not architecture.endswith(_HEADS) and not reads_images:
         if config.get(_TOKENS_KEY) is not None:
             raise ModelLoadError(
                 f"{draft.source_of(_TOKENS_KEY)} needs a language model; {draft.name} is a {architecture}."
@@ -208,7 +230,8 @@ def resolve_score_template(draft: ModelDraft, *, is_pair_model: bool) -> None:
     if config.get(_TEMPLATE_KEY) is not None:
         draft.set("score_template", _given_template(draft), draft.source_of(_TEMPLATE_KEY))
     elif config.get(_QWEN3_KEY) is True:
-        draft.set("score_template", QWEN3_RERANKER.template, draft.source_of(_QWEN3_KEY))
+        known = QWEN3_VL_RERANKER if draft.fields["model_type"] in VISION_LANGUAGE else QWEN3_RERANKER
+        draft.set("score_template", known.template, draft.source_of(_QWEN3_KEY))
     elif files is not None and files.pair_chat is not None:
         draft.set("pair_chat", files.pair_chat, f"{files.transformer_source}: modality_config")
     elif (preset := _preset_of(draft)) is not None:

@@ -1,11 +1,11 @@
-"""Language models that read images as a part of their input, and how they do so."""
+"""Resolves how a language model reads images as a part of its input."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ..families.vision_language import VISION_LANGUAGE
 from ..protocol.errors import ModelLoadError
 from ..protocol.model_info import ModelKind, PairChat
 from .draft import ModelDraft
@@ -13,32 +13,6 @@ from .image_processor import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE, read_area_spe
 
 _CHAT: Final = PairChat(is_structured=True, arguments={"add_generation_prompt": True})
 _DEFAULT_PROMPT: Final = "default"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VisionLanguageFamily:
-    """Facts about one model_type.
-
-    Attributes:
-        image_text: Text of one image in a prompt.
-        placeholder: The token in `image_text` that the rows of the image replace.
-        instruction: Default instruction of embedding models without sentence-transformers' files.
-    """
-
-    image_text: str
-    placeholder: str
-    instruction: str
-
-
-FAMILIES: Final = {
-    # The code beside the weights of Qwen3-VL-Embedding; Li et al., arXiv 2601.04720.
-    "qwen3_vl": VisionLanguageFamily(
-        image_text="<|vision_start|><|image_pad|><|vision_end|>",
-        placeholder="<|image_pad|>",
-        instruction="Represent the user's input.",
-    ),
-}
-"""By model_type."""
 
 
 def resolve_vision_language(draft: ModelDraft, folder: Path) -> None:
@@ -52,7 +26,7 @@ def resolve_vision_language(draft: ModelDraft, folder: Path) -> None:
     """
     draft.set("image_spec", None, "default")
     draft.set("input_chat", None, "default")
-    family = FAMILIES.get(draft.fields["model_type"])
+    family = VISION_LANGUAGE.get(draft.fields["model_type"])
     source = next((name for name in (PROCESSOR_FILE, IMAGE_PROCESSOR_FILE) if (folder / name).is_file()), None)
     if family is None or source is None:
         return

@@ -19,12 +19,12 @@ from ..calls.call import RERANKERS, Call, check_count, truncate_texts
 from ..calls.images import read_images
 from ..calls.sizes import size_of_scores, size_of_texts
 from ..dialects import COHERE, INFINITY, JINA, SGLANG, SILICONFLOW, TEI, VLLM, VOYAGE, XINFERENCE, keys_ignored_by
-from ..errors import DEFAULT_TAG, TEI_TAG
+from ..errors import DEFAULT_TAG, TEI_TAG, quote
 from ..http.json_bodies import by_keys
 from ..routing import BatchUse, RouteOptions, Router
 from ..schemas import json_schema
 from ..schemas.images import OBJECT_KEYS, Image, MixedContent, has_images, parse_content
-from ..schemas.inputs import Documents, TextOrObject, document_contents, parse_text_or_image, parse_texts
+from ..schemas.inputs import Documents, document_contents, parse_text_or_image, parse_texts
 from ..schemas.json_schema import documented
 from ..schemas.options import Count, Flag, FlagOrWord, Listed, ListResponse, PairBody, Usage, VersionMeta, truncated
 from ..schemas.tei_bodies import TeiRank, TeiRerankRequest
@@ -32,6 +32,17 @@ from .tei import RERANK, TEI_HEADERS, rerank_texts
 
 _NO_DOCUMENTS: Final = {"rank_fields", "max_chunks_per_doc", "top_k"}
 """Keys of Cohere and Voyage: these dialects return documents on request only."""
+
+
+def parse_query(value: Any) -> str | Image:
+    """Returns the text or the images of a query."""
+    content = parse_text_or_image(value, "")
+    if not isinstance(content, str | Image):
+        raise ValueError(f'must be a text, {{"text": ...}} or {{"image": ...}}, not {quote(value)}')
+    return content
+
+
+Query = Annotated[str | Image, PlainValidator(parse_query), WithJsonSchema(json_schema.QUERY)]
 
 
 class RerankRequest(PairBody):
@@ -59,9 +70,9 @@ class RerankRequest(PairBody):
     ignored_keys: ClassVar = keys_ignored_by(COHERE, JINA, VOYAGE, VLLM, INFINITY, XINFERENCE, SGLANG, SILICONFLOW)
 
     # The objects in `documents` may have any keys: `rank_fields` names some, and the response returns all.
-    nested_keys: ClassVar = {"query": ("text",)}
+    nested_keys: ClassVar = {"query": OBJECT_KEYS}
 
-    query: TextOrObject = Field(description='The query: a text or {"text": ...}.')
+    query: Query = Field(description='The query: a text, {"text": ...}, {"image": ...} or {"content": [...]}.')
     documents: Documents = Field(
         description='Texts or objects {"text": ...} or {"image": ...}. Long documents are truncated.'
     )
@@ -313,9 +324,9 @@ async def rerank(body: RerankBody, request: Request) -> Response:
         call.options(instruction=body.wanted_instruction(), priority=body.priority),
         max_passages=body.max_chunks_per_doc or 1,
     )
-    (query,) = await truncate_texts(call, [body.query], body.max_tokens_per_query)
+    queries = await truncate_texts(call, await read_images(call, [body.query], "query"), body.max_tokens_per_query)
     documents = await truncate_texts(call, inputs, body.max_tokens_per_doc)
-    result = await call.engine.score([query], documents, body.pooling_params(), options)
+    result = await call.engine.score(queries, documents, body.pooling_params(), options)
     call.count(RERANK, result)
     best = np.argsort(-result.scores, kind="stable")[: body.num_results()].tolist()
     scores: list[np.float32] = list(result.scores)

@@ -78,6 +78,7 @@ INPUTS: Final = one_of(
 SCORE_SIDE: Final = one_of(
     _STRING, _TEXT_OBJECT, CONTENT_OBJECT, list_of(_STRING, _TEXT_OBJECT, _IMAGE_OBJECT, CONTENT_OBJECT)
 )
+QUERY: Final = one_of(_STRING, _TEXT_OBJECT, _IMAGE_OBJECT, CONTENT_OBJECT)
 CONTENTS: Final = list_of(CONTENT_OBJECT)
 DOCUMENTS: Final = one_of(
     list_of(_STRING, {"type": "object", "properties": {"text": _STRING, "image": one_of(_IMAGE, {"type": "null"})}}),

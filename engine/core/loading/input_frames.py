@@ -7,7 +7,7 @@ from typing import Final
 
 from tokenizers import Tokenizer
 
-from ...model_files.vision_language import FAMILIES
+from ...families.vision_language import VISION_LANGUAGE
 from ...protocol.errors import InvalidRequestError, UnsupportedModelError
 from ...protocol.model_info import ModelInfo, PairChat
 from ...protocol.templates import ChatOptions, ChatTemplate, Frame, InputFrames, escaped
@@ -31,7 +31,7 @@ def input_frames(info: ModelInfo, backend: Tokenizer, template: ChatTemplate | N
         UnsupportedModelError: The tokenizer has no token for images, or the chat template does not render an
             instruction and an input.
     """
-    if info.image_spec is None or (family := FAMILIES.get(info.model_type)) is None:
+    if info.image_spec is None or (family := VISION_LANGUAGE.get(info.model_type)) is None:
         return None
     placeholder_id = backend.token_to_id(family.placeholder)
     if placeholder_id is None or info.config.get("image_token_id", placeholder_id) != placeholder_id:

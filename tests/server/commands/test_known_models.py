@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.families.registry import FAMILIES
+from penstock.engine.families.vision_language import VISION_LANGUAGE
 from penstock.engine.model_files.reranker import find_preset
 from penstock.engine.model_files.two_towers import TWO_TOWER_TYPES
 from penstock.server.commands import cli
@@ -12,7 +13,7 @@ from penstock.server.commands.known_models import TASKS, find_models, reference_
 
 from ...engine.executors.families import CAUSAL, ENCODERS
 from ...engine.executors.torch.test_transformers import EMBEDDERS
-from ...random_models import TWO_TOWERS
+from ...random_models import TWO_TOWERS, VISION_LANGUAGE_CASES
 
 MODELS = find_models()
 models = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
@@ -24,6 +25,8 @@ def test_family_of_a_model_is_compared_with_transformers(model) -> None:
     compared = {case.values[0].removesuffix("Model").removesuffix("Encoder").lower() for case in cases}
     if model.family in TWO_TOWER_TYPES:
         compared = {kind.lower() for kind in TWO_TOWERS}
+    if model.family in VISION_LANGUAGE:
+        compared = set(VISION_LANGUAGE_CASES)
     in_transformers = {"new": "gte"}.get(model.family, model.family)
     assert re.sub("[-_]", "", in_transformers) in compared
     assert (model.tested == "weights") == (model.name == "sentence-transformers/all-MiniLM-L6-v2")
@@ -73,6 +76,6 @@ def test_task_and_word_select_models(capsys: pytest.CaptureFixture[str]) -> None
     assert answer[0]["command"] == f"penstock serve {answer[0]['name']}"
     assert cli.main(["models", "QWEN3", "--task", "rerank", "--json"]) == 0
     names = [model["name"] for model in json.loads(capsys.readouterr().out)]
-    assert names == ["Qwen/Qwen3-Reranker-0.6B", "Qwen/Qwen3-Reranker-4B"]
+    assert names == ["Qwen/Qwen3-Reranker-0.6B", "Qwen/Qwen3-Reranker-4B", "Qwen/Qwen3-VL-Reranker-2B"]
     assert cli.main(["models", "no such model"]) == 0
     assert capsys.readouterr().out.startswith("No listed model matches.")

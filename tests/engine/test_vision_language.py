@@ -1,0 +1,84 @@
+"""Language models that read images: results of the engine equal transformers, in every batch."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
+from penstock.engine.protocol.images import ImageInput, MixedInput
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.request import TextOrImage
+
+from ..random_models import save_qwen3_vl_model
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.filterwarnings("ignore")]
+TOLERANCE = 1e-4
+PARAMS = PoolingParams()
+IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
+NUMBERS = np.random.default_rng(0)
+IMAGES = [Image.fromarray(NUMBERS.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in ((30, 21), (61, 17))]
+
+
+def sent(image: Image.Image) -> ImageInput:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return ImageInput(file.getvalue())
+
+
+async def start(folder: Path, **fields: Any) -> AsyncEngine:
+    return await AsyncEngine.start(
+        EngineConfig(model=str(folder), in_process=True, num_threads=1, dtype="float32", device="cpu", **fields)
+    )
+
+
+async def test_qwen3_vl_reranker_equals_transformers(default_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "Qwen3-VL-Reranker-tiny"
+    model, arguments = save_qwen3_vl_model(folder, default_model)
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    no, yes = words.convert_tokens_to_ids(["no", "yes"])
+
+    def score(query: str, document: str, *images: int, instruction: str | None = None) -> float:
+        instruction = instruction or "Given a search query, retrieve relevant candidates that answer the query."
+        system = (
+            "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that "
+            'the answer can only be "yes" or "no".'
+        )
+        user = f"<Instruct>: {instruction}<Query>:{query}\n<Document>:{document}"
+        roles = [("system", system), ("user", user)]
+        messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in roles]
+        prompt = words.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        inputs = arguments(prompt, [IMAGES[i] for i in images], add_special_tokens=False)
+        with torch.no_grad():
+            logits = model(**inputs).logits[0, -1]
+        return float(torch.sigmoid(logits[yes] - logits[no]))
+
+    images = [sent(image) for image in IMAGES]
+    documents: list[TextOrImage] = ["A dam.", images[0], MixedInput((images[1], "a gate")), images[1]]
+    texts = [("A dam.", ()), (IMAGE_TEXT, (0,)), (f"{IMAGE_TEXT}a gate", (1,)), (IMAGE_TEXT, (1,))]
+    engine = await start(folder)
+    for query, query_text, own in (("What?", "What?", ()), (images[1], IMAGE_TEXT, (1,))):
+        expected = [score(query_text, text, *own, *some) for text, some in texts]
+        together = await engine.score([query], documents, PARAMS)
+        assert np.abs(together.scores - expected).max() < TOLERANCE
+        alone = [(await engine.score([query], [document], PARAMS)).scores[0] for document in documents]
+        assert np.abs(np.array(alone) - expected).max() < TOLERANCE
+    instructed = await engine.score(["What?"], documents[1:2], PARAMS, RequestOptions(instruction="Find dams."))
+    assert abs(instructed.scores[0] - score("What?", IMAGE_TEXT, 0, instruction="Find dams.")) < TOLERANCE
+    cut = PoolingParams(truncate_prompt_tokens=100)
+    long = MixedInput((images[0], "word " * 200))
+    assert (await engine.score(["What?"], [long], cut)).num_tokens == [100]
+    with pytest.raises(RequestTooLongError):
+        await engine.score(["What?"], [long], PoolingParams(truncate_prompt_tokens=100, reject_too_long=True))
+    with pytest.raises(InvalidRequestError, match="stands for an image"):
+        await engine.score(["What?"], ["<|image_pad|>"], PARAMS)
+    await engine.close()
