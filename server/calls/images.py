@@ -141,8 +141,9 @@ def _size(image: ImageInput) -> ImageSize:
 def check_images(call: Call, images: Sequence[ImageSource | MixedContent | ImageChat], param: str) -> None:
     """Raises InvalidRequestError for a model without images, or for an image beside a text that it does not read."""
     if not call.info.reads_images:
+        first = images[0].images[0] if isinstance(images[0], ImageChat) and images[0].is_single else images[0]
         raise InvalidRequestError(
-            f"{param}{images[0].path} is an image, but {call.name} reads text only. Send texts.", param=param
+            f"{param}{first.path} is an image, but {call.name} reads text only. Send texts.", param=param
         )
     mixed = next((item for item in images if not _is_single(item)), None)
     if mixed is not None and not call.info.mixes_images:

@@ -112,7 +112,7 @@ def test_qwen3_vl_embeddings_equal_transformers(
     for body, message in (
         ({"input": "<|image_pad|>"}, "stands for an image"),
         ({"input": ["a", {"image": URIS[0], "text": "<|image_pad|>"}]}, "Input 1 contains the token"),
-        ({"input": ["a", {"image": uri(IMAGES[0].resize((4000, 8)))}]}, "Input 1 has 4000 x 8 pixels"),
+        ({"input": ["a", {"image": uri(IMAGES[0].resize((4000, 8)))}]}, "input[1].image has 4000 x 8 pixels"),
         ({"input": [{"image": URIS[0]}], "truncate_prompt_tokens": 12}, "images of input 0 have 12 tokens"),
     ):
         rejected = server.post("/v1/embeddings", body)
