@@ -29,7 +29,7 @@ from .middleware.auth import ApiKeys, AuthMiddleware
 from .middleware.json_dispatcher import JsonDispatcher, UnexpectedErrorMiddleware
 from .middleware.load_shedding import LoadShedder, RejectionQueue
 from .middleware.requests import RequestMiddleware, end_at_shutdown
-from .models.manager import ModelLimits, ModelManager, ModelMetrics, Startup
+from .models.manager import ModelLimits, ModelManager, ModelMetrics
 from .models.served_model import ServedModel
 from .models.table import ModelTable
 from .observability.metrics import AdmissionMetrics, GatherMetrics, Metrics, VectorCacheMetrics
@@ -88,7 +88,7 @@ def create_app(
         models: Models to serve. Requests without a model name get the first one.
         settings: Settings of the server.
         cache: Vector cache of the engines, or None. If it has a folder, its secret is the salt of API key namespaces.
-        on_ready: Called after all preloaded models were tried. `app.state.startup.wait()` waits for it.
+        on_ready: Called after all preloaded models were tried. `app.state.models.wait_until_started()` waits for it.
         on_failure: Called with the first error if no model can be loaded. The application keeps running.
         shared: Values that all HTTP processes share; None if there is one process.
 
@@ -108,13 +108,14 @@ def create_app(
     manager = ModelManager(
         models,
         ModelLimits(settings.max_loaded_models, settings.model_memory, settings.load_wait_s, settings.drain_timeout_s),
+        on_ready,
+        on_failure,
     )
     table = ModelTable(manager)
     context = _build_context(settings, shared, table, cache, batches)
     observers = Observers(settings, context.metrics)
     routes = _routes(settings, has_admin_keys=admin_keys.are_required)
     rejections = RejectionQueue(max_waiting=file_limit() // 2)
-    startup = Startup(manager, table, on_ready, on_failure)
     app = Application(
         names=[name for model in models for name in model.shown_names],
         needs_key=keys.are_required,
@@ -123,12 +124,12 @@ def create_app(
         version=penstock_version(),
         docs_url=None,
         redoc_url=None,
-        lifespan=_build_lifespan(context, routes, keys, observers, rejections, startup, batches),
+        lifespan=_build_lifespan(context, routes, keys, observers, rejections, manager, batches),
         telemetry=_NO_TELEMETRY,
     )
     app.state.context = context
     app.state.json_reader = JsonReader(context.admission, settings.max_inputs_per_request)
-    app.state.startup = startup
+    app.state.models = manager
     app.state.routes = routes
     if batches is not None:
         app.state.batches = batches
@@ -180,7 +181,7 @@ def _build_lifespan(
     keys: ApiKeys,
     observers: Observers,
     rejections: RejectionQueue,
-    startup: Startup,
+    manager: ModelManager,
     batches: Batches | None,
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[Mapping[str, Any]]]:
     """Returns the lifespan: it runs observers, models and batches, and gives the LoadShedder to connections."""
@@ -195,7 +196,7 @@ def _build_lifespan(
             dispatcher = JsonDispatcher(app, app.exception_handlers, release, models.release)
             client = InternalClient(app, dispatcher, routes, keys.client_name, keys.namespace_of, keys.is_valid)
             running_batches = batches.running(client)
-        async with observers.running(), startup.running(), running_batches:
+        async with observers.running(), manager.running(), running_batches:
             yield {SHEDDER: shedder}
 
     return lifespan

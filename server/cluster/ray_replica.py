@@ -69,7 +69,7 @@ def build_app(settings: ServerSettings, mount: Mount) -> FastAPI:
         AsyncEngine.start, mount.config, log_level=settings.log_level.upper(), log_format=settings.log_format
     )
     hidden_names = frozenset({mount.config.model} & set(mount.names[1:]))  # a path on disk is not shown
-    model = ServedModel(mount.names, start, mount.default_prompt_name, hidden_names=hidden_names)
+    model = ServedModel(mount.names, start, mount.default_prompt_name, mount.config, hidden_names=hidden_names)
     return create_app([model], settings)
 
 
@@ -114,7 +114,7 @@ class RayReplica:
             ModelLoadError: The model cannot be served.
             RuntimeError: Its engine has failed permanently.
         """
-        await self._app.state.startup.wait()
+        await self._app.state.models.wait_until_started()
         if not self._app.state.context.models.is_alive:
             raise RuntimeError("the engine was given up")
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from penstock.engine import EngineConfig, ModelInfo
 
-from ..models.served_model import ModelEntry
+from ..models.manager import ModelEntry
 from ..models.weight_files import WeightFiles, short_count
 from ..settings import ServerSettings
 
@@ -24,7 +24,7 @@ def announcement(models: Sequence[ModelEntry], settings: ServerSettings, ports: 
     """
     lines = ["ready"]
     for entry in models:
-        lines += _lines(entry, entry.model.config or settings.engine)
+        lines += _lines(entry, entry.model.config)
     scheme = "http" if settings.ssl_certfile is None else "https"
     url = f"{scheme}://{_shown_host(settings.host)}:{ports[0]}"
     lines.append(f"  {url}/ is a playground, {url}/docs shows the routes, {url}/v1 is the base URL of OpenAI clients")

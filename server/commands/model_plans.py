@@ -9,8 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from penstock.engine import EngineConfig
-
+from ..models.served_model import ServedModel
 from ..settings import (
     ModelSettings,
     ServerSettings,
@@ -46,27 +45,7 @@ class ConfigFile:
     models: tuple[Mapping[str, Any], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelPlan:
-    """A model to serve.
-
-    Attributes:
-        names: Served names, the shown one first.
-        default_prompt_name: See the setting of the same name.
-        is_preloaded: Whether it is loaded when the server starts.
-        is_pinned: Whether it is never unloaded to free memory for other models.
-        ttl_s: Seconds without a request after which it is unloaded; infinity: never.
-    """
-
-    names: tuple[str, ...]
-    config: EngineConfig
-    default_prompt_name: str | None = None
-    is_preloaded: bool = True
-    is_pinned: bool = False
-    ttl_s: float = inf
-
-
-def planned(arguments: dict[str, Any], kind: type[Settings]) -> tuple[Settings, list[ModelPlan]]:
+def planned(arguments: dict[str, Any], kind: type[Settings]) -> tuple[Settings, list[ServedModel]]:
     """Returns the settings of the server and its models, from the command line, the environment and the file.
 
     Args:
@@ -122,7 +101,7 @@ def read_config(path: Path) -> ConfigFile:
 
 def plan_models(
     settings: ServerSettings, words: Sequence[str | None], tables: Sequence[Mapping[str, Any]], location: str
-) -> list[ModelPlan]:
+) -> list[ServedModel]:
     """Returns the models to serve, in order.
 
     Args:
@@ -162,13 +141,13 @@ def plan_models(
     return plans
 
 
-def _of_word(settings: ServerSettings, word: str | None) -> ModelPlan:
+def _of_word(settings: ServerSettings, word: str | None) -> ServedModel:
     model, names = model_and_names(word, settings.served_model_name)
     config = replace(settings, model=word).engine_config(model, names[0])
-    return ModelPlan(names, config, settings.default_prompt_name)
+    return ServedModel(names, None, settings.default_prompt_name, config)
 
 
-def _of_table(settings: ServerSettings, table: Mapping[str, Any], location: str, is_preloaded: bool) -> ModelPlan:
+def _of_table(settings: ServerSettings, table: Mapping[str, Any], location: str, is_preloaded: bool) -> ServedModel:
     own_keys, server_keys = declared_settings(ModelSettings), declared_settings(ServerSettings)
     for key in table:
         if key in NOT_IN_FILE and key not in own_keys:
@@ -185,17 +164,18 @@ def _of_table(settings: ServerSettings, table: Mapping[str, Any], location: str,
         raise UsageError(f"{location}.ttl: a pinned model is never unloaded; leave pin or ttl out")
     model, names = model_and_names(loaded.model)
     names = tuple(dict.fromkeys((loaded.name, *loaded.aliases) if loaded.name else (*names, *loaded.aliases)))
-    return ModelPlan(
+    return ServedModel(
         names,
-        replace(loaded.engine, model=model, name=names[0]),
+        None,
         loaded.default_prompt_name,
+        replace(loaded.engine, model=model, name=names[0]),
         is_preloaded=is_preloaded if loaded.preload is None else loaded.preload,
         is_pinned=loaded.pin,
         ttl_s=inf if loaded.ttl is None else loaded.ttl,
     )
 
 
-def _check_names(plans: Sequence[ModelPlan]) -> None:
+def _check_names(plans: Sequence[ServedModel]) -> None:
     seen: dict[str, str] = {}
     for plan in plans:
         for name in plan.names:
@@ -207,7 +187,7 @@ def _check_names(plans: Sequence[ModelPlan]) -> None:
         seen.update(dict.fromkeys(plan.names, plan.config.model))
 
 
-def _check_max_loaded(plans: Sequence[ModelPlan], max_loaded: int) -> None:
+def _check_max_loaded(plans: Sequence[ServedModel], max_loaded: int) -> None:
     for key, chosen in (
         ("preload", [plan for plan in plans if plan.is_preloaded]),
         ("pin", [plan for plan in plans if plan.is_pinned]),

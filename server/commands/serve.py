@@ -33,7 +33,8 @@ from ..http.certificate import load_certificate
 from ..http.connection_limits import TransferLimits, raise_file_limit
 from ..http.http_server import RELOAD_MESSAGE, HttpServer, freeze_gc, uvicorn_config
 from ..middleware.auth import ApiKeys
-from ..models.served_model import ModelEntry, ServedModel, check_prompt_name
+from ..models.manager import ModelEntry
+from ..models.served_model import ServedModel, check_prompt_name
 from ..models.weight_files import WeightFiles
 from ..observability.metrics import ConnectionMetrics
 from ..settings import (
@@ -46,7 +47,6 @@ from ..settings import (
     unknown_variables,
 )
 from .announcement import announcement, open_access_warning
-from .model_plans import ModelPlan
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class UnusableModelError(UsageError):
     """The files of a local model are missing, damaged, or inconsistent with its settings."""
 
 
-def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineProcess | None = None) -> None:
+def serve(settings: ServerSettings, plans: Sequence[ServedModel], process: EngineProcess | None = None) -> None:
     """Serves until SIGTERM or SIGINT, then lets running requests finish. SIGHUP reads keys and certificate again.
 
     Args:
@@ -82,8 +82,9 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
     if settings.api_workers > 1:
         check_workers(settings, plans)
         configs = [single_core_config(plan, num_engines) for plan in plans]
+        models = [replace(model, config=config) for model, config in zip(models, configs, strict=True)]
         listeners = bound_sockets(settings)
-        _serve_by_workers(settings, plans, list(zip(models, configs, strict=True)), listeners, process)
+        _serve_by_workers(settings, plans, models, listeners, process)
         return
     failures: list[Exception] = []
 
@@ -115,8 +116,8 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
 
 def _serve_by_workers(
     settings: ServerSettings,
-    plans: Sequence[ModelPlan],
-    models: Sequence[tuple[ServedModel, EngineConfig]],
+    plans: Sequence[ServedModel],
+    models: Sequence[ServedModel],
     listeners: Sequence[socket.socket],
     process: EngineProcess | None,
 ) -> None:
@@ -144,7 +145,7 @@ def _serve_by_workers(
         raise KeyboardInterrupt
 
 
-def check_workers(settings: ServerSettings, plans: Sequence[ModelPlan]) -> None:
+def check_workers(settings: ServerSettings, plans: Sequence[ServedModel]) -> None:
     """Raises UsageError for settings that several HTTP processes do not support."""
     for plan in plans:
         if (plan.config.data_parallel or len(plan.config.devices)) > 1:
@@ -177,7 +178,7 @@ def _announce(entries: Sequence[ModelEntry], settings: ServerSettings, listeners
         logger.warning("%s", warning)
 
 
-def _exit_code(failures: Sequence[Exception], plans: Sequence[ModelPlan]) -> int:
+def _exit_code(failures: Sequence[Exception], plans: Sequence[ServedModel]) -> int:
     """Returns the exit code of a failed start. The first failure belongs to the first model."""
     config = plans[0].config
     return exit_code_of(failures[0], config.model, config.revision, START_FAILED) if failures else START_FAILED
@@ -198,7 +199,7 @@ def _reload(server: HttpServer) -> None:
 
 
 def served_models(
-    plans: Sequence[ModelPlan],
+    plans: Sequence[ServedModel],
     settings: ServerSettings,
     num_engines: int,
     process: EngineProcess | None = None,
@@ -238,7 +239,7 @@ def served_models(
 
 
 def _served_model(
-    plan: ModelPlan,
+    plan: ServedModel,
     config: EngineConfig,
     info: ModelInfo | None,
     settings: ServerSettings,
@@ -262,21 +263,11 @@ def _served_model(
             cache=cache,
         )
 
-    return ServedModel(
-        plan.names,
-        start,
-        plan.default_prompt_name,
-        plan.config,
-        info,
-        plan.is_preloaded,
-        plan.is_pinned,
-        plan.ttl_s,
-        num_bytes,
-        frozenset({plan.config.model} & set(plan.names[1:])) if is_local(plan.config.model) else frozenset(),
-    )
+    paths = {plan.config.model} & set(plan.names[1:]) if is_local(plan.config.model) else ()
+    return replace(plan, start=start, info=info, num_bytes=num_bytes, hidden_names=frozenset(paths))
 
 
-def single_core_config(plan: ModelPlan, num_engines: int) -> EngineConfig:
+def single_core_config(plan: ServedModel, num_engines: int) -> EngineConfig:
     """Returns the configuration of a model with one engine core, on one device or set of CPU cores.
 
     Raises:

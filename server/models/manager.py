@@ -11,22 +11,21 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import StrEnum
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.engine import AsyncEngine
+from penstock.engine import AsyncEngine, ModelInfo
+from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.model_files.resolve import format_table, resolved_table
 from penstock.engine.protocol.errors import EngineError, EngineUnavailableError
 
 from ..admission import ServerRejectionReason
-from .served_model import ModelEntry, ModelStatus, ServedModel, check_prompt_name
-
-if TYPE_CHECKING:
-    from .table import ModelTable
+from .served_model import ServedModel, check_prompt_name
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +39,122 @@ _TICK_S: Final = 0.01
 """Seconds by which a timer may be early."""
 MAX_WAITING: Final = 1024
 """Maximum number of requests that wait for models. Each holds its body in memory."""
+
+
+class ModelStatus(StrEnum):
+    """Whether a model is loaded. Independent of the state of its engine."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    LEAVING = "leaving"
+    FAILED = "failed"
+
+
+class ModelEntry:
+    """Current state of one served model. Used by one event loop.
+
+    Args:
+        on_idle: Called with this entry when its last request has ended.
+
+    Attributes:
+        engine: Engine of the loaded model, else None.
+        info: Facts from its last load or from its files; None if nothing is known yet.
+        num_in_use: Requests that use its engine.
+        waiters: One future per waiting request. The result is the engine, which the request then uses, or None if the
+            model could not be loaded.
+        ttl_s: Seconds without a request after which it is unloaded; infinity: never.
+        last_used_s: Monotonic time of the end of its last request, or of its load.
+        loaded_s: Monotonic time since which it can be used.
+        error: Error of the last load, if it failed.
+        failed_s: Monotonic time of that error.
+        num_bytes: Bytes of memory, used or expected.
+    """
+
+    def __init__(self, model: ServedModel, on_idle: Callable[[ModelEntry], None]) -> None:
+        self.model = model
+        self.status = ModelStatus.UNLOADED
+        self.engine: AsyncEngine | None = None
+        self.info: ModelInfo | None = model.info
+        self.num_in_use = 0
+        self.waiters: list[asyncio.Future[AsyncEngine | None]] = []
+        self.ttl_s = model.ttl_s
+        self.last_used_s = self.loaded_s = -inf
+        self.error: Exception | None = None
+        self.failed_s = -inf
+        self.num_loads = 0
+        self.load_s = 0.0
+        self.num_bytes = model.num_bytes
+        self._on_idle = on_idle
+
+    @property
+    def name(self) -> str:
+        """The shown name."""
+        return self.model.names[0]
+
+    @property
+    def uses_memory(self) -> bool:
+        """Whether it is loaded, loading or unloading."""
+        return self.status in (ModelStatus.LOADING, ModelStatus.LOADED, ModelStatus.LEAVING)
+
+    @property
+    def state(self) -> str:
+        """State in health reports: that of its engine, or of the model if it has none."""
+        if self.engine is not None:
+            return self.engine.state
+        return EngineState.STARTING if self.status is ModelStatus.LOADING else self.status
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether requests are likely to succeed: it serves, or can be loaded."""
+        if self.engine is not None and self.status is ModelStatus.LOADED:
+            return self.engine.state is EngineState.READY
+        return self.status is not ModelStatus.FAILED
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is loaded and no request uses it or waits for it."""
+        return self.status is ModelStatus.LOADED and not self.num_in_use and not self.waiters
+
+    def acquire(self) -> None:
+        """Counts a request that uses its engine."""
+        self.num_in_use += 1
+
+    def release(self, now_s: float) -> None:
+        """Stops counting a request."""
+        self.num_in_use -= 1
+        self.last_used_s = now_s
+        if not self.num_in_use:
+            self._on_idle(self)
+
+    def loaded(self, engine: AsyncEngine, load_s: float, now_s: float) -> None:
+        """Records a successful load and gives the engine to waiting requests."""
+        self.engine, self.info, self.error = engine, engine.info, None
+        self.num_loads += 1
+        self.load_s, self.last_used_s = load_s, now_s
+        self.set_loaded(now_s)
+
+    def set_loaded(self, now_s: float) -> None:
+        """Records that its engine can be used (again), and gives it to waiting requests."""
+        self.status, self.loaded_s = ModelStatus.LOADED, now_s
+        for waiter in self._take_waiters():
+            self.acquire()
+            waiter.set_result(self.engine)
+
+    def failed(self, error: Exception, now_s: float) -> None:
+        """Records a failed load and wakes waiting requests."""
+        self.status, self.error, self.failed_s = ModelStatus.FAILED, error, now_s
+        for waiter in self._take_waiters():
+            waiter.set_result(None)
+
+    def unloaded(self) -> None:
+        """Records that it was unloaded."""
+        self.engine, self.status = None, ModelStatus.UNLOADED
+        self.ttl_s = self.model.ttl_s
+
+    def _take_waiters(self) -> list[asyncio.Future[AsyncEngine | None]]:
+        waiters, self.waiters = self.waiters, []
+        return [waiter for waiter in waiters if not waiter.done()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +175,66 @@ class ModelLimits:
 
 
 class ModelManager:
-    """Loads and unloads the models of one application. Used by one event loop."""
+    """Loads and unloads the models of one application. Used by one event loop.
 
-    def __init__(self, models: Sequence[ServedModel], limits: ModelLimits) -> None:
+    A failed load does not affect the other models. The start fails if no model can be loaded.
+
+    Args:
+        on_ready: Called after all preloaded models were tried if a model can serve.
+        on_failure: Called with the first error if no model can serve, and with an unexpected error. The application
+            keeps running.
+
+    Attributes:
+        is_starting: Whether preloaded models are loading.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        limits: ModelLimits,
+        on_ready: Callable[[], None] = lambda: None,
+        on_failure: Callable[[Exception], None] = lambda _: None,
+    ) -> None:
         self.entries = [ModelEntry(model, self._became_idle) for model in models]
+        self.is_starting = True
         self._limits = limits
+        self._on_ready = on_ready
+        self._on_failure = on_failure
+        self._starting: asyncio.Task[None]
         self._making_space = asyncio.Lock()
         self._changed = asyncio.Event()
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._unloads: set[asyncio.Task[None]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Starts to load the preloaded models. Drains and stops all models at the end."""
+        self._starting = asyncio.create_task(self._load_preloaded())
+        try:
+            yield
+        finally:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+            await self.close()
+
+    async def wait_until_started(self) -> None:
+        """Waits inside `running` until all preloaded models were tried. Raises the first error if none can serve."""
+        await asyncio.shield(self._starting)
+
+    async def _load_preloaded(self) -> None:
+        try:
+            first = [entry for entry in self.entries if entry.model.is_preloaded]
+            failed = [(entry, error) for entry in first if (error := await self.load(entry)) is not None]
+            if failed and len(failed) == len(self.entries):
+                raise failed[0][1]
+            for entry, error in failed:
+                log_failure(entry, error)
+            self.is_starting = False
+            self._on_ready()
+        except Exception as error:
+            self._on_failure(error)
+            raise
 
     async def acquire(self, entry: ModelEntry, *, is_background: bool = False) -> AsyncEngine:
         """Returns the engine of a model, after loading the model if necessary. Call `entry.release` after use.
@@ -166,6 +331,7 @@ class ModelManager:
                     return  # it was not unloaded
                 await self._make_space(entry)
                 entry.status = ModelStatus.LOADING
+            assert entry.model.start is not None
             engine = await entry.model.start()
             try:
                 check_prompt_name(entry.model.default_prompt_name, engine.info)
@@ -291,58 +457,6 @@ class ModelManager:
                 await self._changed.wait()
         except TimeoutError:
             return
-
-
-@dataclass(slots=True, eq=False)
-class Startup:
-    """Loads the preloaded models when the application starts, and stops all models when it ends.
-
-    A failed load does not affect the other models. The start fails if no model can be loaded.
-
-    Attributes:
-        table: Its `is_starting` is cleared after all attempts.
-        on_ready: Called after all attempts if a model can serve.
-        on_failure: Called with the first error if no model can serve, and with an unexpected error. The application
-            keeps running.
-    """
-
-    manager: ModelManager
-    table: ModelTable
-    on_ready: Callable[[], None]
-    on_failure: Callable[[Exception], None]
-    _loading: asyncio.Task[None] = field(init=False)
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Starts to load the models. Drains and stops them at the end."""
-        self._loading = asyncio.create_task(self._load())
-        try:
-            yield
-        finally:
-            self._loading.cancel()
-            await asyncio.gather(self._loading, return_exceptions=True)
-            await self.manager.close()
-
-    async def wait(self) -> None:
-        """Waits inside `running` until all loads have ended. Raises the first error if no model can serve."""
-        await asyncio.shield(self._loading)
-
-    async def _load(self) -> None:
-        try:
-            await self._load_models()
-        except Exception as error:
-            self.on_failure(error)
-            raise
-
-    async def _load_models(self) -> None:
-        first = [entry for entry in self.manager.entries if entry.model.is_preloaded]
-        failed = [(entry, error) for entry in first if (error := await self.manager.load(entry)) is not None]
-        if failed and len(failed) == len(self.manager.entries):
-            raise failed[0][1]
-        for entry, error in failed:
-            log_failure(entry, error)
-        self.table.is_starting = False
-        self.on_ready()
 
 
 def log_failure(entry: ModelEntry, error: Exception) -> None:

@@ -16,8 +16,7 @@ from penstock.engine.protocol.model_info import ModelKind
 from ..admission import ServerRejectionReason
 from ..errors import quote, quote_names
 from ..observability.timing import REQUEST
-from .manager import ModelManager
-from .served_model import ModelEntry, ModelStatus
+from .manager import ModelEntry, ModelManager, ModelStatus
 
 UNNAMED: Final = "default/not-specified"
 """Sent by Infinity's client if its caller names no model."""
@@ -75,13 +74,10 @@ class ModelDescription(NamedTuple):
 class ModelTable:
     """The served models by name. Requests without a model go to the first model of the right kind.
 
-    Attributes:
-        is_starting: Whether preloaded models are loading. Requests for these models get a 503; requests for on-demand
-            models wait.
+    While the server starts, requests for preloaded models get a 503, and requests for on-demand models wait.
     """
 
     def __init__(self, manager: ModelManager) -> None:
-        self.is_starting = True
         self.entries: Sequence[ModelEntry] = manager.entries
         self._manager = manager
         self._named = {name: entry for entry in manager.entries for name in entry.model.names}
@@ -172,7 +168,7 @@ class ModelTable:
 
     def describe_all(self) -> list[ModelDescription]:
         """Describes every model and then its adapters. Raises EngineUnavailableError while all are loading."""
-        if self.is_starting and not self.engines():
+        if self._manager.is_starting and not self.engines():
             raise _starting()
         descriptions = []
         for entry in self.entries:
@@ -203,7 +199,7 @@ class ModelTable:
     @property
     def is_ready(self) -> bool:
         """Whether the server has started and at least one model can serve."""
-        return not self.is_starting and any(entry.can_serve for entry in self.entries)
+        return not self._manager.is_starting and any(entry.can_serve for entry in self.entries)
 
     @property
     def is_alive(self) -> bool:
@@ -213,7 +209,7 @@ class ModelTable:
     def states(self) -> dict[str, str]:
         """Returns the state of each model by its shown name."""
         states = {entry.name: entry.state for entry in self.entries}
-        if self.is_starting:
+        if self._manager.is_starting:
             expected = [e.name for e in self.entries if e.status is ModelStatus.UNLOADED and e.model.is_preloaded]
             states |= dict.fromkeys(expected, EngineState.STARTING)
         return states
@@ -229,7 +225,7 @@ class ModelTable:
         return ModelTarget(entry.engine, shown_name, prompt_name, adapter)
 
     def _check_started(self, entry: ModelEntry) -> None:
-        if self.is_starting and entry.model.is_preloaded:
+        if self._manager.is_starting and entry.model.is_preloaded:
             raise _starting()
 
 

@@ -30,7 +30,7 @@ from ..dialects import OLLAMA, OPENAI, keys_ignored_by
 from ..errors import quote
 from ..http.json_bodies import JsonBody
 from ..http.json_responses import json_response
-from ..models.served_model import ModelEntry
+from ..models.manager import ModelEntry
 from ..models.weight_files import WeightFiles, short_count
 from ..routing import Access, Router, respond_as
 from ..schemas.inputs import TextOrTexts

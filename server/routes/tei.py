@@ -234,7 +234,7 @@ async def info(request: Request) -> Response:
     context = context_of(request)
     described = context.models.describe(None)
     model, name = described.known(), described.name
-    config = described.entry.model.config or context.settings.engine
+    config = described.entry.model.config
     limits = config.scheduler
     return json_response(
         {

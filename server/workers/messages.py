@@ -18,7 +18,7 @@ import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
-from penstock.engine import EngineConfig, ModelInfo
+from penstock.engine import EngineConfig
 from penstock.engine.client.shared_engine import EngineStatus
 from penstock.engine.protocol.message_connection import MessageConnection
 from penstock.engine.protocol.messages import ModelReady
@@ -123,30 +123,6 @@ decode_from_supervisor: Final = msgspec.msgpack.Decoder[FromSupervisor](FromSupe
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerModel:
-    """A model that all processes serve.
-
-    Attributes:
-        names: See ServedModel.
-        default_prompt_name: See ServedModel.
-        info: See ServedModel.
-        hidden_names: See ServedModel.
-    """
-
-    names: tuple[str, ...]
-    config: EngineConfig
-    default_prompt_name: str | None = None
-    info: ModelInfo | None = None
-    hidden_names: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, model: ServedModel, config: EngineConfig) -> WorkerModel:
-        """Returns the description of a served model for other processes."""
-        prompt_name = model.default_prompt_name
-        return cls(model.names, config, prompt_name, model.info, model.hidden_names)
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerPlan:
     """The part of the server that one HTTP process serves.
 
@@ -158,13 +134,13 @@ class WorkerPlan:
     """
 
     settings: ServerSettings
-    models: tuple[WorkerModel, ...]
+    models: tuple[ServedModel, ...]
     num_workers: int
     client: int
     salt: bytes
     started_s: int
 
-    def config_with_share(self, model: WorkerModel) -> EngineConfig:
+    def config_with_share(self, model: ServedModel) -> EngineConfig:
         """Returns the configuration of a model with this process's share of the limits."""
         config, limits = model.config, model.config.scheduler
         own_limits = replace(

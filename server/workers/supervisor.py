@@ -13,15 +13,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final, cast
 
-from penstock.engine import AsyncEngine, EngineConfig
+from penstock.engine import AsyncEngine
 from penstock.engine.client.engine_process import EngineProcess
 from penstock.engine.client.shared_engine import EngineServer
 from penstock.engine.protocol.errors import EngineError, ModelLoadError
 
 from ..http.http_server import RELOAD_MESSAGE
 from ..middleware.auth import SALT_BYTES
-from ..models.manager import ModelLimits, ModelManager, ModelMetrics, Startup
-from ..models.served_model import ModelEntry, ServedModel
+from ..models.manager import ModelEntry, ModelLimits, ModelManager, ModelMetrics
+from ..models.served_model import ServedModel
 from ..models.table import ModelTable
 from ..observability.metrics import Metrics
 from ..settings import ServerSettings
@@ -39,7 +39,6 @@ from .messages import (
     ModelNotLoaded,
     Reload,
     WorkerListening,
-    WorkerModel,
     WorkerPlan,
     WorkerReady,
     to_families,
@@ -64,21 +63,20 @@ class SupervisedModels:
     """Loads all models at the start and reports them to the HTTP processes. Used by one event loop.
 
     Args:
-        models: The served models, each with the configuration of its engine.
         process: The engine process of the first model, if it has been started already.
         send_all: Sends a message to every HTTP process.
         on_ready: Called when all models have been tried.
         on_failure: Called with the first error if no model can be loaded.
 
     Attributes:
-        planned: Descriptions of the models for the HTTP processes.
-        startup: Starts and stops the models.
+        planned: The models without `start`, for the HTTP processes.
+        manager: Starts and stops the models.
     """
 
     def __init__(
         self,
         settings: ServerSettings,
-        models: Sequence[tuple[ServedModel, EngineConfig]],
+        models: Sequence[ServedModel],
         process: EngineProcess | None,
         *,
         send_all: Send,
@@ -89,11 +87,11 @@ class SupervisedModels:
         self._first_process = process
         self._send_all = send_all
         self._engines: list[EngineServer | None] = [None for _ in models]
-        self.planned = tuple(WorkerModel.of(model, config) for model, config in models)
-        started = [replace(model, start=self._starter(number)) for number, (model, _) in enumerate(models)]
-        self.manager = ModelManager(started, ModelLimits(drain_timeout_s=settings.drain_timeout_s))
+        self.planned = tuple(replace(model, start=None) for model in models)
+        started = [replace(model, start=self._starter(number)) for number, model in enumerate(models)]
+        limits = ModelLimits(drain_timeout_s=settings.drain_timeout_s)
+        self.manager = ModelManager(started, limits, on_ready, on_failure)
         table = ModelTable(self.manager)
-        self.startup = Startup(self.manager, table, on_ready, on_failure)
         self.metrics = Metrics(table.named_engines)
         self.metrics.register(ModelMetrics(table.entries))
 
@@ -134,7 +132,7 @@ class WorkerSupervisor:
     """A server of several HTTP processes. Create it inside its event loop.
 
     Args:
-        models: The served models, each with the configuration of its engine. All are loaded at the start and stay.
+        models: The served models. All are loaded at the start and stay.
         process: The engine process of the first model, if it has been started already.
         announce: Called with the models when the server is ready.
 
@@ -146,7 +144,7 @@ class WorkerSupervisor:
     def __init__(
         self,
         settings: ServerSettings,
-        models: Sequence[tuple[ServedModel, EngineConfig]],
+        models: Sequence[ServedModel],
         process: EngineProcess | None,
         announce: Callable[[Sequence[ModelEntry]], None],
     ) -> None:
@@ -184,7 +182,7 @@ class WorkerSupervisor:
             HttpProcess(slot, self._plan, acceptors, self._handle, self._handle_worker_end, hang_timeout_s)
             for slot in range(self._settings.api_workers)
         ]
-        async with self._models.startup.running():
+        async with self._models.manager.running():
             serving = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
             await self._is_stopping.wait()
             for acceptor in acceptors:

@@ -17,6 +17,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -37,7 +38,6 @@ from ..http.connection import Connection
 from ..http.connection_limits import NO_LIMITS, TransferLimits, raise_file_limit
 from ..http.http_server import HttpServer, freeze_gc, uvicorn_config
 from ..models import manager
-from ..models.served_model import ServedModel
 from ..observability.metrics import ConnectionMetrics, Metrics
 from ..settings import UsageError
 from .handover import METRICS
@@ -342,17 +342,7 @@ def main() -> None:
         link.report_ready()
 
     link = SupervisorLink(plan, metrics, end, reload)
-    models = [
-        ServedModel(
-            model.names,
-            partial(link.engine, number),
-            model.default_prompt_name,
-            model.config,
-            model.info,
-            hidden_names=model.hidden_names,
-        )
-        for number, model in enumerate(plan.models)
-    ]
+    models = [replace(model, start=partial(link.engine, number)) for number, model in enumerate(plan.models)]
     shared = SharedState(plan.salt, plan.started_s, link.gather, plan.num_workers)
     try:
         app = create_app(models, settings, on_ready=prepared, shared=shared)

@@ -328,10 +328,11 @@ def serving() -> Serving:
         async def start() -> FakeEngine:
             return engine
 
-        model = ServedModel(names, start, settings.pop("default_prompt_name", None))
-        app = create_app([model], load(ServerSettings, settings))
+        default_prompt_name = settings.pop("default_prompt_name", None)
+        loaded = load(ServerSettings, settings)
+        app = create_app([ServedModel(names, start, default_prompt_name, loaded.engine)], loaded)
         async with client_of(app) as client:
-            await app.state.startup.wait()
+            await app.state.models.wait_until_started()
             yield client
 
     return serve

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.server.commands.announcement import announcement, open_access_warning
-from penstock.server.models.served_model import ModelEntry, ServedModel
+from penstock.server.models.manager import ModelEntry
+from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, load
 
 
@@ -21,9 +22,10 @@ def info(make_engine, tmp_path: Path) -> ModelInfo:
 
 
 def announced(info: ModelInfo, *ports: int, placements: Sequence[str] = (), **settings: Any) -> list[str]:
-    entry = ModelEntry(ServedModel(("a-model",), None), lambda _: None)
+    loaded = load(ServerSettings, settings)
+    entry = ModelEntry(ServedModel(("a-model",), config=loaded.engine), lambda _: None)
     entry.loaded(SimpleNamespace(info=info, placements=placements), 0.1, 0.0)
-    return announcement([entry], load(ServerSettings, settings), ports or (8000,)).splitlines()
+    return announcement([entry], loaded, ports or (8000,)).splitlines()
 
 
 def test_models_and_urls_are_announced(info: ModelInfo) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from penstock.server.commands import cli, model_plans
-from penstock.server.commands.model_plans import ModelPlan, read_config
+from penstock.server.commands.model_plans import read_config
 from penstock.server.commands.settings_text import config_template
+from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, UsageError, declared_settings, load, public_values
 
 from ..bodies import table
@@ -18,7 +19,7 @@ from ..bodies import table
 def planned(tmp_path: Path):
     """Plan the models of a file and a command line."""
 
-    def plan(text: str | None = None, **given: Any) -> tuple[ServerSettings, list[ModelPlan]]:
+    def plan(text: str | None = None, **given: Any) -> tuple[ServerSettings, list[ServedModel]]:
         if text is not None:
             given["config"] = str(tmp_path / "penstock.toml")
             Path(given["config"]).write_text(text)

@@ -13,8 +13,8 @@ import pytest
 from penstock.engine import AsyncEngine, EngineConfig
 from penstock.engine.protocol.errors import MachineError, WeightError
 from penstock.server.commands import cli, serve
-from penstock.server.commands.model_plans import ModelPlan
 from penstock.server.commands.serve import served_models
+from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, UsageError, load
 
 from ..bodies import table
@@ -65,9 +65,9 @@ def test_failed_engine_start_is_one_line_and_a_code(model, failure, line: str, c
 
 @pytest.mark.parametrize(("config", "plan", "settings", "message"), table("wrong_settings", "several processes"))
 def test_settings_unsupported_by_several_processes_are_rejected(config, plan, settings, message: str) -> None:
-    plans = [ModelPlan(("b",), EngineConfig(model="b"), is_pinned=True, ttl_s=math.inf)]
+    plans = [ServedModel(("b",), config=EngineConfig(model="b"), is_pinned=True, ttl_s=math.inf)]
     serve.check_workers(ServerSettings(api_workers=2), plans)
-    plans.append(ModelPlan(("a",), EngineConfig(model="/models/a", **config), **plan))
+    plans.append(ServedModel(("a",), config=EngineConfig(model="/models/a", **config), **plan))
     with pytest.raises(UsageError, match=message):
         serve.check_workers(load(ServerSettings, {"api_workers": 2, **settings}), plans)
 
@@ -81,9 +81,10 @@ def test_one_device_is_used_by_several_processes(given: dict[str, Any], device: 
     monkeypatch.setattr(serve, "_serve_by_workers", served)
     monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
     monkeypatch.setattr(serve, "resolved", lambda *_: None)
-    plan = ModelPlan(("a",), EngineConfig(model="/models/a", **given), is_pinned=True, ttl_s=math.inf)
+    plan = ServedModel(("a",), config=EngineConfig(model="/models/a", **given), is_pinned=True, ttl_s=math.inf)
     serve.serve(ServerSettings(api_workers=2, host="127.0.0.1", port=0), [plan])
-    _, _, ((_, config),), (listener,), _ = served.call_args.args
+    _, _, (model,), (listener,), _ = served.call_args.args
+    config = model.config
     listener.close()
     assert (config.device, config.devices) == (device, ())
     assert bool(config.cores) == (given.get("devices") == ("cpu",))
@@ -103,7 +104,7 @@ def test_unusable_metrics_port_is_rejected(settings: dict[str, Any], message: st
 
 
 def test_contradicting_devices_are_rejected() -> None:
-    plan = ModelPlan(("a",), EngineConfig(model="/models/a", device="cuda:0", devices=("cuda:1",)))
+    plan = ServedModel(("a",), config=EngineConfig(model="/models/a", device="cuda:0", devices=("cuda:1",)))
     with pytest.raises(UsageError, match="remove --device cuda:0"):
         serve.single_core_config(plan, 1)
 
@@ -119,8 +120,8 @@ def model(folder: Path) -> Path:
     return folder
 
 
-def plan(folder: Path, name: str, **more: Any) -> ModelPlan:
-    return ModelPlan((name,), EngineConfig(model=str(folder), name=name), **more)
+def plan(folder: Path, name: str, **more: Any) -> ServedModel:
+    return ServedModel((name,), config=EngineConfig(model=str(folder), name=name), **more)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 
 from penstock.engine.protocol.errors import EngineUnavailableError, ModelLoadError
 from penstock.server.models import manager as manager_module
-from penstock.server.models.manager import ModelLimits, ModelManager
-from penstock.server.models.served_model import ModelEntry, ModelStatus, ServedModel
+from penstock.server.models.manager import ModelEntry, ModelLimits, ModelManager, ModelStatus
+from penstock.server.models.served_model import ServedModel
 
 from ...waiting import loop_iterations, until
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.server.commands.model_plans import ModelPlan, planned
+from penstock.server.commands.model_plans import planned
+from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, UsageError, public_values
 
 TEI = {
@@ -38,7 +39,7 @@ TEI = {
 def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv("HOSTNAME", raising=False)  # Docker sets it
 
-    def plan(variables: dict[str, str], **given: Any) -> tuple[ServerSettings, list[ModelPlan]]:
+    def plan(variables: dict[str, str], **given: Any) -> tuple[ServerSettings, list[ServedModel]]:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         return planned(given, ServerSettings)

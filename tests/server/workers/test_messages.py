@@ -9,6 +9,7 @@ import pytest
 
 from penstock.engine import EngineConfig
 from penstock.engine.protocol.config import SchedulerConfig
+from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, load
 from penstock.server.workers.messages import (
     Channel,
@@ -18,7 +19,6 @@ from penstock.server.workers.messages import (
     MetricFamily,
     MetricsReport,
     WorkerListening,
-    WorkerModel,
     WorkerPlan,
     WorkerReady,
     decode_from_worker,
@@ -84,8 +84,8 @@ def test_end_of_the_supervisor_before_the_plan_is_an_error() -> None:
 
 def plan(**settings: object) -> WorkerPlan:
     limits = SchedulerConfig(max_queued_tokens=40_000, max_queue_s=8.0)
-    model = WorkerModel(
-        ("a", "b"), EngineConfig(model="/models/a", max_queued_chars=1_000, image_memory=2_000, scheduler=limits)
+    model = ServedModel(
+        ("a", "b"), config=EngineConfig(model="/models/a", max_queued_chars=1_000, image_memory=2_000, scheduler=limits)
     )
     return WorkerPlan(load(ServerSettings, settings), (model,), 4, 11, b"salt", 1_700_000_000)
 
