@@ -81,7 +81,7 @@ def header(num_tensors=0, num_keys=0, rest=b"", version=3):
 
 
 KEY = struct.pack("<Q", 1) + b"k"
-ROW = struct.pack("<IQQ", 1, 64, 1)
+ALIGNMENT = struct.pack("<Q", 17) + b"general.alignment"
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,8 @@ ROW = struct.pack("<IQQ", 1, 64, 1)
         (header(num_tensors=1, rest=KEY + struct.pack("<IQIQ", 1, 33, 8, 0)), r"shape \[33\] in Q8_0"),
         (header(num_tensors=1, rest=KEY + struct.pack("<IQIQ", 1, 32, 12, 0)), "quantised with Q4_K; penstock reads"),
         (header(num_tensors=1, rest=KEY + struct.pack("<IQIQ", 1, 32, 99, 0)), "quantised with type 99"),
+        (header(num_keys=1, rest=ALIGNMENT + struct.pack("<II", 4, 12)), "alignment is 12; it must be a multiple of 8"),
+        (header(num_keys=1, rest=ALIGNMENT + struct.pack("<II", 4, 0)), "alignment is 0"),
         (header(version=1), "version 0x1"),
         (header(version=0x03000000), "version 0x3000000 of GGUF.*little-endian"),
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),

@@ -22,6 +22,7 @@ from .folders import BERT, MEAN, POOLING, TRANSFORMER, resolve, write
 DENSE = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
 CNN = {"idx": 1, "name": "1", "path": "1_CNN", "type": "sentence_transformers.models.CNN"}
 NORMALIZE = {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
+ROBERTA = BERT | {"model_type": "roberta"}
 CLASSIFIER = BERT | {"architectures": ["BertForSequenceClassification"]}
 TOKEN_CLASSIFIER = BERT | {"architectures": ["BertForTokenClassification"], "id2label": {"0": "O", "1": "B-PER"}}
 
@@ -427,6 +428,17 @@ def test_table_shows_values_in_short_lines(tmp_path: Path) -> None:
         ({"config.json": BERT | {"matryoshka_dimensions": ["8"]}}, "must be a list of widths"),
         ({"config.json": BERT | {"matryoshka_dimensions": [0]}}, "must be a list of widths"),
         ({"config.json": BERT | {"is_matryoshka": 1}}, "is_matryoshka is 1; it must be true or false"),
+        ({"config.json": BERT | {"architectures": "BertModel"}}, "is 'BertModel'; it must be a list of names"),
+        ({"config.json": BERT | {"architectures": [""]}}, "it must be a list of names"),
+        ({"config.json": BERT | {"vocab_size": 0}}, "vocab_size 0; it must be a positive integer"),
+        ({"config.json": BERT | {"num_attention_heads": 0}}, "is 0; it must be a positive integer"),
+        ({"config.json": BERT | {"num_attention_heads": 5}}, "is 5; it must divide hidden_size, 32"),
+        ({"config.json": BERT | {"num_hidden_layers": 10_001}}, "is 10001; it must be from 1 to 10000"),
+        ({"config.json": BERT | {"n_layer": 0}}, "is 0; it must be from 1 to 10000"),
+        ({"config.json": BERT | {"rope_scaling": "yarn"}}, "rope_scaling is 'yarn'; it must be an object"),
+        ({"config.json": ROBERTA | {"pad_token_id": 39}}, "pad_token_id is 39; it must be from 0 to 38"),
+        ({"config.json": ROBERTA | {"pad_token_id": -1}}, "pad_token_id is -1; it must be from 0 to 38"),
+        ({"config.json": BERT, "1_Pooling/config.json": "[", "modules.json": [TRANSFORMER, POOLING]}, "cannot be read"),
     ],
 )
 def test_unusable_files_are_rejected_with_their_value(tmp_path: Path, files: dict[str, Any], message: str) -> None:
@@ -434,6 +446,23 @@ def test_unusable_files_are_rejected_with_their_value(tmp_path: Path, files: dic
     write(tmp_path, {name: content for name, content in files.items() if content is not None})
     with pytest.raises(ModelLoadError, match=message):
         resolve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "max_model_len"),
+    [
+        ({"num_hidden_layers": 10_000, "vocab_size": 1}, 40),
+        ({"num_attention_heads": 1}, 40),
+        ({"model_type": "llama", "num_attention_heads": 5}, 40),
+        ({"max_position_embeddings": -1}, 512),  # XLNet writes it
+        ({"max_position_embeddings": int(1e30)}, 512),
+        ({"model_type": "roberta", "pad_token_id": None}, 38),
+        ({"model_type": "roberta", "pad_token_id": 38}, 1),
+        ({"model_type": "mamba", "max_position_embeddings": None}, 8192),
+    ],
+)
+def test_limits_of_values_are_accepted(tmp_path: Path, change: dict[str, Any], max_model_len: int) -> None:
+    assert resolve(write(tmp_path, {"config.json": BERT | change})).max_model_len == max_model_len
 
 
 @pytest.mark.parametrize("foreign", ["custom_st.Normalize", "sentence_transformers_extra.models.Normalize"])
