@@ -148,6 +148,9 @@ async def test_header_with_ignored_fields_is_ascii_and_short(client: httpx.Async
         ("dimensons_", "dimensions"),
         ("inptu", "input"),
         ("tsak", "task"),
+        ("tusk", "task"),
+        ("dinemsions", "dimensions"),
+        ("tuks", None),  # two edits in a short word
         ("dmnsns", None),  # four edits
         ("tags", None),  # two edits from `task`: short words are that similar
         ("at", None),

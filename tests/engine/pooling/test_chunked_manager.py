@@ -66,6 +66,16 @@ def test_interleaved_chunks_equal_whole_sequences(
         assert manager.get_pending_count() == left
 
 
+def test_cursor_has_the_rows_of_its_chunk_in_the_batch() -> None:
+    manager: ChunkedPoolingManager[Any] = ChunkedPoolingManager(WIDTH)
+    batch = make_metadata([5, 9, 8], chunk_sizes=[5, 4, 3], chunk_starts=[0, 0, 5], seq_ids=["a", "b", "c"])
+    manager.schedule(batch)
+    assert {i: (c.global_start, c.global_end, c.remaining) for i, c in batch.cursors.items()} == {
+        1: (5, 9, 9),
+        2: (9, 12, 8),
+    }
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_every_float_dtype_is_pooled_as_float32(dtype: torch.dtype) -> None:
     hidden = rows().to(dtype)
