@@ -126,7 +126,7 @@ async def test_chats_are_rendered(serving, engine, path: str, field: str) -> Non
             assert len(response.json()["data"]) == len(texts)
             name, (inputs, _, options) = engine.calls[-1]
             assert (name, inputs) == ("embed", texts)
-            assert (options.prompt, options.add_special_tokens) == ("", False)
+            assert (options.is_rendered, options.add_special_tokens) == (True, False)
 
 
 async def test_chat_is_classified(serving, make_engine) -> None:
