@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from ..heap import trim_heap
+from ..protocol.config import IMAGE_MEMORY
 from ..protocol.errors import (
     EngineUnavailableError,
     MachineError,
@@ -18,7 +19,7 @@ from ..protocol.errors import (
     RequestCancelledError,
     drop_tracebacks,
 )
-from ..protocol.images import IMAGE_MEMORY, ImageInput, ImagePatches, ImageSpec
+from ..protocol.images import ImageInput, ImagePatches, ImageSpec
 from .errors import ImageError
 from .image_file import ImageFile, ImageLimits, read_image_file
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..protocol.images import IMAGE_PIXELS, MAX_IMAGE_PIXELS
+from ..protocol.config import IMAGE_PIXELS, MAX_IMAGE_PIXELS
 from .container import Header
 from .errors import ImageError
 from .tiff import read_orientation, read_tiff

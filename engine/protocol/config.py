@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from .errors import InvalidRequestError
-from .images import IMAGE_MEMORY, IMAGE_PIXELS, MAX_IMAGE_PIXELS
 from .setting import check_settings, json_object, parse_size, setting
 from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType, listed
 
@@ -42,6 +41,10 @@ _LARGE_CUDA_TOKEN_BUDGET: Final = 32_768
 """Tokens. Larger batches reduce the host's work per token, and fill a large GPU with a small model."""
 _LARGE_CUDA: Final = 40_000_000_000
 """Bytes of memory of the smallest GPU that counts as large."""
+IMAGE_PIXELS: Final = 64_000_000
+MAX_IMAGE_PIXELS: Final = 89_478_485
+"""Above it Pillow warns of a decompression bomb."""
+IMAGE_MEMORY: Final = 1 << 30
 _CPU_SEQS: Final = 512
 _CUDA_SEQS: Final = 2048
 """Sequences. 512 short texts do not fill a GPU."""

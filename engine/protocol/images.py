@@ -9,19 +9,11 @@ import math
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .errors import InvalidRequestError
-
-IMAGE_PIXELS: Final = 64_000_000
-"""Default of EngineConfig.max_image_pixels."""
-MAX_IMAGE_PIXELS: Final = 89_478_485
-"""Largest EngineConfig.max_image_pixels: above it Pillow warns of a decompression bomb."""
-IMAGE_MEMORY: Final = 1 << 30
-"""Default of EngineConfig.image_memory in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +26,7 @@ class ImageInput:
     """
 
     data: bytes
-    place: str = field(default="", compare=False)
+    place: str = field(default="", compare=False, repr=False)
 
     def error(self, index: int, reason: str) -> InvalidRequestError:
         """Returns the error of this image.

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from penstock.engine.images.image_file import ImageLimits, read_image_file
+from penstock.engine.protocol.config import MAX_IMAGE_PIXELS
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.images import MAX_IMAGE_PIXELS, ImageInput, MixedInput
+from penstock.engine.protocol.images import ImageInput, MixedInput
 
 from ..errors import quote
 from ..http.image_fetcher import FetchError

@@ -44,7 +44,9 @@ CUT_SHORT: Final = 141
 _DECIDED_BY_LOADING: Final = ("kernels", "num_lanes", "arithmetic")
 
 _SERVE = "Serve models over HTTP. Default MODEL: the embedded all-MiniLM-L6-v2."
-_EMBED = "Embed the rows of a file. To continue after an interruption, run the same command again."
+_EMBED = (
+    "Embed the rows of a file, or a folder of images. To continue after an interruption, run the same command again."
+)
 _EVAL = "Measure the quality of a served model on data sets with judgements. Prints one JSON line for each data set."
 _MODELS = "List tested models, each with the command that serves it."
 _BENCH = "Measure throughput and latency of one server, or compare two."
@@ -127,7 +129,9 @@ def _parser() -> argparse.ArgumentParser:
     usage = "%(prog)s FILE --output FILE [FLAG ...]"
     embed = commands.add_parser("embed", help=_EMBED, description=_EMBED, usage=usage)
     embed.add_argument(
-        "file", metavar="FILE", help="File of texts: .txt (one per line), .jsonl, .csv, .tsv or .parquet."
+        "file",
+        metavar="FILE",
+        help="File of texts or images: .txt (one per line), .jsonl, .csv, .tsv or .parquet. Or a folder of images.",
     )
     add_flags(embed, EmbedSettings)
     embed.set_defaults(run=_embed)

@@ -1,4 +1,4 @@
-"""The input of a job: text lines, JSONL, CSV or Parquet, read in bounded memory and split into shards."""
+"""The input of a job: text lines, JSONL, CSV, Parquet or a folder of images, in bounded memory and in shards."""
 
 from __future__ import annotations
 
@@ -17,16 +17,26 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from penstock.engine.model_files.model_folder import one_line
+from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.engine.protocol.images import ImageInput
 
 from ..settings import CommandError, UsageError
+from .image_values import SUFFIXES, ImageValueError, read_image_value
 from .job_folder import COLUMN, Shard
 
 PARQUET_ROWS_AT_ONCE: Final = 1024
+PARQUET_IMAGES_AT_ONCE: Final = 64
 _MAX_VALUE_CHARS: Final = 1 << 24
 """Maximum characters of a CSV value: a missing quote must not read the rest of a large file into memory."""
 SHARD_ROWS: Final = 2048
 SHARD_CHARS: Final = 200_000
 """Maximum size of a shard: about ten seconds on a CPU. After an interruption, unfinished shards are computed again."""
+IMAGE_CHARS: Final = 800
+"""Work for an image, as characters of text: about 200 tokens."""
+_BYTES_PER_CHAR: Final = 320
+"""Bytes of a large image that count as a character, so that a shard has at most 64 MiB of images."""
+FILE_FIELD: Final = "file"
+"""Field of a folder's rows with the path of the image."""
 
 
 class Row(NamedTuple):
@@ -34,14 +44,29 @@ class Row(NamedTuple):
 
     Attributes:
         line: Line number in the file, or row number in Parquet, from 1.
+        content: The text to embed; or an image: the bytes or the path of its file.
+        size: Characters of the text, or the work for the image in characters.
         record: Its fields. Parquet rows have fields only in `full_rows`.
         raw: Its JSONL line.
     """
 
     line: int
-    text: str
+    content: str | bytes | Path
+    size: int
     record: dict[str, Any]
     raw: str = ""
+
+    def read(self) -> str | ImageInput:
+        """Returns the text or the image. Raises InvalidRequestError if the file of the image cannot be read."""
+        match self.content:
+            case str():
+                return self.content
+            case bytes():
+                return ImageInput(self.content, "the image")
+        try:
+            return ImageInput(self.content.read_bytes(), str(self.content))
+        except OSError as error:
+            raise InvalidRequestError(f"{self.content} cannot be read: {error.strerror}.") from error
 
 
 class BadRow(NamedTuple):
@@ -59,12 +84,14 @@ class InputSummary(NamedTuple):
     """The rows of an input.
 
     Attributes:
-        lengths: Number of characters to number of good rows.
+        sizes: Row.size to number of good rows.
         shards: All rows, including bad rows.
+        files: Digest of the names, sizes and times of all image files; "" without any.
     """
 
-    lengths: Counter[int]
+    sizes: Counter[int]
     shards: list[Shard]
+    files: str
 
     @property
     def num_rows(self) -> int:
@@ -77,17 +104,34 @@ class BadRowError(CommandError):
 
 
 class InputFile(ABC):
-    """A file of texts.
+    """A file of texts or images.
 
     Args:
-        field: Name of the field with the text, if rows have fields.
+        field: Name of the field with the text or the image, if rows have fields.
+        has_images: Whether the field has images.
     """
 
     unit = "line"
+    part = "field"
 
-    def __init__(self, path: Path, field: str) -> None:
+    def __init__(self, path: Path, field: str, *, has_images: bool = False) -> None:
         self.path = path
         self.field = field
+        self.has_images = has_images
+        self.image_folder = path.parent
+
+    def row(self, line: int, value: object, record: dict[str, Any], raw: str = "") -> Row | BadRow:
+        """Returns the row with a value of the field."""
+        if not self.has_images:
+            if not isinstance(value, str):
+                return BadRow(line, f"the {self.part} {self.field!r} has no text")
+            return Row(line, value, len(value), record, raw)
+        try:
+            image = read_image_value(value, self.image_folder)
+        except ImageValueError as error:
+            return BadRow(line, f"the {self.part} {self.field!r} {error}")
+        num_bytes = len(image) if isinstance(image, bytes) else image.stat().st_size
+        return Row(line, image, max(IMAGE_CHARS, num_bytes // _BYTES_PER_CHAR), record, raw)
 
     @abstractmethod
     def rows(self) -> Iterator[Row | BadRow]:
@@ -111,13 +155,15 @@ class InputFile(ABC):
         Raises:
             BadRowError: A row is bad, or `visit` raises the error.
         """
-        lengths, starts, num_chars, number = Counter[int](), [0], 0, -1
+        sizes, starts, num_chars, number, files = Counter[int](), [0], 0, -1, list[str]()
         for number, row in enumerate(self.rows()):
             num_new = 0
             if isinstance(row, Row):
                 visit(row)
-                num_new = len(row.text)
-                lengths[num_new] += 1
+                num_new = row.size
+                sizes[num_new] += 1
+                if isinstance(row.content, Path):
+                    files.append(_stat_of(row.content))
             elif not skip_bad:
                 raise self.skippable_row_error(row.line, row.reason)
             num_rows = number - starts[-1]
@@ -128,7 +174,7 @@ class InputFile(ABC):
         ends = [*starts[1:], number + 1]
         path = str(self.path)
         shards = [Shard(i, path, start, end - start) for i, (start, end) in enumerate(zip(starts, ends, strict=True))]
-        return InputSummary(lengths, shards)
+        return InputSummary(sizes, shards, hashlib.sha256("".join(files).encode()).hexdigest() if files else "")
 
     def read_shards(self, shards: Iterable[Shard]) -> Iterator[tuple[Shard, list[Row | BadRow]]]:
         """Yields all shards of the file in order, each with its rows. Raises BadRowError if rows are missing."""
@@ -159,7 +205,7 @@ class TextLines(InputFile):
     def rows(self) -> Iterator[Row | BadRow]:
         """See InputFile."""
         for number, line in self._lines():
-            yield line if isinstance(line, BadRow) else Row(number, line, {self.field: line})
+            yield line if isinstance(line, BadRow) else self.row(number, line, {self.field: line})
 
     def _lines(self) -> Iterator[tuple[int, str | BadRow]]:
         with self.path.open("rb") as file:
@@ -201,10 +247,7 @@ class JsonLines(TextLines):
             return BadRow(number, "not a JSON object")
         if self.field not in record:
             return BadRow(number, f"no field {self.field!r}; it has {', '.join(record) or 'none'}; see --field")
-        text = record[self.field]
-        if not isinstance(text, str):
-            return BadRow(number, f"the field {self.field!r} has no text")
-        return Row(number, text, record, line.strip())
+        return self.row(number, record[self.field], record, line.strip())
 
 
 class CsvRows(InputFile):
@@ -229,7 +272,7 @@ class CsvRows(InputFile):
                 yield BadRow(line, "not valid UTF-8")
             else:
                 record = dict(zip(names, values, strict=True))
-                yield Row(line, record[self.field], record)
+                yield self.row(line, record[self.field], record)
 
     def names(self) -> list[str]:
         """Returns the names of the columns.
@@ -288,9 +331,10 @@ class ParquetRows(InputFile):
     """A Parquet file; needs pyarrow."""
 
     unit = "row"
+    part = "column"
 
     def rows(self) -> Iterator[Row | BadRow]:
-        """See InputFile. Reads the text column only."""
+        """See InputFile. Reads one column only."""
         return self._read([self.field])
 
     def full_rows(self) -> Iterator[Row | BadRow]:
@@ -304,11 +348,7 @@ class ParquetRows(InputFile):
                 records = batch.to_pylist()
             for record in records:
                 number += 1
-                text = record[self.field]
-                if isinstance(text, str):
-                    yield Row(number, text, record)
-                else:
-                    yield BadRow(number, f"the column {self.field!r} has no text")
+                yield self.row(number, record[self.field], record)
 
     def schema(self) -> Any:
         """Returns the pyarrow schema.
@@ -341,7 +381,8 @@ class ParquetRows(InputFile):
         with self._errors(0):
             file = parquet.ParquetFile(self.path)
         with file:
-            iterator = file.iter_batches(PARQUET_ROWS_AT_ONCE, columns=columns)
+            rows_at_once = PARQUET_IMAGES_AT_ONCE if self.has_images else PARQUET_ROWS_AT_ONCE
+            iterator = file.iter_batches(rows_at_once, columns=columns)
             while True:
                 with self._errors(num_rows):
                     batch = next(iterator, None)
@@ -402,6 +443,38 @@ class ParquetRows(InputFile):
             ) from error
 
 
+class ImageFolder(InputFile):
+    """The images in a folder and its subfolders, in the order of their paths. Hidden files and folders are left out.
+
+    Args:
+        path: The folder.
+    """
+
+    unit = "image"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, FILE_FIELD, has_images=True)
+        self.image_folder = path
+
+    def rows(self) -> Iterator[Row | BadRow]:
+        """See InputFile."""
+        for number, name in enumerate(self._names(), 1):
+            yield self.row(number, name, {self.field: name})
+
+    def digest(self) -> str:
+        """Returns a digest of the paths. InputSummary.files has sizes and times."""
+        return hashlib.sha256("\0".join(self._names()).encode(errors="surrogateescape")).hexdigest()
+
+    def _names(self) -> list[str]:
+        paths = (path.relative_to(self.path) for path in self.path.rglob("*") if path.suffix.lower() in SUFFIXES)
+        return sorted(str(path) for path in paths if not any(part.startswith(".") for part in path.parts))
+
+
+def _stat_of(path: Path) -> str:
+    status = path.stat()
+    return repr((str(path), status.st_size, status.st_mtime_ns))
+
+
 def _sliced(batches: Iterable[Any], skip: int, num_rows: int) -> Iterator[Any]:
     for batch in batches:
         if skip >= len(batch):
@@ -441,30 +514,31 @@ def parquet_inputs(path: str, field: str) -> list[ParquetRows]:
 
 def stat_digest(inputs: Iterable[InputFile]) -> str:
     """Returns a digest of names, sizes and modification times, to avoid reading large files."""
-    stats = [(str(rows.path), status.st_size, status.st_mtime_ns) for rows in inputs for status in [rows.path.stat()]]
-    return hashlib.sha256(repr(stats).encode()).hexdigest()
+    return hashlib.sha256("".join(_stat_of(rows.path) for rows in inputs).encode()).hexdigest()
 
 
-def open_input(path: Path, field: str) -> InputFile:
-    """Returns the input for a file, by its suffix.
+def open_input(path: Path, field: str, *, has_images: bool = False) -> InputFile:
+    """Returns the input for a folder of images, or for a file by its suffix.
 
     Raises:
         UsageError: The file does not exist, its suffix is unknown, its CSV header is wrong, or pyarrow is missing.
     """
+    if path.is_dir():
+        return ImageFolder(path)
     if not path.is_file():
         raise UsageError(f"FILE: there is no file {path}")
     match path.suffix.lower():
         case ".txt":
-            return TextLines(path, field)
+            return TextLines(path, field, has_images=has_images)
         case ".jsonl" | ".ndjson":
-            return JsonLines(path, field)
+            return JsonLines(path, field, has_images=has_images)
         case ".csv" | ".tsv":
-            rows = CsvRows(path, field)
+            rows = CsvRows(path, field, has_images=has_images)
             rows.names()
             return rows
         case ".parquet":
             require_pyarrow("FILE")
-            return ParquetRows(path, field)
+            return ParquetRows(path, field, has_images=has_images)
     raise UsageError(f"FILE: {path.name} must end in .txt, .jsonl, .csv, .tsv or .parquet")
 
 

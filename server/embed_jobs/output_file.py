@@ -236,13 +236,14 @@ def _tables(source: InputFile, results: Results, schema: Any) -> Iterator[tuple[
     if isinstance(source, ParquetRows):
         start = 0
         for batch in source.batches(None):
-            texts = batch.column(source.field).to_pylist()
-            places = [i for i, text in enumerate(texts) if isinstance(text, str) and start + i not in results.rejected]
+            values = batch.column(source.field).to_pylist()
+            found = [source.row(start + i + 1, value, {}) for i, value in enumerate(values)]
+            places = [i for i, row in enumerate(found) if isinstance(row, Row) and start + i not in results.rejected]
             table = pa.Table.from_batches([batch], schema=schema)
-            if len(places) < len(texts):
+            if len(places) < len(values):
                 table = table.take(pa.array(places, pa.int64()))
             yield [start + i for i in places], table
-            start += len(texts)
+            start += len(values)
         return
     rows = _good_rows(source.full_rows(), results.rejected)
     record = operator.attrgetter("record") if results.columns is None else results.columns.record

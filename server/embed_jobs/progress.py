@@ -1,4 +1,4 @@
-"""Progress of `penstock embed`: finished rows and the remaining time, weighted by text length."""
+"""Progress of `penstock embed`: finished rows and the remaining time, weighted by the size of the rows."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ class _Sample(NamedTuple):
 class Progress:
     """A progress bar on a terminal, or a log line every ten seconds. A context manager.
 
-    The weight of a row is its number of characters, up to the model's maximum. Token counts are not known yet.
+    The weight of a row is its size in characters, up to the model's maximum. Token counts are not known yet.
 
     Args:
-        lengths: Number of characters to number of rows.
+        sizes: Size of a row in characters to number of rows.
         info: The model, whose maximum length limits the weight of a row.
         is_terminal: Whether to draw a bar. None: draw it if stderr is a terminal.
     """
 
-    def __init__(self, lengths: Mapping[int, int], info: ModelInfo, *, is_terminal: bool | None = None) -> None:
+    def __init__(self, sizes: Mapping[int, int], info: ModelInfo, *, is_terminal: bool | None = None) -> None:
         is_cut = info.auto_truncate and not info.enable_chunked_processing
         self._max_chars = info.max_model_len * _CHARS_PER_TOKEN if is_cut else None
-        self._num_rows = sum(lengths.values())
+        self._num_rows = sum(sizes.values())
         self._num_done = self._num_earlier = 0
-        self._total = sum(number * self._weight(length) for length, number in lengths.items())
+        self._total = sum(number * self._weight(size) for size, number in sizes.items())
         self._earlier = self._done = 0
         self._samples = deque([_Sample(time.monotonic(), 0, 0)], maxlen=_NUM_INTERVALS)
         is_off = not (sys.stderr.isatty() if is_terminal is None else is_terminal)
@@ -68,9 +68,9 @@ class Progress:
             self._bar.set_description_str(self._rows(), refresh=False)
             self._bar.close()
 
-    def skip(self, texts: Iterable[str]) -> None:
-        """Counts rows of an earlier run. They do not count for the speed of this run."""
-        weights = [self._weight(len(text)) for text in texts]
+    def skip(self, sizes: Iterable[int]) -> None:
+        """Counts rows of an earlier run, given by their sizes. They do not count for the speed of this run."""
+        weights = [self._weight(size) for size in sizes]
         self._earlier += sum(weights)
         self._done += sum(weights)
         self._num_done += len(weights)
@@ -79,9 +79,9 @@ class Progress:
             self._bar.initial += sum(weights)
             self._bar.n += sum(weights)
 
-    def update(self, texts: Iterable[str]) -> None:
-        """Counts finished rows and updates the display."""
-        weights = [self._weight(len(text)) for text in texts]
+    def update(self, sizes: Iterable[int]) -> None:
+        """Counts finished rows, given by their sizes, and updates the display."""
+        weights = [self._weight(size) for size in sizes]
         self._num_done += len(weights)
         self._done += sum(weights)
         self._draw(sum(weights))

@@ -1,4 +1,4 @@
-"""`penstock embed`: reads a file of texts and writes a file of embeddings, in bounded memory."""
+"""`penstock embed`: reads texts or images and writes a file of embeddings, in bounded memory."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from penstock.engine.protocol.errors import (
     ModelLoadError,
     RequestTooLongError,
 )
+from penstock.engine.protocol.images import ImageInput
 
 from ..settings import CommandError, EmbedSettings, UsageError, declared_settings, flag_of, load_failure
 from .columns import JsonColumns
@@ -45,6 +46,8 @@ MAX_WAIT_S: Final = 1.0
 REQUEST_ROWS: Final = 32
 REQUEST_CHARS: Final = 8_000
 """Maximum size of one request to the engine: about one forward on a CPU, so that no row waits for many others."""
+IN_FLIGHT_CHARS: Final = 400_000
+"""Size of the rows in flight from which no further request is sent: at most 128 MiB of image files."""
 
 
 class ShardResult:
@@ -88,7 +91,7 @@ def embed_file(file: str, settings: EmbedSettings, model: str, name: str | None 
     """Embeds the rows of `file`. After an interruption, call it again: it continues.
 
     Args:
-        file: Texts: .txt, .jsonl, .csv, .tsv or .parquet.
+        file: Texts or images: .txt, .jsonl, .csv, .tsv or .parquet. Or a folder of images.
         settings: Settings of the command.
         model: Local folder or hub id.
         name: Name of the model in messages; None: `model`.
@@ -99,7 +102,8 @@ def embed_file(file: str, settings: EmbedSettings, model: str, name: str | None 
     """
     configure_logging(settings.log_level, settings.log_format)
     try:
-        source, output = open_input(Path(file), settings.field), Path(settings.output)
+        field, has_images = settings.image_field or settings.field, settings.image_field is not None
+        source, output = open_input(Path(file), field, has_images=has_images), Path(settings.output)
         write, columns = writer_for(output), json_columns_for(source, output)
         if output.is_dir():
             raise UsageError(f"--output: {output} is a folder; name a file")
@@ -124,14 +128,17 @@ async def _run(
     engine = await AsyncEngine.start(config, log_level=settings.log_level.upper(), log_format=settings.log_format)
     try:
         check_options(settings, engine.info)
-        identity = {"input": source.digest(), "model": model_digest(engine.info), **row_options(settings)}
+        if source.has_images and not engine.info.reads_images:
+            raise UsageError(f"{engine.info.name} reads no images; name a model that does, such as CLIP, with --model")
+        files = {"files": summary.files} if summary.files else {}
+        identity = {"input": source.digest(), **files, "model": model_digest(engine.info), **row_options(settings)}
         job = JobFolder(output.with_name(output.name + ".partial"), ".npy", "delete the folder")
         with job.locked():
             job.begin(identity)
-            with Progress(summary.lengths, engine.info) as progress:
+            with Progress(summary.sizes, engine.info) as progress:
                 await _embed_shards(engine, source, job, summary.shards, progress, settings)
             rejected = _rejected(job, summary.shards)
-            num_kept = summary.lengths.total() - len(rejected)
+            num_kept = summary.sizes.total() - len(rejected)
             if not num_kept:
                 job.remove()
                 line, reason = _first_rejected(source, rejected)
@@ -158,8 +165,8 @@ def _summarize(source: InputFile, output: Path, columns: JsonColumns | None, set
     is_npy = output.suffix.lower() == ".npy"
     summary = source.summarize(visit, skip_bad=settings.on_bad_row == "skip")
     if not summary.num_rows:
-        raise BadRowError(f"{source.path} holds no rows")
-    if not summary.lengths:
+        raise BadRowError(f"{source.path} holds no {'images' if source.path.is_dir() else 'rows'}")
+    if not summary.sizes:
         line, reason = _first_rejected(source, {})
         raise source.row_error(line, f"{reason}; no row of the file can be embedded")
     if columns is not None:
@@ -183,20 +190,24 @@ async def _embed_shards(
     progress: Progress,
     settings: EmbedSettings,
 ) -> None:
-    """Embeds the unfinished shards with at most `batch_size` rows in flight.
+    """Embeds the unfinished shards with at most `batch_size` rows in flight, and little more than IN_FLIGHT_CHARS.
 
     If a row fails, no further rows are sent. The rows in flight are awaited, and finished shards are kept.
     """
     requests = _requests(source, job, shards, progress, settings.batch_size)
-    in_flight: dict[asyncio.Task[tuple[int, Exception] | None], int] = {}  # task to its number of rows
+    in_flight: dict[asyncio.Task[tuple[int, Exception] | None], list[int]] = {}  # task to the sizes of its rows
     failed: list[tuple[int, Exception]] = []
     try:
         while True:
-            while not failed and sum(in_flight.values()) < settings.batch_size:
+            while (
+                not failed
+                and sum(map(len, in_flight.values())) < settings.batch_size
+                and sum(map(sum, in_flight.values())) < IN_FLIGHT_CHARS
+            ):
                 if (request := next(requests, None)) is None:
                     break
                 task = asyncio.create_task(_embed(engine, source, job, request, progress, settings))
-                in_flight[task] = len(request.rows)
+                in_flight[task] = [row.size for row in request.rows]
             if not in_flight:
                 break
             ended, _ = await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
@@ -221,19 +232,19 @@ def _requests(
     for shard, rows in source.read_shards(shards):
         good = [(index, row) for index, row in enumerate(rows) if isinstance(row, Row)]
         if shard.number not in left:
-            progress.skip(row.text for _, row in good)
+            progress.skip(row.size for _, row in good)
             continue
         request = EmbedRequest(ShardResult(shard, len(good)), [], [])
         if not good:
             _save(job, request.result)
         num_chars = 0
         for index, row in good:
-            if request.rows and (len(request.rows) == max_rows or num_chars + len(row.text) > REQUEST_CHARS):
+            if request.rows and (len(request.rows) == max_rows or num_chars + row.size > REQUEST_CHARS):
                 yield request
                 request, num_chars = EmbedRequest(request.result, [], []), 0
             request.indices.append(index)
             request.rows.append(row)
-            num_chars += len(row.text)
+            num_chars += row.size
         if request.rows:
             yield request
 
@@ -267,7 +278,7 @@ async def _embed(
                     result.rejected[index] = _reason(rejection)
     except (EngineError, OSError) as failure:
         return start + index, failure
-    progress.update(row.text for row in request.rows)
+    progress.update(row.size for row in request.rows)
     result.num_pending_rows -= len(request.rows)
     if not result.num_pending_rows:
         _save(job, result)
@@ -304,11 +315,17 @@ async def _embed_rows(
     engine: AsyncEngine, rows: Sequence[Row], params: PoolingParams, options: RequestOptions
 ) -> NDArray[np.float32]:
     """Returns the vectors of rows. Retries while the engine is full."""
+    has_files = any(isinstance(row.content, Path) for row in rows)
+    inputs = await asyncio.to_thread(_read, rows) if has_files else _read(rows)
     while True:
         try:
-            return (await engine.embed([row.text for row in rows], params, options)).embeddings
+            return (await engine.embed(inputs, params, options)).embeddings
         except EngineOverloadedError as rejection:
             await asyncio.sleep(min(rejection.retry_after_s, MAX_WAIT_S))
+
+
+def _read(rows: Sequence[Row]) -> list[str | ImageInput]:
+    return [row.read() for row in rows]
 
 
 def pooling_params(settings: EmbedSettings) -> PoolingParams:
@@ -319,7 +336,9 @@ def pooling_params(settings: EmbedSettings) -> PoolingParams:
 
 def row_options(settings: EmbedSettings) -> dict[str, Any]:
     """Returns the options that affect the output of a job."""
-    options = {name: getattr(settings, name) for name in ("field", "dimensions", "normalize", "prompt_name")}
+    options = {
+        name: getattr(settings, name) for name in ("field", "image_field", "dimensions", "normalize", "prompt_name")
+    }
     return options | ({"adapter": list(settings.engine.adapter)} if settings.engine.adapter else {})
 
 

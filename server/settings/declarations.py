@@ -135,6 +135,13 @@ class EmbedSettings(CommandSettings):
     output: str = setting(REQUIRED, "File to write: .parquet, .jsonl, .csv, .tsv or .npy.", "Input and output", "FILE")
     overwrite: bool = setting(False, "Replace an existing output.", "Input and output")
     field: str = setting("text", "JSONL field, or CSV or Parquet column, with the text.", "Input and output", "NAME")
+    image_field: str | None = setting(
+        None,
+        "JSONL field, or CSV or Parquet column, with the image to embed instead of a text: the bytes of a file, a path "
+        "relative to FILE, or a data URI.",
+        "Input and output",
+        "NAME",
+    )
     batch_size: int = setting(
         512, "Maximum number of rows in the engine at once.", "Input and output", "ROWS", min_value=1
     )

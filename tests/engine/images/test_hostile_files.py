@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from penstock.engine.images.decoding import decode
 from penstock.engine.images.errors import ImageError
 from penstock.engine.images.image_file import ImageLimits, read_image_file
-from penstock.engine.protocol.images import MAX_IMAGE_PIXELS
+from penstock.engine.protocol.config import MAX_IMAGE_PIXELS
 
 from .hostile import attacks, jpeg_with_scans, large_but_valid
 from .pictures import encoded, picture

@@ -36,7 +36,7 @@ def test_shards_are_bounded_in_rows_and_characters(max_rows: int, max_chars: int
     (tmp_path / "in.txt").write_text("\n".join(texts))
     source = open_input(tmp_path / "in.txt", "text")
     summarize = source.summarize(lambda row: None)
-    shards = [[row.text for row in rows] for _, rows in source.read_shards(summarize.shards)]
+    shards = [[row.content for row in rows] for _, rows in source.read_shards(summarize.shards)]
     assert [text for shard in shards for text in shard] == texts
     assert summarize.num_rows == len(texts)
     for shard in shards:

@@ -212,10 +212,10 @@ def test_log_has_the_speed_of_the_last_minute(fake, caplog, monkeypatch) -> None
     clock = Clock()
     monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=clock))
     with Progress({4: 1000}, fake.info, is_terminal=False) as progress:
-        progress.skip(["text"] * 100)
+        progress.skip([4] * 100)
         for rows_per_interval in (1, *[40] * 7):  # the first interval is slow
             clock.now_s += progress_module.LOG_EVERY_S
-            progress.update(["text"] * rows_per_interval)
+            progress.update([4] * rows_per_interval)
     assert caplog.messages[0] == "101/1000 rows, 10%, 0.1 rows/s, about 2:29:50 left"
     assert caplog.messages[-1] == "381/1000 rows, 38%, 4 rows/s, about 02:34 left"
     assert len(caplog.messages) == 8
@@ -223,15 +223,15 @@ def test_log_has_the_speed_of_the_last_minute(fake, caplog, monkeypatch) -> None
 
 def test_bar_counts_rows_of_both_runs_by_their_weight(fake, capsys: pytest.CaptureFixture[str]) -> None:
     with Progress({0: 1, 4: 2}, fake.info, is_terminal=True) as progress:  # weights 4, 8, 8
-        progress.skip(["", "text"])
-        progress.update(["text"])
+        progress.skip([0, 4])
+        progress.update([4])
     bars = capsys.readouterr().err.split("\r")
     assert any(bar.startswith("0/3 rows   0%|") for bar in bars)
     assert "3/3 rows 100%|" in bars[-1]
     with Progress({0: 1, 4: 2}, fake.info, is_terminal=True) as progress:
-        progress.skip(["text"])
+        progress.skip([4])
         progress._bar.mininterval = 0
-        progress.update([""])
+        progress.update([0])
     assert "2/3 rows  60%|" in capsys.readouterr().err.split("\r")[-1]
 
 
@@ -241,9 +241,9 @@ def test_bar_counts_rows_of_both_runs_by_their_weight(fake, capsys: pytest.Captu
 def test_long_text_counts_up_to_the_limit_if_it_is_truncated(fake, capsys, truncates, splits, share) -> None:
     info = replace(fake.info, auto_truncate=truncates, enable_chunked_processing=splits, max_model_len=2)
     with Progress({8: 1, 100: 1, 4: 1}, info, is_terminal=True) as progress:
-        progress.skip(["characters" * 10])
+        progress.skip([100])
         progress._bar.mininterval = 0
-        progress.update([""])
+        progress.update([0])
     assert f"2/3 rows  {share}|" in capsys.readouterr().err.split("\r")[-1]
 
 

@@ -1,0 +1,193 @@
+"""`penstock embed` with images."""
+
+import base64
+import io
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from penstock.engine.protocol.images import ImageInput
+from penstock.server.embed_jobs import input_file as input_module, run as run_module
+from penstock.server.embed_jobs.input_file import Row, open_input
+from penstock.server.settings import CommandError, UsageError
+
+NAMES = ["a.png", "b.JPG", "sub/c.webp", "sub/d.gif"]
+
+
+def picture(color: str, kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (4, 3), color).save(file, kind)
+    return file.getvalue()
+
+
+FILES = [picture(*row) for row in (("red",), ("blue", "JPEG"), ("green", "WEBP"), ("white", "GIF"))]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "pictures"
+    for name, data in zip(NAMES, FILES, strict=True):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+@pytest.fixture
+def fake(fake, replace_info):
+    """An engine that reads images, which are rejected if they begin with "bad"."""
+
+    async def embed(inputs, params, options):
+        for index, item in enumerate(inputs):
+            if isinstance(item, ImageInput) and item.data.startswith(b"bad"):
+                raise item.error(index, "is not an image")
+        return await type(fake).embed(fake, inputs, params, options)
+
+    replace_info(image=fake.info)
+    fake.embed = embed
+    return fake
+
+
+def expected(fake, files: list[bytes] = FILES) -> np.ndarray:
+    rows = np.stack([fake._vector(ImageInput(data)) for data in files])
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+
+
+def check(fake, rows: list[dict], files: list[bytes] = FILES) -> None:
+    np.testing.assert_allclose([row["embedding"] for row in rows], expected(fake, files), atol=1e-6)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "npy"])
+def test_folder_is_embedded_in_the_order_of_its_paths(run, fake, folder: Path, tmp_path: Path, suffix: str) -> None:
+    (folder / "notes.txt").write_text("not an image")
+    (folder / ".hidden.png").write_bytes(FILES[0])
+    output = tmp_path / f"out.{suffix}"
+    run(folder, output)
+    if suffix == "npy":
+        np.testing.assert_allclose(np.load(output), expected(fake), atol=1e-6)
+        return
+    text = output.read_text().splitlines() if suffix == "jsonl" else []
+    rows = [json.loads(line) for line in text] or parquet.read_table(output).to_pylist()
+    assert [row["file"] for row in rows] == NAMES
+    check(fake, rows)
+
+
+def test_jsonl_has_paths_data_uris_and_objects(run, fake, folder: Path, tmp_path: Path) -> None:
+    codes = [base64.b64encode(data).decode() for data in FILES]
+    values = [NAMES[0], f"data:image/jpeg;base64,{codes[1]}", {"bytes": codes[2], "path": "x"}, {"path": NAMES[3]}]
+    source = folder / "in.jsonl"
+    source.write_text("".join(json.dumps({"id": i, "picture": value}) + "\n" for i, value in enumerate(values)))
+    run(source, tmp_path / "out.jsonl", image_field="picture")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["picture"]) for row in rows] == list(enumerate(values))
+    check(fake, rows)
+
+
+@pytest.mark.parametrize("form", ["bytes", "struct", "path"])
+def test_parquet_has_bytes_or_paths(run, fake, folder: Path, tmp_path: Path, form: str, monkeypatch) -> None:
+    monkeypatch.setattr(input_module, "PARQUET_IMAGES_AT_ONCE", 3)
+    values = {
+        "bytes": FILES,
+        "struct": [{"bytes": data, "path": None} for data in FILES[:2]]
+        + [{"bytes": None, "path": n} for n in NAMES[2:]],
+        "path": NAMES,
+    }[form]
+    source, output = folder / "in.parquet", tmp_path / "out.parquet"
+    parquet.write_table(pa.table({"id": range(5), "picture": [*values, None]}), source)
+    with pytest.raises(CommandError, match=r"in\.parquet, row 5: the column 'picture' has no image"):
+        run(source, output, image_field="picture")
+    run(source, output, image_field="picture", on_bad_row="skip")
+    table = parquet.read_table(output)
+    assert table.schema.field("picture") == parquet.read_schema(source).field("picture")
+    rows = table.to_pylist()
+    assert [row["picture"] for row in rows] == values
+    check(fake, rows)
+
+
+BAD = {
+    1: "'missing.png', which is no file, or an empty one",
+    2: "'empty.png', which is no file, or an empty one",
+    3: "has the URL 'https://example.org/a.png'; download the images first",
+    4: "a data URI without base64",
+    5: "an image whose base64 is not valid",
+    6: "bad.png is not an image",
+    7: "has no image: neither the bytes of a file, nor a path, nor a data URI",
+    8: "'" + "x" * 20,
+}
+
+
+def test_bad_images_are_skipped_with_their_reasons(run, fake, folder: Path, tmp_path: Path) -> None:
+    (folder / "empty.png").touch()
+    (folder / "bad.png").write_bytes(b"bad file")
+    values = ["missing.png", "empty.png", "https://example.org/a.png", "data:image/png,a", "data:;base64,A", "bad.png"]
+    values += [5, "x" * 5000, NAMES[0]]
+    source, output = folder / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"text": value}) + "\n" for value in values))
+    with pytest.raises(CommandError, match=r"line 1: the field 'text' has 'missing\.png', which is no file"):
+        run(source, output, image_field="text")
+    run(source, output, image_field="text", on_bad_row="skip")
+    report = [json.loads(line) for line in (tmp_path / "out.jsonl.skipped.jsonl").read_text().splitlines()]
+    assert [row["line"] for row in report] == list(BAD)
+    for row in report:
+        assert BAD[row["line"]] in row["reason"]
+    check(fake, [json.loads(line) for line in output.read_text().splitlines()], FILES[:1])
+
+
+def test_changed_image_does_not_continue_an_interrupted_run(
+    run, fake, folder: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(input_module, "SHARD_ROWS", 2)
+    (folder / "sub/d.gif").write_bytes(b"bad file")
+    output = tmp_path / "out.npy"
+    with pytest.raises(CommandError, match=r"image 4: .*sub/d\.gif is not an image"):
+        run(folder, output, batch_size=1)
+    count = len(fake.calls)
+    run(folder, output, on_bad_row="skip")
+    assert len(fake.calls) == count + 1, "finished shards are kept"
+    output.unlink()
+    with pytest.raises(CommandError, match="image 4"):
+        run(folder, output, batch_size=1)
+    os.utime(folder / NAMES[0], (1, 1))
+    with pytest.raises(UsageError, match="files"):
+        run(folder, output, on_bad_row="skip")
+
+
+def test_shards_and_requests_are_bounded_in_bytes(run, fake, folder: Path, tmp_path: Path, monkeypatch) -> None:
+    large = picture("red") + bytes(4_000_000)
+    for i in range(8):
+        (folder / f"{i}.png").write_bytes(large)
+    source = open_input(folder, "text")
+    rows = [row for row in source.rows() if isinstance(row, Row)]
+    assert [row.size for row in rows] == [12_500] * 8 + [800] * 4
+    monkeypatch.setattr(input_module, "SHARD_CHARS", 30_000)
+    assert [shard.num_rows for shard in source.summarize(lambda row: None).shards] == [2, 2, 2, 4 + 2]
+    monkeypatch.setattr(run_module, "IN_FLIGHT_CHARS", 20_000)
+    in_flight, most = 0, 0
+    plain = fake.embed
+
+    async def embed(inputs, params, options):
+        nonlocal in_flight, most
+        in_flight += len(inputs)
+        most = max(most, in_flight)
+        result = await plain(inputs, params, options)
+        in_flight -= len(inputs)
+        return result
+
+    fake.embed = embed
+    run(folder, tmp_path / "out.npy", batch_size=512)
+    assert len(np.load(tmp_path / "out.npy")) == 12
+    assert most <= 6
+
+
+def test_unusable_inputs_are_rejected(run, fake, folder: Path, tmp_path: Path, replace_info) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CommandError, match="empty holds no images"):
+        run(tmp_path / "empty", tmp_path / "out.npy")
+    replace_info(image=None)
+    with pytest.raises(UsageError, match="reads no images; name a model that does"):
+        run(folder, tmp_path / "out.npy")
