@@ -26,9 +26,8 @@ from .http.connection_limits import file_limit
 from .http.image_fetcher import AllowedHost, ImageFetcher
 from .http.json_reader import JsonReader
 from .middleware.auth import ApiKeys, AuthMiddleware
-from .middleware.json_dispatcher import JsonDispatcher, UnexpectedErrorMiddleware
 from .middleware.load_shedding import LoadShedder, RejectionQueue
-from .middleware.requests import RequestMiddleware, end_at_shutdown
+from .middleware.requests import JsonDispatcher, RequestMiddleware, UnexpectedErrorMiddleware, end_at_shutdown
 from .models.manager import ModelLimits, ModelManager, ModelMetrics
 from .models.served_model import ServedModel
 from .models.table import ModelTable

@@ -1,4 +1,4 @@
-"""Results of a load test as a table for a terminal and as JSON."""
+"""Results of a load test as a table for a terminal, as JSON, and as a plot (matplotlib, extra `plot`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import itertools
 import math
 import statistics
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ..settings import UsageError
 from .load_generator import Round
 
 _SHARES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
@@ -16,6 +19,12 @@ _BAR: Final = 24
 """Characters of the longest bar."""
 _BUSY_CLIENT: Final = 0.8
 """Share of a core above which the load generator may limit the results."""
+
+
+_LINES: Final = {"p50": (0.5, "-"), "p90": (0.9, "--"), "p99": (0.99, ":")}
+"""Share of the requests and style of the line of each percentile."""
+_COLOURS: Final = ("#00796b", "#e65100")
+_INCHES: Final = (8.0, 5.0)
 
 
 class Point(NamedTuple):
@@ -156,3 +165,72 @@ def _finite(value: float) -> float | None:
 
 def _shown(milliseconds: float) -> str:
     return "-" if math.isnan(milliseconds) else f"{milliseconds:.2f}" if milliseconds < 100 else f"{milliseconds:.0f}"
+
+
+def check_plot(file: Path) -> None:
+    """Checks that a plot can be written, before a load test begins.
+
+    Raises:
+        UsageError: matplotlib is missing, the folder does not exist, or the suffix is not that of an image.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError(f"--plot: needs matplotlib; run `pip install 'penstock[plot]'` ({error})") from error
+    known = sorted(Figure().canvas.get_supported_filetypes())
+    if file.suffix.lstrip(".").lower() not in known:
+        raise UsageError(f"--plot: the name of the file must end with one of .{', .'.join(known)} (got {file})")
+    if not file.absolute().parent.is_dir():
+        raise UsageError(f"--plot: the folder {file.parent} does not exist")
+
+
+def plot(results: Sequence[Result], names: Mapping[str, str], title: str, file: Path) -> None:
+    """Writes an image: a colour for each server, a line style for each percentile, a mark for each load.
+
+    Args:
+        results: At least one with a successful request. Results without one are left out.
+        names: Name of each URL in the legend.
+        title: Above the axes.
+        file: Its suffix gives the format, such as .png.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
+
+    figure = Figure(_INCHES, layout="constrained")
+    axes = figure.add_subplot()
+    for colour, url in zip(_COLOURS, names, strict=False):
+        of_server = [result for result in results if result.url == url and result.total.latencies_s]
+        throughputs = [result.total.texts_per_s for result in of_server]
+        for share, style in _LINES.values():
+            latencies = [result.total.latency_ms(share) for result in of_server]
+            axes.plot(throughputs, latencies, style, color=colour, marker="o", markersize=4)
+        for result, throughput in zip(of_server, throughputs, strict=True):
+            place = throughput, result.total.latency_ms(max(share for share, _ in _LINES.values()))
+            axes.annotate(
+                _load(result), place, (0, 5), textcoords="offset points", ha="center", fontsize=8, color=colour
+            )
+    rates = any(result.point.rate is not None for result in results)
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("texts per second")
+    axes.set_ylabel("latency in ms")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))  # labels only in a range below 10 to 1
+    axes.set_xlim(left=0)
+    axes.grid(visible=True, which="both", linewidth=0.4, alpha=0.5)
+    styles = [axes.plot([], [], style, color="black", label=label)[0] for label, (_, style) in _LINES.items()]
+    numbers = "numbers: requests/s" if rates else "numbers: connections"
+    axes.legend(handles=styles, fontsize=8, title=numbers, title_fontsize=8)
+    servers = [
+        axes.plot([], [], "o-", color=colour, markersize=4, label=name)[0]
+        for colour, name in zip(_COLOURS, names.values(), strict=False)
+    ]
+    figure.legend(handles=servers, loc="outside lower left", fontsize=8, frameon=False)
+    figure.savefig(file, dpi=150)
+
+
+def _load(result: Result) -> str:
+    return f"{result.point.connections if result.point.rate is None else result.point.rate:g}"

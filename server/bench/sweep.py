@@ -19,8 +19,7 @@ import uvloop
 from .. import penstock_version
 from ..settings import BenchSettings, CommandError, UsageError, public_values
 from .load_generator import Round, run_round
-from .plot import check_plot, plot
-from .report import Point, Result, pairs_of, ratios, table
+from .report import Point, Result, check_plot, pairs_of, plot, ratios, table
 from .target import Target
 from .workload import Workload
 

@@ -14,7 +14,7 @@ from starlette.routing import Match
 
 from penstock.server.app import Application, create_app
 from penstock.server.dialects import OLLAMA, OPENAI, TEI
-from penstock.server.middleware.json_dispatcher import JsonDispatcher
+from penstock.server.middleware.requests import JsonDispatcher
 from penstock.server.routing import ACCESS, DIALECT, Access, Route, RouteTable
 from penstock.server.settings import ServerSettings
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.server.bench.load_generator import UNSENT, Round, run_round
-from penstock.server.bench.plot import check_plot
-from penstock.server.bench.report import Point, Result, ratios
+from penstock.server.bench.report import Point, Result, check_plot, ratios
 from penstock.server.bench.workload import BUILT_IN, Workload
 from penstock.server.settings import UsageError
 from penstock.server.target_server import Address
