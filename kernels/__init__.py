@@ -1,7 +1,7 @@
 """Kernels: functions from tensors to tensors that the engine's layers and poolers call.
 
 Imports torch, triton and the standard library, and nothing from the engine. Each folder is one operation:
-`__init__.py` has the public function, its torch path for every device and the float32 reference for tests.
+`__init__.py` has the public function and its torch path for every device; the float32 reference is in `tests/kernels`.
 `_triton.py` has the CUDA kernels; only modules named `*_triton.py` import triton. Attention and pooling have their
 torch path in `_torch.py`. `cpu/` is the C library.
 

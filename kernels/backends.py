@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-Backend = Literal["triton", "torch", "reference"]
+Backend = Literal["triton", "torch"]
 
 
 class Recurrence(NamedTuple):

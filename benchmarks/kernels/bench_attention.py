@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from measure import alternate, load_cases, parse_arguments, report, require_green_tests
+from measure import alternate, load_module, parse_arguments, report, require_green_tests
 
 from penstock.kernels.attention import attention
 
@@ -33,7 +33,7 @@ def main() -> None:
     """Measures full attention as an encoder layer calls it: q, k and v are chunks of one product."""
     args = parse_arguments(__doc__)
     require_green_tests("test_attention.py")
-    cases = load_cases()
+    cases = load_module("cases")
     rows = []
     with torch.inference_mode():
         for case in (cases.AttentionCase(name, lengths, head_size=size) for name, lengths, size in CASES):

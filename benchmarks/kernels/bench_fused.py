@@ -89,7 +89,7 @@ def make_works(num_tokens: int, dtype: torch.dtype, device: str, *, seed: int = 
 
 
 def _work(name: str, num_bytes: int, apart: Callable[[], Any], run: Callable[..., Any]) -> Work:
-    return Work(name, num_bytes, apart, run, partial(run, backend="reference"))
+    return Work(name, num_bytes, apart, run, partial(run, backend="torch"))
 
 
 def _add_then_norm(x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from measure import alternate, parse_arguments, report, require_green_tests
+from measure import alternate, load_module, parse_arguments, report, require_green_tests
 
 from penstock.kernels.maxsim import maxsim
 
@@ -24,6 +24,7 @@ def main() -> None:
     """Measures every case, in every dtype asked for."""
     args = parse_arguments(__doc__)
     require_green_tests("test_maxsim.py")
+    reference = load_module("references").maxsim_reference
     rows = []
     for name, query_len, document_lens, width in CASES:
         for dtype in args.dtype:
@@ -32,17 +33,16 @@ def main() -> None:
                 torch.randn(n, width, generator=generator).to(getattr(torch, dtype)).to(args.device)
                 for n in (query_len, sum(document_lens))
             )
-            run = partial(
-                maxsim,
-                queries,
-                documents,
-                query_lens=(query_len,),
-                document_lens=document_lens,
-                query_of=(0,) * len(document_lens),
-            )
-            times_us = alternate(
-                {"reference": partial(run, backend="reference"), "chosen": run}, args.seconds, args.device
-            )
+            lengths = {
+                "query_lens": (query_len,),
+                "document_lens": document_lens,
+                "query_of": (0,) * len(document_lens),
+            }
+            calls = {
+                name: partial(function, queries, documents, **lengths)
+                for name, function in (("reference", reference), ("chosen", maxsim))
+            }
+            times_us = alternate(calls, args.seconds, args.device)
             rows.append(
                 {
                     "case": name,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from measure import alternate, load_cases, parse_arguments, report, require_green_tests
+from measure import alternate, load_module, parse_arguments, report, require_green_tests
 from torch import Tensor
 
 from penstock.kernels.attention import Backend, attention, attention_paged
@@ -24,7 +24,7 @@ def main() -> None:
     """Measures one causal sequence: whole, and in chunks over neighbouring and over scattered blocks."""
     args = parse_arguments(__doc__)
     require_green_tests("test_attention.py")
-    cases = load_cases()
+    cases = load_module("cases")
     rows = []
     with torch.inference_mode():
         for name, length in LENGTHS.items():

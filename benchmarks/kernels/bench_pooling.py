@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from measure import alternate, load_cases, parse_arguments, report, require_green_tests
+from measure import alternate, load_module, parse_arguments, report, require_green_tests
 
 from penstock.kernels.pooling import pool
 
@@ -27,18 +27,18 @@ def main() -> None:
     """Measures mean, max and cls pooling with normalisation, in every dtype asked for."""
     args = parse_arguments(__doc__)
     require_green_tests("test_pooling.py")
-    cases = load_cases()
+    cases, references = load_module("cases"), load_module("references")
     rows = []
     for case in (cases.PoolingCase(*sizes) for sizes in CASES):
         for dtype in args.dtype:
             inputs = cases.make_pooling_inputs(case, getattr(torch, dtype), args.device)
             for kind in ("mean", "max", "cls"):
-                run = partial(
-                    pool, inputs.hidden_states, inputs.cu_seqlens, kind, normalize=True, max_seqlen=max(case.seq_lens)
-                )
-                times_us = alternate(
-                    {"reference": partial(run, backend="reference"), "chosen": run}, args.seconds, args.device
-                )
+                arguments = (inputs.hidden_states, inputs.cu_seqlens, kind)
+                calls = {
+                    "reference": partial(references.pool_reference, *arguments, normalize=True),
+                    "chosen": partial(pool, *arguments, normalize=True, max_seqlen=max(case.seq_lens)),
+                }
+                times_us = alternate(calls, args.seconds, args.device)
                 read_bytes = inputs.hidden_states.nbytes if kind != "cls" else 0
                 rows.append(
                     {

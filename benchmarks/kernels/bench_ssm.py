@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import alternate, load_cases, parse_arguments, report, require_green_tests
+from measure import alternate, load_module, parse_arguments, report, require_green_tests
 from torch import Tensor
 
 from penstock.kernels.causal_conv1d import causal_conv1d
@@ -32,7 +32,7 @@ def main() -> None:
     """Measures whole sequences without states, as a model without a cache runs them, in microseconds per true token."""
     args = parse_arguments(__doc__)
     require_green_tests("test_recurrent.py")
-    cases = load_cases()
+    cases = load_module("cases")
     rows = []
     with torch.inference_mode():
         for name, seq_lens in SEQ_LENS.items():

@@ -19,9 +19,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def load_cases() -> ModuleType:
-    """The shapes of tests/kernels/cases.py, which is no module of an installed package."""
-    spec = importlib.util.spec_from_file_location("kernel_cases", ROOT / "tests" / "kernels" / "cases.py")
+def load_module(name: str) -> ModuleType:
+    """Loads a file of tests/kernels, which is no package that is installed."""
+    spec = importlib.util.spec_from_file_location(f"kernel_{name}", ROOT / "tests" / "kernels" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -67,7 +67,7 @@ def causal_conv1d(
         activation: "silu" or None.
         initial_states: [N, C, W-1], dtype of x: the inputs before each sequence, oldest first. Not modified.
         return_final_states: Whether to return the final states.
-        backend: "triton", "torch" or "reference". None selects triton for CUDA tensors if it is installed, else torch.
+        backend: None selects "triton" for CUDA tensors if it is installed, else "torch".
 
     Returns:
         y, [T, C], dtype and device of x, contiguous; and the final states, [N, C, W-1], dtype of x, or None: the last
@@ -92,7 +92,7 @@ def causal_conv1d(
         from ._triton import causal_conv1d_triton
 
         return causal_conv1d_triton(args)
-    return causal_conv1d_torch(args) if backend == "torch" else causal_conv1d_reference(args)
+    return causal_conv1d_torch(args)
 
 
 @torch.no_grad()
@@ -167,22 +167,3 @@ def _final_states(x: Tensor, seq_lens: Sequence[int], initial_states: Tensor | N
     columns_NW = (lengths_N1 + tails_1W).clamp(max=width - 2)
     past_NCW = past_NCW.gather(2, columns_NW[:, None, :].expand(num_seqs, channels, width - 1))
     return torch.where((positions_NW >= 0)[:, None, :], new_NCW, past_NCW).contiguous()
-
-
-def causal_conv1d_reference(args: Convolution) -> tuple[Tensor, Tensor | None]:
-    x, weight, bias, _, seq_lens, activation, initial_states, return_final_states = args
-    channels, width = weight.shape
-    y_TC = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    final_NCW = torch.empty(len(seq_lens), channels, width - 1, dtype=x.dtype, device=x.device)
-    start = 0
-    for n, length in enumerate(seq_lens):
-        past_CW = x.new_zeros(channels, width - 1) if initial_states is None else initial_states[n]
-        inputs_CL = torch.cat([past_CW, x[start : start + length].t()], dim=1)
-        for t in range(length):
-            row_C = (inputs_CL[:, t : t + width].float() * weight.float()).sum(1)
-            if bias is not None:
-                row_C = row_C + bias.float()
-            y_TC[start + t] = F.silu(row_C) if activation == "silu" else row_C
-        final_NCW[n] = inputs_CL[:, length:]
-        start += length
-    return y_TC, final_NCW if return_final_states else None

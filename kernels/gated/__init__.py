@@ -33,8 +33,7 @@ def gated(x: Tensor, activation: GateActivation, *, backend: Backend | None = No
     Args:
         x: [T, 2 * I], float32/bfloat16/float16, last axis contiguous: gate, then up. Not modified.
         activation: One of the names above.
-        backend: None selects "triton" for CUDA tensors if it is installed, else "torch". "reference" is the same as
-            "torch".
+        backend: None selects "triton" for CUDA tensors if it is installed, else "torch".
 
     Returns:
         [T, I], dtype of x.
@@ -71,7 +70,7 @@ def gated_norm(
         num_groups: Number of groups of C / num_groups adjacent columns.
         eps: Added to the mean square.
         backend: None selects "triton" for CUDA tensors if it is installed and groups have at most 8,192 columns, else
-            "torch". "reference" is the same as "torch".
+            "torch".
 
     Returns:
         [T, C], dtype of gate, contiguous.

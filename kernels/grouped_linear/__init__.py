@@ -1,13 +1,9 @@
 """One linear map per group of rows, for mixtures of experts. The group sizes are on the device only."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from ..backends import FLOAT_DTYPES, capability_of, choose, describe
-
-Backend = Literal["triton", "torch", "reference"]
+from ..backends import FLOAT_DTYPES, Backend, capability_of, choose, describe
 
 __all__ = ["Backend", "grouped_linear"]
 
@@ -29,10 +25,9 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: Backend 
         weight: [G, O, I], dtype and device of `x`, contiguous.
         ends: [G] int32, same device: end row of each group, not decreasing, at most M. The values are not checked,
             because a check would need a device-to-host copy.
-        backend: "torch" on CUDA is `torch._grouped_mm`, which needs rows of multiples of 16 bytes. In bfloat16 on
-            compute capability 9.0 and 10.0 it does not synchronise with the host, and None selects it. Otherwise None
-            selects "triton" if it is installed and the compute capability is at least 8.0, else "torch". On CUDA
-            "reference" replaces "torch" if the widths are no multiples of 16 bytes.
+        backend: "torch" on CUDA is `torch._grouped_mm` for rows of multiples of 16 bytes, else a loop. In bfloat16 on
+            compute capability 9.0 and 10.0 the former does not synchronise with the host, and None selects it.
+            Otherwise None selects "triton" if it is installed and the compute capability is at least 8.0, else "torch".
 
     Returns:
         [M, O], dtype of `x`. Rows after the last group are undefined.
@@ -55,55 +50,28 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: Backend 
         from ._triton import grouped_linear_triton
 
         return grouped_linear_triton(x, weight, ends)
-    return (grouped_linear_torch if backend == "torch" else grouped_linear_reference)(x, weight, ends)
+    return grouped_linear_torch(x, weight, ends)
 
 
 def _choose(x: Tensor, weight: Tensor) -> Backend:
-    has_torch = torch_supports(x, weight)
-    if has_torch and x.is_cuda and x.dtype == torch.bfloat16 and capability_of(x.device) in _ASYNC_TORCH_CAPABILITIES:
-        return "torch"
-    backend = choose(None, x, has_products=True)
-    return backend if has_torch or backend == "triton" else "reference"
+    has_async_torch = x.is_cuda and capability_of(x.device) in _ASYNC_TORCH_CAPABILITIES and _is_aligned(x, weight)
+    return "torch" if has_async_torch and x.dtype == torch.bfloat16 else choose(None, x, has_products=True)
 
 
-def torch_supports(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch supports the widths of a grouped product on the device of `x`."""
+def _is_aligned(x: Tensor, weight: Tensor) -> bool:
     width = _ALIGNMENT // x.itemsize
-    return not x.is_cuda or not (x.shape[1] % width or weight.shape[1] % width)
+    return not (x.shape[1] % width or weight.shape[1] % width)
 
 
 def grouped_linear_torch(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Same as `grouped_linear`.
-
-    Raises:
-        ValueError: On CUDA, rows of I or O values are no multiple of 16 bytes.
-    """
-    if not torch_supports(x, weight):
-        raise ValueError(
-            f"the torch backend needs widths that are multiples of {_ALIGNMENT // x.itemsize}, "
-            f"got {x.shape[1]} and {weight.shape[1]}"
-        )
-    if not x.is_cuda:
-        return _loop(x, weight, ends)
-    # The operator is the same in torch 2.11 and 2.13. Its public name is torch.nn.functional.grouped_mm.
-    out: Tensor = torch.ops.aten._grouped_mm.default(x.contiguous(), weight.transpose(1, 2), ends)
-    return out
-
-
-def _loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    out = torch.empty(x.shape[0], weight.shape[1], dtype=x.dtype)
+    """Same as `grouped_linear`. On CUDA, widths that are no multiples of 16 bytes need the sizes on the host."""
+    if x.is_cuda and _is_aligned(x, weight):
+        # The operator is the same in torch 2.11 and 2.13. Its public name is torch.nn.functional.grouped_mm.
+        grouped: Tensor = torch.ops.aten._grouped_mm.default(x.contiguous(), weight.transpose(1, 2), ends)
+        return grouped
+    out = x.new_empty(x.shape[0], weight.shape[1])
     first = 0
     for matrix, end in zip(weight, ends.tolist(), strict=True):
         torch.mm(x[first:end], matrix.t(), out=out[first:end])
-        first = end
-    return out
-
-
-def grouped_linear_reference(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Same as `grouped_linear`."""
-    out = x.new_zeros((x.shape[0], weight.shape[1]))
-    first = 0
-    for matrix, end in zip(weight, ends.tolist(), strict=True):
-        out[first:end] = (x[first:end].float() @ matrix.float().t()).to(x.dtype)
         first = end
     return out

@@ -73,8 +73,7 @@ def maxsim(
         from ._triton import maxsim_triton
 
         return maxsim_triton(queries, documents, query_lens, document_lens, query_of)
-    run = maxsim_torch if backend == "torch" else maxsim_reference
-    return run(queries, documents, query_lens, document_lens, query_of)
+    return maxsim_torch(queries, documents, query_lens, document_lens, query_of)
 
 
 def maxsim_torch(
@@ -108,16 +107,3 @@ def _blocks(members: list[int], lengths: Sequence[int], max_rows: int) -> list[l
             num_rows = lengths[n]
         blocks[-1].append(n)
     return blocks
-
-
-def maxsim_reference(
-    queries: Tensor, documents: Tensor, query_lens: Sequence[int], document_lens: Sequence[int], query_of: Sequence[int]
-) -> Tensor:
-    """Same as `maxsim`."""
-    query_rows = queries.float().split(list(query_lens))
-    out = torch.zeros(len(document_lens), max(query_lens), device=queries.device)
-    for n, rows in enumerate(documents.float().split(list(document_lens))):
-        for i, query_row in enumerate(query_rows[query_of[n]]):
-            if len(rows):
-                out[n, i] = (rows * query_row).sum(dim=1).amax()
-    return out

@@ -73,8 +73,7 @@ def add_norm(
         residual: [T, D], float32/bfloat16/float16 (its dtype may differ from that of `x`), last axis contiguous. Not
             modified. None: no residual.
         return_sum: Whether to return the sum, too.
-        backend: None selects "triton" for CUDA tensors if it is installed and D <= 8192, else "torch". "reference" is
-            the same as "torch".
+        backend: None selects "triton" for CUDA tensors if it is installed and D <= 8192, else "torch".
 
     Returns:
         The normalised rows [T, D], dtype of x; and the sum [T, D], dtype of `residual` (of x without one), or None.

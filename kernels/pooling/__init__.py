@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ..backends import FLOAT_DTYPES, Backend, choose, describe
-from ..cpu import CpuLibrary
-from ._native import pool_native, pool_with_library
-from ._torch import MAX_TRITON_WIDTH, PoolArguments, pool_reference, pool_torch
+from ._native import pool_native
+from ._torch import MAX_TRITON_WIDTH, PoolArguments, pool_torch
 
 PoolingKind = Literal["cls", "last", "mean", "max", "mean_sqrt_len", "weighted_mean", "weighted"]
 
@@ -39,7 +38,6 @@ def pool(
     weights: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     max_seqlen: int | None = None,
-    library: CpuLibrary | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
     """Pools every sequence of a packed batch to one row, then truncates, normalises and casts the row.
@@ -76,9 +74,7 @@ def pool(
         out_dtype: Dtype of the result: float32, bfloat16 or float16.
         max_seqlen: Tokens of the longest sequence, or an upper bound. A hint for the CUDA path, which splits long
             sequences into blocks.
-        library: The C library. It pools float32 rows on a CPU if `backend` is None.
-        backend: "triton", "torch" or "reference". None selects triton for CUDA tensors if it is installed and
-            D <= 8192, else torch.
+        backend: None selects "triton" for CUDA tensors if it is installed and D <= 8192, else "torch".
 
     Returns:
         [N, width], `out_dtype`, same device; width is `dimensions` if an int, else `max_dimensions`, else D.
@@ -131,8 +127,6 @@ def pool(
     args = PoolArguments(
         hidden_states, cu_seqlens, pooling, width, row_dimensions, normalize, skip_tokens, weights, out_dtype
     )
-    if backend is None and library is not None and not hidden_states.is_cuda and hidden_states.dtype == torch.float32:
-        return pool_with_library(library, args)
     if backend is None and hidden_size > MAX_TRITON_WIDTH:
         backend = "torch"
     backend = choose(backend, hidden_states)
@@ -140,4 +134,4 @@ def pool(
         from ._triton import pool_triton
 
         return pool_triton(args, max_seqlen)
-    return pool_torch(args) if backend == "torch" else pool_reference(args)
+    return pool_torch(args)

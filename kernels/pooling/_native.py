@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..backends import choose
-from ..cpu import CpuLibrary, PoolingCode, shared_library
+from ..cpu import PoolingCode, shared_library
 from ._torch import MAX_TRITON_WIDTH, PoolArguments, pool_torch
 
 Array = NDArray[Any]
@@ -81,28 +81,6 @@ def pool_native(
         weights=None,
     )
     return torch.from_numpy(pooled) if is_tensor else pooled
-
-
-def pool_with_library(library: CpuLibrary, args: PoolArguments) -> Tensor:
-    """Same as `pool` for float32 rows on the CPU, with a C library that the caller has opened. Checks nothing."""
-    lengths = args.cu_seqlens.diff()
-    normalize = args.normalize if isinstance(args.normalize, Tensor) else torch.full((len(lengths),), args.normalize)
-    rows = library.pool(
-        args.hidden_states.numpy(),
-        args.cu_seqlens[:-1].contiguous().numpy(),
-        lengths.numpy(),
-        PoolingCode[args.pooling.upper()],
-        width=args.width,
-        dimensions=_numpy(args.dimensions),
-        normalize=normalize.contiguous().numpy().view(np.uint8),
-        skips=_numpy(args.skip_tokens),
-        weights=_numpy(args.weights),
-    )
-    return torch.from_numpy(rows).to(args.out_dtype)
-
-
-def _numpy(tensor: Tensor | None) -> Array | None:
-    return None if tensor is None else tensor.contiguous().numpy()
 
 
 def _kind_of(strategy: str | Enum) -> str:

@@ -68,8 +68,7 @@ def rotary(
         num_rotated: Number of heads of q and k.
         norm: Norm of the heads of q and k before the rotation; None: no norm.
         store: Slots of the cache for keys and values; None stores nothing.
-        backend: None selects "triton" for CUDA tensors if it is installed, else "torch". "reference" is the same as
-            "torch".
+        backend: None selects "triton" for CUDA tensors if it is installed, else "torch".
 
     Raises:
         ValueError: Shapes, dtypes or strides do not match; the message names the argument.

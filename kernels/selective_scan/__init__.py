@@ -57,7 +57,7 @@ def selective_scan(
         d: [C], any float dtype: weight of the skip connection; None: no skip connection.
         initial_states: [N, C, S], float32. Not modified.
         return_final_states: Whether to return the state after the last row of each sequence.
-        backend: "triton", "torch" or "reference". None selects triton for CUDA tensors if it is installed, else torch.
+        backend: None selects "triton" for CUDA tensors if it is installed, else "torch".
 
     Returns:
         y, [T, C], dtype and device of x, contiguous; and the final states, [N, C, S], float32, or None.
@@ -85,7 +85,7 @@ def selective_scan(
         from ._triton import selective_scan_triton
 
         return selective_scan_triton(scan)
-    return selective_scan_torch(scan) if backend == "torch" else selective_scan_reference(scan)
+    return selective_scan_torch(scan)
 
 
 @torch.no_grad()
@@ -162,23 +162,3 @@ def _scan_group(
         else:
             is_valid = ~is_past_BM.flatten()
             y_TC[rows[is_valid]] = y[is_valid].to(y_TC.dtype)
-
-
-def selective_scan_reference(scan: Recurrence) -> tuple[Tensor, Tensor | None]:
-    x, dt, a, b, c, _, seq_lens, d, initial_states, return_final_states = scan
-    y_TC = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    final_NCS = torch.empty(len(seq_lens), *a.shape, device=x.device)
-    start = 0
-    for n, length in enumerate(seq_lens):
-        state_CS = torch.zeros_like(a) if initial_states is None else initial_states[n]
-        for t in range(start, start + length):
-            x_C = x[t].float()
-            decay_CS = torch.exp(dt[t][:, None] * a)
-            state_CS = decay_CS * state_CS + (dt[t] * x_C)[:, None] * b[t].float()
-            row_C = (state_CS * c[t].float()).sum(1)
-            if d is not None:
-                row_C = row_C + d.float() * x_C
-            y_TC[t] = row_C
-        final_NCS[n] = state_CS
-        start += length
-    return y_TC, final_NCS if return_final_states else None

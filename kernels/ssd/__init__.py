@@ -62,8 +62,7 @@ def ssd(
         return_final_states: Whether to return the state after the last row of each sequence.
         chunk_size: Rows to compute at once, a power of two from 16 to 256. Affects speed only. None is 64, or 128 on
             the triton backend for 16-bit x. That backend uses at most 128, and at most 64 for float32.
-        backend: "triton", "torch" or "reference". None selects triton if it is installed and the compute capability is
-            at least 8.0, else torch.
+        backend: None selects "triton" if it is installed and the compute capability is at least 8.0, else "torch".
 
     Returns:
         y, [T, H, P], dtype and device of x, contiguous; and the final states, [N, H, P, S], float32, or
@@ -96,7 +95,7 @@ def ssd(
         from ._triton import ssd_triton
 
         return ssd_triton(scan, chunk_size)
-    return ssd_torch(scan, chunk_size or DEFAULT_CHUNK_SIZE) if backend == "torch" else ssd_reference(scan)
+    return ssd_torch(scan, chunk_size or DEFAULT_CHUNK_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,28 +386,3 @@ def _make_block(chunks: list[Chunk], size: int) -> Block:
     offsets_1Q = torch.arange(size)
     rows_ZQ = starts_Z1 + torch.minimum(offsets_1Q, lengths_Z1 - 1)
     return Block(size, tuple(chunks), start, end, rows_ZQ.flatten(), offsets_1Q >= lengths_Z1)
-
-
-def ssd_reference(scan: Recurrence) -> tuple[Tensor, Tensor | None]:
-    x, dt, a, b, c, _, seq_lens, d, initial_states, return_final_states = scan
-    _, num_heads, head_size = x.shape
-    _, num_groups, state_size = b.shape
-    heads_per_group = num_heads // num_groups
-    y_THP = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    final_NHPS = torch.empty(len(seq_lens), num_heads, head_size, state_size, device=x.device)
-    start = 0
-    for n, length in enumerate(seq_lens):
-        state_HPS = torch.zeros_like(final_NHPS[n]) if initial_states is None else initial_states[n]
-        for t in range(start, start + length):
-            x_HP = x[t].float()
-            b_HS = b[t].float().repeat_interleave(heads_per_group, dim=0)
-            c_HS = c[t].float().repeat_interleave(heads_per_group, dim=0)
-            decay_H = torch.exp(dt[t] * a)
-            state_HPS = decay_H[:, None, None] * state_HPS + (dt[t][:, None] * x_HP)[:, :, None] * b_HS[:, None, :]
-            row_HP = (state_HPS * c_HS[:, None, :]).sum(2)
-            if d is not None:
-                row_HP = row_HP + d.float()[:, None] * x_HP
-            y_THP[t] = row_HP
-        final_NHPS[n] = state_HPS
-        start += length
-    return y_THP, final_NHPS if return_final_states else None

@@ -22,6 +22,7 @@ from penstock.kernels.rotary import rotary
 
 from .assertions import assert_close
 from .attention_reference import attention_paged_reference, attention_reference
+from .references import pool_reference
 
 BORDER = 2**31
 MIN_MEMORY = 40 << 30
@@ -83,7 +84,7 @@ def run_pool(inputs: Inputs, kind: Any = "mean") -> dict[str, tuple[Tensor, Tens
     cu_seqlens, _ = inputs.borders(len(hidden))
     actual = pool(hidden, cu_seqlens, kind, max_seqlen=LENGTH)
     [tail] = last(hidden)
-    expected = pool(tail, inputs.borders(LENGTH)[0], kind, backend="reference")
+    expected = pool_reference(tail, inputs.borders(LENGTH)[0], kind)
     return {"pooled": (expected, actual[-1:]), "zeros": (torch.zeros_like(actual[:-1]), actual[:-1])}
 
 
@@ -92,7 +93,7 @@ def run_add_norm(inputs: Inputs, kind: Any = "layer") -> dict[str, tuple[Tensor,
     norm = Norm(kind, inputs.normal(1024), None, 1e-6)
     normed, total = add_norm(x, norm, residual=residual, return_sum=True)
     tail, other = last(x, residual)
-    expected, expected_sum = add_norm(tail, norm, residual=other, return_sum=True, backend="reference")
+    expected, expected_sum = add_norm(tail, norm, residual=other, return_sum=True, backend="torch")
     assert total is not None
     assert expected_sum is not None
     return {"normed": (expected, normed[-LENGTH:]), "sum": (expected_sum, total[-LENGTH:])}
@@ -100,7 +101,7 @@ def run_add_norm(inputs: Inputs, kind: Any = "layer") -> dict[str, tuple[Tensor,
 
 def run_gated(inputs: Inputs) -> dict[str, tuple[Tensor, Tensor]]:
     x = inputs.rows(inputs.num_rows(2048), 2048)
-    return {"rows": (gated(last(x)[0], "silu", backend="reference"), gated(x, "silu")[-LENGTH:])}
+    return {"rows": (gated(last(x)[0], "silu", backend="torch"), gated(x, "silu")[-LENGTH:])}
 
 
 def run_rotary(inputs: Inputs) -> dict[str, tuple[Tensor, Tensor]]:
@@ -108,7 +109,7 @@ def run_rotary(inputs: Inputs) -> dict[str, tuple[Tensor, Tensor]]:
     angles = torch.linspace(0, 6, 64, device=inputs.device).expand(len(qkv), 64)
     cos, sin = angles.cos(), angles.sin()
     [expected] = last(qkv)
-    rotary(expected, cos[-LENGTH:], sin[-LENGTH:], 16, backend="reference")
+    rotary(expected, cos[-LENGTH:], sin[-LENGTH:], 16, backend="torch")
     rotary(qkv, cos, sin, 16)
     return {"qkv": (expected, qkv[-LENGTH:])}
 

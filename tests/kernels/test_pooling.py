@@ -1,20 +1,22 @@
 """pool equals its reference on every backend; test_pool_native.py compares it with formulas."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu import CpuKernelError, CpuLibrary
+from penstock.kernels.cpu import CpuKernelError, CpuLibrary, PoolingCode
 from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, pool
 
 from ..interpreter import IS_INTERPRETED
 from .assertions import assert_close
 from .cases import POOLING_CASES, PoolingCase, PoolingInputs, make_cu_seqlens, make_pooling_inputs
 from .parameters import FLOAT_DTYPES, PLACES, TRITON_PLACES, Target, every_pair, every_target
+from .references import pool_reference
 
 # float32: sums in another order. Else one unit in the last place.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -27,9 +29,9 @@ ALL_PLACES = [*PLACES, LIBRARY_PLACES]
 
 
 class PoolTarget(NamedTuple):
-    """Options of `pool`, and the device of its tensors."""
+    """A function like `pool`, and the device of its tensors."""
 
-    options: dict[str, Any]
+    pool: Callable[..., Tensor]
     device: str
 
 
@@ -38,14 +40,43 @@ def place(request: pytest.FixtureRequest) -> Iterator[PoolTarget]:
     """A backend and a device that it runs on, or the C library for an instruction set."""
     backend, device = request.param
     if backend not in ISAS:
-        yield PoolTarget({"backend": backend}, device)
+        yield PoolTarget(partial(pool, backend=backend), device)
         return
     try:
         library = CpuLibrary(1, isa=backend)
     except CpuKernelError as error:
         pytest.skip(str(error))
     with library:
-        yield PoolTarget({"library": library}, device)
+        yield PoolTarget(partial(pool_with_library, library), device)
+
+
+def pool_with_library(
+    library: CpuLibrary,
+    hidden_states: Tensor,
+    cu_seqlens: Tensor,
+    pooling: str,
+    *,
+    dimensions: int | Tensor | None = None,
+    max_dimensions: int | None = None,
+    normalize: bool | Tensor = False,
+    skip_tokens: Tensor | None = None,
+    weights: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    lengths = cu_seqlens.diff()
+    norms = normalize if isinstance(normalize, Tensor) else torch.full((len(lengths),), normalize)
+    pooled = library.pool(
+        hidden_states.numpy(),
+        cu_seqlens[:-1].contiguous().numpy(),
+        lengths.numpy(),
+        PoolingCode[pooling.upper()],
+        width=dimensions if isinstance(dimensions, int) else max_dimensions or hidden_states.shape[1],
+        dimensions=dimensions.numpy() if isinstance(dimensions, Tensor) else None,
+        normalize=norms.numpy().view(np.uint8),
+        skips=None if skip_tokens is None else skip_tokens.numpy(),
+        weights=None if weights is None else weights.numpy(),
+    )
+    return torch.from_numpy(pooled).to(out_dtype)
 
 
 ignores_warnings = pytest.mark.filterwarnings(  # numpy warns in the interpreter
@@ -67,8 +98,7 @@ def is_supported(place: Target, case: PoolingCase, dtype: torch.dtype, **_: str)
 
 @every_place_and(is_supported, case=POOLING_CASES, kind=POOLING_KINDS, dtype=FLOAT_DTYPES)
 def test_backend_equals_reference(place: PoolTarget, case: PoolingCase, kind: PoolingKind, dtype: torch.dtype) -> None:
-    target, device = place
-    inputs = make_pooling_inputs(case, dtype, device)
+    inputs = make_pooling_inputs(case, dtype, place.device)
     everything = {"dimensions": inputs.dimensions, "normalize": inputs.normalize, "skip_tokens": inputs.skip_tokens}
     width = -(-case.hidden_size // 2)
     cut_and_cast = {"dimensions": width, "normalize": True, "out_dtype": dtype}
@@ -76,8 +106,8 @@ def test_backend_equals_reference(place: PoolTarget, case: PoolingCase, kind: Po
     for options in (everything, cut_and_cast) if IS_INTERPRETED else ({}, everything, cut_and_cast, cut_by_sequence):
         arguments = (inputs.hidden_states, inputs.cu_seqlens, kind)
         options = options | {"weights": weights_of(kind, inputs)}
-        expected = pool(*arguments, **options, backend="reference")
-        actual = pool(*arguments, **options, **target)
+        expected = pool_reference(*arguments, **options)
+        actual = place.pool(*arguments, **options)
         assert actual.dtype == options.get("out_dtype", torch.float32)
         assert actual.device == inputs.hidden_states.device
         assert_close("pooled", expected, actual, TOLERANCE[actual.dtype])
@@ -86,32 +116,31 @@ def test_backend_equals_reference(place: PoolTarget, case: PoolingCase, kind: Po
 @ignores_warnings
 @every_place_and(kind=POOLING_KINDS, poison=[float("nan"), float("inf")])
 def test_nan_stays_in_its_sequence_and_column(place: PoolTarget, kind: PoolingKind, poison: float) -> None:
-    options, device = place
-    inputs = make_pooling_inputs(PoolingCase("", (5, 3, 1, 4), 60), device=device)
+    inputs = make_pooling_inputs(PoolingCase("", (5, 3, 1, 4), 60), device=place.device)
     arguments = (inputs.hidden_states, inputs.cu_seqlens, kind)
-    options = options | {"weights": weights_of(kind, inputs)}
-    expected = pool(*arguments, normalize=True, **options)
+    weights = weights_of(kind, inputs)
+    expected = place.pool(*arguments, normalize=True, weights=weights)
     clean = inputs.hidden_states.clone()
     inputs.hidden_states[5:8] = poison
-    actual = pool(*arguments, normalize=True, **options)
+    actual = place.pool(*arguments, normalize=True, weights=weights)
     assert torch.equal(actual[[0, 2, 3]], expected[[0, 2, 3]])
     assert actual[1].isnan().all()
     inputs.hidden_states.copy_(clean)
     inputs.hidden_states[{"cls": 5, "last": 7}.get(kind, 6), 7] = float("nan")
-    assert pool(*arguments, **options).isnan().nonzero().tolist() == [[1, 7]]
+    assert place.pool(*arguments, weights=weights).isnan().nonzero().tolist() == [[1, 7]]
 
 
 @every_place_and(kind=POOLING_KINDS)
 def test_strides_and_rows_after_the_batch_are_skipped(place: PoolTarget, kind: PoolingKind) -> None:
-    options, device = place
+    device = place.device
     inputs = make_pooling_inputs(PoolingCase("", (5, 0, 12), 60), device=device)
     wide = torch.full((30, 100), float("nan"), device=device)
     wide[:17, :60] = inputs.hidden_states
     weights = torch.full((30,), float("nan"), device=device)
     weights[:17] = inputs.weights
     cu_seqlens = inputs.cu_seqlens
-    expected = pool(inputs.hidden_states, cu_seqlens, kind, weights=weights_of(kind, inputs), backend="reference")
-    actual = pool(wide[:, :60], cu_seqlens, kind, weights=weights if kind == "weighted" else None, **options)
+    expected = pool_reference(inputs.hidden_states, cu_seqlens, kind, weights=weights_of(kind, inputs))
+    actual = place.pool(wide[:, :60], cu_seqlens, kind, weights=weights if kind == "weighted" else None)
     assert_close("pooled", expected, actual, TOLERANCE[torch.float32])
 
 
@@ -121,19 +150,18 @@ def test_norms_of_rows_of_any_size_equal_reference(place: PoolTarget, kind: Pool
     inputs = make_pooling_inputs(PoolingCase("", (5, 1, 12), 60), device=place.device)
     arguments = (inputs.hidden_states * size, inputs.cu_seqlens, kind)
     options = {"normalize": True, "weights": weights_of(kind, inputs)}
-    expected = pool(*arguments, **options, backend="reference")
-    assert_close("pooled", expected, pool(*arguments, **options, **place.options), TOLERANCE[torch.float32])
+    expected = pool_reference(*arguments, **options)
+    assert_close("pooled", expected, place.pool(*arguments, **options), TOLERANCE[torch.float32])
 
 
 @ignores_warnings
 @every_place_and(weight=[0.0, -1.0, 1e-20, float("inf"), float("nan")])
 def test_weights_of_any_value_equal_reference(place: PoolTarget, weight: float) -> None:
-    options, device = place
-    inputs = make_pooling_inputs(PoolingCase("", (5, 3, 12), 60), device=device)
+    inputs = make_pooling_inputs(PoolingCase("", (5, 3, 12), 60), device=place.device)
     inputs.weights[5:8] = weight
     arguments = (inputs.hidden_states, inputs.cu_seqlens, "weighted")
-    expected = pool(*arguments, weights=inputs.weights, backend="reference")
-    actual = pool(*arguments, weights=inputs.weights, **options)
+    expected = pool_reference(*arguments, weights=inputs.weights)
+    actual = place.pool(*arguments, weights=inputs.weights)
     for row in range(3):
         assert_close(f"row {row}", expected[row], actual[row], TOLERANCE[torch.float32])
 
@@ -148,7 +176,7 @@ def test_splitting_a_long_sequence_changes_nothing(
     inputs = make_pooling_inputs(PoolingCase("", (2, 40, 16, 0), 60), device=place.device)
     arguments = (inputs.hidden_states, inputs.cu_seqlens, kind)
     weights = weights_of(kind, inputs)
-    expected = pool(*arguments, weights=weights, backend="reference")
+    expected = pool_reference(*arguments, weights=weights)
     split = pool(*arguments, weights=weights, backend="triton", max_seqlen=40)
     assert_close("split", expected, split, TOLERANCE[torch.float32])
     # With a bound of one block, one program pools the whole sequence.
@@ -157,7 +185,7 @@ def test_splitting_a_long_sequence_changes_nothing(
 
 def test_width_of_several_programs_uses_torch(device: torch.device) -> None:
     inputs = make_pooling_inputs(PoolingCase("", (2, 3), 8200), device=device)
-    expected = pool(inputs.hidden_states, inputs.cu_seqlens, "mean", backend="reference")
+    expected = pool_reference(inputs.hidden_states, inputs.cu_seqlens, "mean")
     assert_close("pooled", expected, pool(inputs.hidden_states, inputs.cu_seqlens, "mean"), 1e-6)
     assert pool(inputs.hidden_states[:0], make_cu_seqlens((), device), "mean", dimensions=4).shape == (0, 4)
 

@@ -26,6 +26,7 @@ from .cases import (
     make_ssd_inputs,
 )
 from .parameters import FLOAT_DTYPES, PLACES, TRITON_PLACES, Target, every_pair
+from .references import causal_conv1d_reference, selective_scan_reference, ssd_reference
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +43,7 @@ class Kernel:
 
     name: str
     function: Any
+    reference: Any
     make: Any
     cases: tuple[Any, ...]
     case: Any
@@ -49,30 +51,43 @@ class Kernel:
     rows: tuple[str, ...]
     constants: tuple[str, ...]
     skip: str
-    options: dict[str, Any]
 
     def __call__(self, case: Any, inputs: Any, has_states: bool = True, **options: Any) -> tuple[Tensor, Tensor]:
         """Returns the rows and the final states."""
-        y, final = self.function(
-            **{name: getattr(inputs, name) for name in (*self.rows, *self.constants, self.skip)},
-            cu_seqlens=make_cu_seqlens(case.seq_lens, inputs.x.device),
-            seq_lens=case.seq_lens,
-            initial_states=inputs.initial_states if has_states else None,
-            return_final_states=True,
-            **self.options | options,
-        )
+        arguments = self._arguments(case, inputs, has_states)
+        y, final = self.function(**arguments | ({"chunk_size": CHUNK_SIZE} if self is SSD else {}) | options)
         assert final is not None
         return y, final
+
+    def expect(self, case: Any, inputs: Any, has_states: bool = True) -> tuple[Tensor, Tensor]:
+        """What the call returns, from the reference."""
+        y, final = self.reference(**self._arguments(case, inputs, has_states))
+        return y, final
+
+    def _arguments(self, case: Any, inputs: Any, has_states: bool) -> dict[str, Any]:
+        return (
+            {name: getattr(inputs, name) for name in (*self.rows, *self.constants, self.skip)}
+            | {
+                "cu_seqlens": make_cu_seqlens(case.seq_lens, inputs.x.device),
+                "seq_lens": case.seq_lens,
+                "initial_states": inputs.initial_states if has_states else None,
+                "return_final_states": True,
+            }
+            | ({"activation": "silu"} if self is CONV else {})
+        )
 
     def cut(self, inputs: Any, rows: slice, **changes: Any) -> Any:
         """The inputs of some tokens."""
         return replace(inputs, **{name: getattr(inputs, name)[rows] for name in self.rows}, **changes)
 
 
+# So small that a few rows make several chunks.
+CHUNK_SIZE = 16 if IS_INTERPRETED else None
 ONE_UNIT = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
 CONV = Kernel(
     name="causal_conv1d",
     function=causal_conv1d,
+    reference=causal_conv1d_reference,
     make=make_conv_inputs,
     cases=CONV_CASES,
     case=ConvCase("", (), 6),
@@ -80,11 +95,11 @@ CONV = Kernel(
     rows=("x",),
     constants=("weight",),
     skip="bias",
-    options={"activation": "silu"},
 )
 SCAN = Kernel(
     name="selective_scan",
     function=selective_scan,
+    reference=selective_scan_reference,
     make=make_scan_inputs,
     cases=SCAN_CASES,
     case=ScanCase("", (), 6, 8),
@@ -92,11 +107,11 @@ SCAN = Kernel(
     rows=("x", "dt", "b", "c"),
     constants=("a",),
     skip="d",
-    options={},
 )
 SSD = Kernel(
     name="ssd",
     function=ssd,
+    reference=ssd_reference,
     make=make_ssd_inputs,
     cases=SSD_CASES,
     case=SsdCase("", (), 4, 8, 2, 16),
@@ -104,8 +119,6 @@ SSD = Kernel(
     rows=("x", "dt", "b", "c"),
     constants=("a",),
     skip="d",
-    # So small that a few rows make several chunks.
-    options={"chunk_size": 16} if IS_INTERPRETED else {},
 )
 KERNELS = (CONV, SCAN, SSD)
 
@@ -138,7 +151,7 @@ def is_quick(kernel_case: KernelCase, dtype: torch.dtype, has_states: bool, **_:
 def test_backend_equals_reference(place: Target, kernel_case: KernelCase, dtype: torch.dtype, has_states: bool) -> None:
     kernel, case = kernel_case
     inputs = kernel.make(case, dtype, place.device)
-    expected, expected_final = kernel(case, inputs, has_states, backend="reference")
+    expected, expected_final = kernel.expect(case, inputs, has_states)
     actual, final = kernel(case, inputs, has_states, backend=place.backend)
     assert actual.dtype == dtype
     assert final.dtype == (dtype if kernel is CONV else torch.float32)
@@ -155,7 +168,7 @@ def test_optional_inputs_may_be_left_out(place: Target, kernel: Kernel) -> None:
     arguments = {name: getattr(inputs, name) for name in (*kernel.rows, *kernel.constants)}
     arguments |= {"cu_seqlens": inputs.cu_seqlens, "seq_lens": case.seq_lens}
     arguments |= {"bias": None} if kernel is CONV else {}
-    expected, _ = kernel.function(**arguments, backend="reference")
+    expected, _ = kernel.reference(**arguments)
     actual, final = kernel.function(**arguments, backend=place.backend)
     assert final is None
     assert_close("y", expected, actual, 1e-5)
@@ -225,7 +238,7 @@ def test_scan_chunks_of_triton_equal_reference(
     # Sequences without rows, of whole chunks, and of one row more or less.
     case = ScanCase("", (3, 8, 0, 9, 16, 1), 40, 6)
     inputs = make_scan_inputs(case, device=place.device)
-    expected, expected_final = SCAN(case, inputs, has_states, backend="reference")
+    expected, expected_final = SCAN.expect(case, inputs, has_states)
     for size in (8,) if IS_INTERPRETED else (4, 8, 16):
         monkeypatch.setattr(_triton, "CHUNK_SIZE", size)
         actual, final = SCAN(case, inputs, has_states, backend=place.backend)
@@ -254,7 +267,7 @@ def test_extreme_steps_equal_reference(place: Target, step: float) -> None:
     inputs.dt.fill_(step)
     # Small steps after large ones: a difference of running sums would lose them.
     inputs.dt[case.seq_lens[0] // 2 :, 0] = 1e-3
-    expected, expected_final = SSD(case, inputs, backend="reference")
+    expected, expected_final = SSD.expect(case, inputs)
     actual, final = SSD(case, inputs, backend=place.backend)
     assert_close("y", expected, actual, 1e-5)
     assert_close("final", expected_final, final, 1e-5)

@@ -47,7 +47,7 @@ def test_backend_equals_reference(
     place: Target, case: RotaryCase, has_norm: bool, has_store: bool, dtype: torch.dtype
 ) -> None:
     backend, device = place
-    expected = rotate(case, dtype, device, has_norm, has_store, "reference")
+    expected = rotate(case, dtype, device, has_norm, has_store, "torch")
     actual = rotate(case, dtype, device, has_norm, has_store, backend)
     for name in ("qkv", "k_cache", "v_cache"):
         assert_close(name, getattr(expected, name), getattr(actual, name), TOLERANCE[dtype])

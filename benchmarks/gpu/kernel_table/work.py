@@ -29,7 +29,7 @@ class Work:
     moved_bytes: int
     operations: int = 0
     written: tuple[Tensor, ...] = ()
-    reference: str = "reference"
+    reference: str = "torch"
 
     def results(self, **options: Any) -> list[Tensor]:
         """Runs it; returns all that it gives."""
