@@ -17,7 +17,6 @@ from penstock.engine.client.vector_cache.cache import VectorCache
 from . import penstock_version
 from .admission import AdmissionController
 from .batches.internal_client import InternalClient
-from .batches.line_limiter import LiveTrafficMiddleware
 from .batches.service import Batches, BatchMetrics
 from .calls.context import ServerContext
 from .dialects import install_error_handlers
@@ -206,9 +205,8 @@ def _inner_middleware(
 ) -> ASGIApp:
     """Returns the middleware between CORS and the routes. The last one added sees a request first."""
     models, release = context.models, context.admission.release
-    layers: ASGIApp = JsonDispatcher(app.own_layers, app.exception_handlers, release, models.release)
-    if batches is not None:
-        layers = LiveTrafficMiddleware(layers, batches.traffic)
+    counted = nullcontext if batches is None else batches.traffic.running
+    layers: ASGIApp = JsonDispatcher(app.own_layers, app.exception_handlers, release, models.release, counted)
     if keys.are_required or admin_keys.are_required:
         layers = AuthMiddleware(layers, keys, admin_keys)
     return layers

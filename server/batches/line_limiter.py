@@ -13,10 +13,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Final
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from ..routing import runs_model
-
 QUIET_S: Final = 0.02
 """Seconds without a client request after which lines run at full speed. Clients that send their next request sooner
 count as a constant load."""
@@ -33,70 +29,30 @@ _DECREASE: Final = 0.9
 
 
 class LiveTraffic:
-    """Counts running requests of clients. Used by one event loop."""
+    """Counts the requests of clients that run a model. Used by one event loop.
+
+    During a slow upload or a slow download the engine is idle, so lines may run.
+    """
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
         self._num_running = 0
         self._quiet_from_s = 0.0
 
-    def begin(self) -> None:
-        """Counts a request."""
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Counts a request, from the arrival of its body until its response is built."""
         self._num_running += 1
-
-    def end(self) -> None:
-        """Stops counting a request."""
-        self._num_running -= 1
-        self._quiet_from_s = self._clock_s() + QUIET_S
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            self._quiet_from_s = self._clock_s() + QUIET_S
 
     @property
     def quiet_in_s(self) -> float:
         """Minimum seconds until no request has run for QUIET_S; 0 if that is the case now."""
         return QUIET_S if self._num_running else max(self._quiet_from_s - self._clock_s(), 0.0)
-
-
-class LiveTrafficMiddleware:
-    """Counts each request that runs a model, while the server works on it.
-
-    A request counts from the arrival of its body to the start of its response: during a slow upload or a slow download
-    the engine is idle, so lines may run.
-    """
-
-    def __init__(self, app: ASGIApp, traffic: LiveTraffic) -> None:
-        self.app = app
-        self.traffic = traffic
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Calls the application and counts the request."""
-        if not runs_model(scope):
-            await self.app(scope, receive, send)
-            return
-        is_counted = has_responded = False
-
-        async def receive_and_begin() -> Message:
-            nonlocal is_counted
-            message = await receive()
-            is_whole = message["type"] == "http.request" and not message.get("more_body", False)
-            if is_whole and not is_counted and not has_responded:
-                is_counted = True
-                self.traffic.begin()
-            return message
-
-        def end() -> None:
-            nonlocal is_counted, has_responded
-            has_responded = True
-            if is_counted:
-                is_counted = False
-                self.traffic.end()
-
-        async def end_and_send(message: Message) -> None:
-            end()
-            await send(message)
-
-        try:
-            await self.app(scope, receive_and_begin, end_and_send)
-        finally:
-            end()
 
 
 class LineLimiter:

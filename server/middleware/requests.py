@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from fastapi import HTTPException, Request, Response
@@ -179,6 +179,7 @@ class JsonDispatcher:
         error_handlers: Maps an exception class to a function that builds the response.
         on_end: Releases the memory reservations of a request. Called with its scope after its response was sent.
         on_response: Releases the engine of a request. Called with its scope before the response or error is sent.
+        counted: Counts a request that runs a model while its function runs; see LiveTraffic.
     """
 
     def __init__(
@@ -187,11 +188,13 @@ class JsonDispatcher:
         error_handlers: Mapping[Any, Callable[[Request, Any], Any]],
         on_end: Callable[[Scope], None],
         on_response: Callable[[Scope], None] = lambda _: None,
+        counted: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.app = app
         self._error_handlers = error_handlers
         self._on_end = on_end
         self._on_response = on_response
+        self._counted = counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Responds to a request, or passes it on."""
@@ -207,7 +210,10 @@ class JsonDispatcher:
                 if route.runs_model:
                     scope[LIMITS] = limits_of(scope)  # before the body is read: its headers may be invalid
                 body = await _read_body(request, route, parser)
-                with ClientWatch(request) if route.ends_with_client else nullcontext():
+                with (
+                    self._counted() if route.runs_model else nullcontext(),
+                    ClientWatch(request) if route.ends_with_client else nullcontext(),
+                ):
                     response = await route.endpoint(body=body, request=request)
             except Exception as error:  # errors without a handler are unexpected
                 if isinstance(error, EngineError) and isinstance(body, JsonBody):

@@ -9,9 +9,7 @@ from penstock.server.batches.line_limiter import (
     QUIET_S,
     LineLimiter,
     LiveTraffic,
-    LiveTrafficMiddleware,
 )
-from penstock.server.routing import Route
 
 from ...clock import Clock
 
@@ -80,10 +78,9 @@ def wide_limiter(limiter: LineLimiter, clock: Clock) -> LineLimiter:
 
 async def test_lines_run_after_a_pause_of_live_requests(wide_limiter, traffic, clock) -> None:
     run(wide_limiter, clock, 0.01)
-    traffic.begin()
-    assert not wide_limiter.has_capacity(1)
-    clock.now_s += 0.01
-    traffic.end()
+    with traffic.running():
+        assert not wide_limiter.has_capacity(1)
+        clock.now_s += 0.01
     clock.now_s += QUIET_S - 1e-6
     assert not wide_limiter.has_capacity(1)
     clock.now_s += 2e-6
@@ -91,26 +88,23 @@ async def test_lines_run_after_a_pause_of_live_requests(wide_limiter, traffic, c
 
 
 async def test_lines_run_in_their_share_of_a_constant_load(wide_limiter, traffic, clock) -> None:
-    traffic.begin()
-    assert await enter_all(wide_limiter) == 1
-    run(wide_limiter, clock, 2.0)  # a tenth of the time: clients get 18 s
-    wide_limiter.release(1)
-    traffic.end()
+    with traffic.running():
+        assert await enter_all(wide_limiter) == 1
+        run(wide_limiter, clock, 2.0)  # a tenth of the time: clients get 18 s
+        wide_limiter.release(1)
     for _ in range(179):  # the next request always comes within QUIET_S
-        traffic.begin()
-        clock.now_s += 0.1
+        with traffic.running():
+            clock.now_s += 0.1
+            assert not wide_limiter.has_capacity(1)
+    with traffic.running():
+        clock.now_s += 0.2
+        assert await enter_all(wide_limiter) == 1
+        run(wide_limiter, clock, 1000.0)
+        wide_limiter.release(1)
+        clock.now_s += MAX_PAUSE_S - 0.1
         assert not wide_limiter.has_capacity(1)
-        traffic.end()
-    traffic.begin()
-    clock.now_s += 0.2
-    assert await enter_all(wide_limiter) == 1
-    run(wide_limiter, clock, 1000.0)
-    wide_limiter.release(1)
-    clock.now_s += MAX_PAUSE_S - 0.1
-    assert not wide_limiter.has_capacity(1)
-    clock.now_s += 0.2
-    assert wide_limiter.has_capacity(1)
-    traffic.end()
+        clock.now_s += 0.2
+        assert wide_limiter.has_capacity(1)
 
 
 async def test_bytes_of_running_lines_are_bounded(wide_limiter, clock) -> None:
@@ -148,44 +142,3 @@ async def test_line_outside_the_window_lets_another_enter(limiter: LineLimiter) 
         async with limiter.released(7):
             raise asyncio.CancelledError
     assert (limiter.num_lines, limiter.num_bytes) == (1, 7), "a cancelled line leaves later, too"
-
-
-PART, BODY, GONE = ({"type": "http.request", "more_body": True}, {"type": "http.request"}, {"type": "http.disconnect"})
-
-
-async def endpoint() -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("steps", "running"),
-    [
-        ([PART, BODY, BODY, "respond", "respond"], [False, True, True, False, False]),
-        ([GONE, BODY], [False, True]),
-        ([PART, "respond", BODY], [False, False, False]),  # rejected before its body has arrived
-    ],
-)
-@pytest.mark.parametrize("uses_model", [True, False])
-async def test_request_counts_from_its_body_to_its_response(traffic, clock, steps, running, uses_model: bool) -> None:
-    counts = []
-
-    async def app(scope, receive, send) -> None:
-        for step in steps:
-            await (send({}) if step == "respond" else receive())
-            counts.append(traffic.quiet_in_s == QUIET_S)
-            clock.now_s += 1
-        raise ConnectionError
-
-    messages = iter(step for step in steps if step != "respond")
-
-    async def receive():
-        return next(messages)
-
-    async def send(_) -> None:
-        clock.now_s += 1
-
-    scope = {"type": "http", "route": Route("/x", endpoint, runs_model=uses_model)}
-    with pytest.raises(ConnectionError):
-        await LiveTrafficMiddleware(app, traffic)(scope, receive, send)
-    clock.now_s += 1
-    assert counts == [uses_model and expected for expected in running]
-    assert (traffic._num_running, traffic.quiet_in_s) == (0, 0)
