@@ -130,7 +130,7 @@ class PrefixCache:
     def clear(self) -> int:
         """Removes every block from the cache and returns their number. Sequences keep their references."""
         num_cached = self.num_cached
-        for block in sorted(self._key_of):
+        for block in list(self._key_of):
             self.remove(block)
         return num_cached
 
@@ -146,4 +146,4 @@ class PrefixCache:
         for block in blocks:
             del self._block_of[self._key_of.pop(block)]
         self.num_evicted += count
-        self._pool.free_many(sorted(blocks))
+        self._pool.free_many(blocks)

@@ -1,44 +1,14 @@
-"""Free ranges, and blocks with reference counts."""
+"""Blocks with reference counts."""
 
 from __future__ import annotations
 
 from collections import Counter
-from itertools import permutations
 
 import pytest
 from hypothesis import given, strategies as st
 
 from penstock.engine.protocol.errors import InvalidSlotError, PoolExhaustedError
 from penstock.engine.scheduling import KvCachePool
-from penstock.engine.scheduling.kv_cache_pool import FreeRanges
-
-
-def num_ranges(blocks: list[int]) -> int:
-    return sum(1 for i, block in enumerate(blocks) if not i or block != blocks[i - 1] + 1)
-
-
-def free_ranges(size: int, free: list[range]) -> FreeRanges:
-    """Takes all numbers, and frees these ranges in their order."""
-    ranges = FreeRanges(size)
-    ranges.take(size)
-    for each in free:
-        ranges.add(each.start, each.stop)
-    return ranges
-
-
-def test_numbers_come_from_the_shortest_range_that_fits() -> None:
-    for free in ([range(10), range(50, 150)], [range(100), range(110, 120)]):
-        (run,) = free_ranges(200, free).take(5)
-        assert run.start in (0, 110)
-    # The search for a fitting range looks at 8 ranges of about the length.
-    short, fitting = [range(20 * i, 20 * i + 9) for i in range(9)], range(300, 311)
-    assert free_ranges(1_000, [range(400, 900), fitting, *short[:7]]).take(10) == [range(300, 310)]
-    assert free_ranges(1_000, [range(400, 900), fitting, *short[:8]]).take(10) == [range(400, 410)]
-
-
-def test_longest_ranges_are_taken_if_none_is_long_enough() -> None:
-    for shuffled in permutations([range(1), range(2, 7), range(10, 11), range(20, 23)]):
-        assert free_ranges(30, list(shuffled)).take(8) == [range(2, 7), range(20, 23)]
 
 
 def test_alloc_many_takes_all_blocks_or_none() -> None:
@@ -78,7 +48,9 @@ def test_block_is_free_after_its_last_reference(events: list[tuple[str, int]]) -
     held: list[int] = []
     for name, number in events:
         if name == "take" and number <= pool.num_free:
-            held += pool.allocate_many(number)
+            blocks = pool.allocate_many(number)
+            assert blocks == sorted(set(blocks) - set(held))
+            held += blocks
         elif name == "share" and held:
             held.append(held[number % len(held)])
             pool.share(held[-1])
@@ -91,4 +63,3 @@ def test_block_is_free_after_its_last_reference(events: list[tuple[str, int]]) -
         counts = Counter(held)
         assert [pool.ref_count(block) for block in range(16)] == [counts[block] for block in range(16)]
         assert pool.num_used == len(counts) == 16 - pool.num_free
-        assert pool._free.num_ranges == num_ranges([block for block in range(16) if not counts[block]])
