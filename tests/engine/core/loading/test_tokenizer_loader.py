@@ -13,7 +13,7 @@ from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import UnsupportedModelError
-from penstock.engine.protocol.model_info import MultiVectorTokens, TokenizerSpec
+from penstock.engine.protocol.model_info import ModelKind, MultiVectorTokens, TokenizerSpec
 from penstock.engine.protocol.multi_vector import MultiVector, QueryExpansion
 
 WORDS = ["One", "short", "text", "to", "begin", "with", "."]
@@ -82,6 +82,51 @@ def test_unusable_tokenizer_is_rejected(first_id: int, unknown: str, parts: tupl
         assert part.format(folder=tmp_path) in caught.value.message
 
 
+def test_unusual_tokenizer_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spec = load(tmp_path, word_level(3), 10, add_eos_token=False)
+    assert not caplog.records
+    load(tmp_path, word_level(3), 10, add_eos_token=True)
+    assert caplog.messages.pop().endswith("tokenizer.json takes precedence, as in transformers 5.")
+    with_end = word_level(3)
+    with_end.post_processor = processors.TemplateProcessing(single="$A <s>", special_tokens=[("<s>", 1)])
+    load(tmp_path, with_end, 10, add_eos_token=True, eos_token="<s>")
+    assert len(caplog.records) == 1
+    assert load(tmp_path, word_level(3), 9) != spec
+    assert "has 10 tokens, but the model has 9 embeddings" in caplog.messages[-1]
+    info = resolve_model(EngineConfig(model=str(tmp_path)))
+    load_tokenizer(replace(info, vocab_size=10, classifier_tokens=(3, 4)))
+    assert len(caplog.records) == 2
+    load_tokenizer(replace(info, vocab_size=10, classifier_tokens=(3, 4), kind=ModelKind.CROSS_ENCODER))
+    assert "is a generative reranker without a prompt for pairs" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("has_types", [True, False])
+def test_mixed_token_types_are_rejected(has_types: bool, tmp_path: Path) -> None:
+    tokenizer = word_level(3)
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A:1 $B:0", special_tokens=[])
+    names = ["input_ids", "token_type_ids"] if has_types else ["input_ids"]
+    if not has_types:
+        assert not load(tmp_path, tokenizer, 10, model_input_names=names).uses_token_types
+        return
+    with pytest.raises(UnsupportedModelError, match="mixes token types within a text"):
+        load(tmp_path, tokenizer, 10, model_input_names=names)
+
+
+@pytest.mark.parametrize(
+    ("settings", "vocab_size", "end_id"),
+    [
+        ({"eos_token": "with", "pad_token": "to", "bos_token": "<s>"}, 10, 8),
+        ({"eos_token": "with", "pad_token": "to", "bos_token": "<s>"}, 8, 6),
+        ({"eos_token": "with", "bos_token": "<unk>"}, 8, 0),
+        ({"eos_token": "with"}, 8, None),
+    ],
+)
+def test_end_token_is_the_first_with_an_embedding(
+    settings, vocab_size: int, end_id: int | None, tmp_path: Path
+) -> None:
+    assert load(tmp_path, word_level(3), vocab_size, **settings).end_id == end_id
+
+
 def test_known_marker_becomes_a_single_token(tmp_path: Path) -> None:
     load(tmp_path, word_level(3), 10)
     info = resolve_model(EngineConfig(model=str(tmp_path)))
@@ -106,6 +151,10 @@ def test_multi_vector_tokens_are_found_in_the_vocabulary(tmp_path: Path, caplog:
     assert [find(token).expansion_id for token in ("<unk>", ".")] == [0, 9]
     with pytest.raises(UnsupportedModelError, match=r"with the token '\[none\]' \(config.json\)"):
         find("[none]")
+    load(tmp_path, word_level(3), 10, padding_side="left")
+    with pytest.raises(UnsupportedModelError, match="pads queries on the left"):
+        find("text")
+    load(tmp_path, word_level(3), 10)
     info = replace(info, vocab_size=9)
     with pytest.raises(UnsupportedModelError, match=r"with the token '\.'"):
         find(".")
