@@ -27,8 +27,8 @@ from .input_lines import BatchInput, CheckResult, LineSpan
 from .internal_client import RouteResponse
 from .line_limiter import LineLimiter
 from .output_writer import RETRY_S, OutputLine, OutputWriter, error_line, response_line
-from .records import BatchRecord, BatchStatus, LineError, already_ended
-from .store import Crashes, Store
+from .records import CHECK_LINE, BatchRecord, BatchStatus, LineError, already_ended
+from .store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,6 @@ MAX_CRASHES: Final = 2
 """Number of kills of the server while a line runs alone, or a file is checked, before the line or batch fails."""
 _MAX_REJECTED: Final = 16
 """Maximum number of rejected lines that wait. At this number the batch starts no other lines."""
-_CHECK_LINE: Final = 0
-"""Line number of the check of the input file in the crash counts of the store."""
 _MIN_WAIT_S: Final = 0.5
 _MAX_WAIT_S: Final = 30.0
 _NOT_RUN: Final = {
@@ -93,20 +91,18 @@ class RunContext:
 class BatchRun:
     """Runs one batch. Used by one event loop.
 
-    Args:
-        crashes: Lines of the batch that ran when the server was killed; None after a clean stop.
+    If the server was killed, lines up to `last_started` run one at a time, because one of them may be the cause.
     """
 
-    def __init__(
-        self, batch: BatchRecord, input_file: BatchInput, context: RunContext, crashes: Crashes | None = None
-    ) -> None:
+    def __init__(self, batch: BatchRecord, input_file: BatchInput, context: RunContext) -> None:
         self.batch = batch
         self._input = input_file
         self._context = context
         paths = context.files.path(batch.output_id), context.files.path(batch.error_id)
         self._output = OutputWriter(batch, context.store, *paths, retry_s=context.retry_s)
-        self._crashes = crashes or Crashes(0, {})
-        self._has_passed_crashed_lines = crashes is None
+        self._last_suspect = batch.last_started
+        has_suspects = bool(batch.last_started or batch.num_crashes) or batch.lone_line is not None
+        self._has_passed_suspects = not has_suspects
         self._lone_lines: set[int] = set()  # running lines that may have killed the server
         self._rejected_lines: set[int] = set()
         self._may_start = asyncio.Event()
@@ -118,7 +114,7 @@ class BatchRun:
     @property
     def may_have_crashed_server(self) -> bool:
         """Whether a line without a response may have killed the server."""
-        return bool(self._lone_lines) or not self._has_passed_crashed_lines
+        return bool(self._lone_lines) or not self._has_passed_suspects
 
     async def run(self) -> None:
         """Runs the batch to its end. After a cancellation of this task, another run can continue."""
@@ -127,6 +123,15 @@ class BatchRun:
         finally:
             await self._output.close()
         await self._finish(ending)
+
+    async def record_clean_stop(self) -> None:
+        """Records after the end of `run` that the server was not killed. Raises StorageError."""
+        if self.batch.has_ended or self.batch.errors:  # the end is not stored yet: the next run repeats it
+            return
+        self.batch.lone_line = None
+        if not self.may_have_crashed_server:
+            self.batch.last_started = 0
+        await self._context.store.save(self.batch)
 
     async def cancel(self) -> None:
         """Starts to cancel the batch.
@@ -168,6 +173,11 @@ class BatchRun:
         """Runs the batch up to its end and returns its final status."""
         batch = self.batch
         await self._retry_disk(self._output.open)
+        if batch.lone_line is not None:
+            if batch.lone_line not in self._output.done:
+                batch.num_crashes[batch.lone_line] = batch.num_crashes.get(batch.lone_line, 0) + 1
+            batch.lone_line = None
+            await self._save()
         if not batch.num_lines and batch.status is BatchStatus.VALIDATING:
             checked = await self._retry_disk(self._check)
             batch.errors = checked.errors
@@ -192,17 +202,20 @@ class BatchRun:
 
         Raises OSError or StorageError. Other files are checked before the next try.
         """
-        store, batch_id = self._context.store, self.batch.id
-        num_crashes = self._crashes.lines.get(_CHECK_LINE, 0)
+        num_crashes = self.batch.num_crashes.get(CHECK_LINE, 0)
         if num_crashes >= MAX_CRASHES:
             message = f"The server was killed {MAX_CRASHES} times while it checked this file; send shorter lines."
             return CheckResult(0, [LineError("server_crashed", message)])
         async with self._context.lone_line if num_crashes else contextlib.nullcontext(), self._context.reading_file:
-            await store.begin_lone_line(batch_id, _CHECK_LINE)
+            await self._set_lone_line(CHECK_LINE)
             try:
                 return await asyncio.to_thread(self._input.check)
             finally:
-                await store.end_lone_line(batch_id, _CHECK_LINE)
+                await self._set_lone_line(None)
+
+    async def _set_lone_line(self, number: int | None) -> None:
+        self.batch.lone_line = number
+        await self._output.save_batch()
 
     async def _run_lines(self) -> BatchStatus:
         """Runs lines until all have a response or the batch is cancelled or expires. Returns the final status."""
@@ -235,14 +248,14 @@ class BatchRun:
         """Starts the lines as the limiter admits them. Returns when all have a response."""
         if self._cancelled.is_set():
             return
-        store, batch_id = self._context.store, self.batch.id
         failure: Exception | None = None
         try:
             async with asyncio.TaskGroup() as running, contextlib.aclosing(self._lines_to_run()) as slices:
                 async for spans in slices:
                     last = spans[-1].number
-                    if last > self._crashes.until:
-                        await self._retry_disk(partial(store.begin_lines, batch_id, last))
+                    if last > self._last_suspect:
+                        self.batch.last_started = last
+                        await self._save()
                     for span in spans:
                         await self._may_start.wait()
                         await self._context.limiter.acquire(span.num_bytes)
@@ -254,11 +267,11 @@ class BatchRun:
             raise failure
 
     def _start_line(self, running: asyncio.TaskGroup, span: LineSpan) -> None:
-        runs_alone = span.number <= self._crashes.until or span.number in self._crashes.lines
+        runs_alone = span.number <= self._last_suspect or span.number in self.batch.num_crashes
         if runs_alone:
             self._lone_lines.add(span.number)
         else:
-            self._has_passed_crashed_lines = True
+            self._has_passed_suspects = True
 
         def release(_: asyncio.Task[None]) -> None:
             self._context.limiter.release(span.num_bytes)
@@ -278,7 +291,7 @@ class BatchRun:
 
     async def _run_line(self, span: LineSpan, *, runs_alone: bool) -> None:
         """Runs a line until it has a response. Returns when that is on the disk."""
-        if self._crashes.lines.get(span.number, 0) >= MAX_CRASHES:
+        if self.batch.num_crashes.get(span.number, 0) >= MAX_CRASHES:
             logger.error("line %d of %s is not run: the server was killed with it", span.number, self.batch.id)
             async with self._context.limiter.released(span.num_bytes):
                 ((number, custom_id),) = await self._retry_disk(lambda: self._custom_ids([span]))
@@ -288,6 +301,9 @@ class BatchRun:
         with self._context.limiter.count_response(len(output.text)):
             await self._add(output)
         self._lone_lines.discard(span.number)
+        self.batch.num_crashes.pop(span.number, None)
+        if self.batch.lone_line == span.number:
+            self.batch.lone_line = None
 
     async def _add(self, output: OutputLine) -> None:
         await self._output.add(output)
@@ -345,7 +361,7 @@ class BatchRun:
             raise
 
     async def _read_and_send(self, span: LineSpan, *, runs_alone: bool) -> tuple[str, RouteResponse] | None:
-        batch, store, name = self.batch, self._context.store, self._name(span.number)
+        batch, name = self.batch, self._name(span.number)
         try:
             custom_id, content = await _on_thread(lambda: self._input.read(span))
         except FileNotFoundError:
@@ -354,11 +370,11 @@ class BatchRun:
             self._log_disk_error(error)
             return None
         if runs_alone:
-            await self._retry_disk(lambda: store.begin_lone_line(batch.id, span.number))
+            await self._retry_disk(partial(self._set_lone_line, span.number))
         with self._context.limiter.run():
             response = await self._context.send(batch.endpoint, content, batch.owner, name)
         if runs_alone and response.status in RETRY_STATUSES:
-            await self._retry_disk(lambda: store.end_lone_line(batch.id, span.number))
+            await self._retry_disk(partial(self._set_lone_line, None))
         return custom_id, response
 
     async def _write_missing_lines(self, error: LineError) -> None:

@@ -26,6 +26,9 @@ class BatchStatus(StrEnum):
 
 ENDS: Final = frozenset({BatchStatus.COMPLETED, BatchStatus.FAILED, BatchStatus.EXPIRED, BatchStatus.CANCELLED})
 
+CHECK_LINE: Final = 0
+"""Number of the check of the input file among the lines that run alone."""
+
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A file. Its content is in the data folder under its id.
@@ -96,6 +99,9 @@ class BatchRecord(msgspec.Struct, kw_only=True):
         num_tokens: Tokens of the inputs of completed requests.
         num_output_bytes: Recorded length of the output file.
         num_error_bytes: Recorded length of the error file.
+        last_started: Lines up to this number may have started since the last clean stop of the server.
+        lone_line: Number of the line that runs alone now, or CHECK_LINE.
+        num_crashes: Line number to the number of kills of the server while it ran alone.
     """
 
     id: str
@@ -125,6 +131,9 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     num_tokens: int = 0
     num_output_bytes: int = 0
     num_error_bytes: int = 0
+    last_started: int = 0
+    lone_line: int | None = None
+    num_crashes: dict[int, int] = {}
 
     @property
     def has_ended(self) -> bool:

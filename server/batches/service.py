@@ -34,7 +34,7 @@ from .internal_client import InternalClient
 from .line_limiter import LineLimiter, LiveTraffic
 from .output_writer import RETRY_S
 from .records import BatchRecord, FileRecord, already_ended, new_batch_id, new_file_id
-from .store import Crashes, Page, Store
+from .store import Page, Store
 from .uploads import OVERHEAD_BYTES
 
 logger = logging.getLogger(__name__)
@@ -109,12 +109,10 @@ class Batches:
             retry_s=self._retry_s,
         )
         await self.files.remove_orphans()
-        crashes = await self._store.take_crashes()
         for batch in await self._store.unfinished():
             logger.info("%s continues: %d of %d lines are done", batch.id, batch.num_done, batch.num_lines)
-            if batch.id in crashes:
+            if self._start(batch).may_have_crashed_server:
                 logger.warning("the server was killed while lines of %s ran; they run one at a time now", batch.id)
-            self._start(batch, crashes.get(batch.id))
         sweeping = asyncio.create_task(self._sweep())
         try:
             yield
@@ -125,7 +123,8 @@ class Batches:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             try:
-                await self._store.stop_cleanly(run.batch.id for run, _ in runs if not run.may_have_crashed_server)
+                for run, _ in runs:
+                    await run.record_clean_stop()
             except StorageError as error:
                 logger.error("running lines will run one at a time after the next start: %s", error)
             await self._store.close()
@@ -221,7 +220,7 @@ class Batches:
     def _retention_s(self) -> int:
         return int(self._settings.batch_retention_s)
 
-    def _start(self, batch: BatchRecord, crashes: Crashes | None = None) -> None:
+    def _start(self, batch: BatchRecord) -> BatchRun:
         assert self._context is not None
         settings = self._settings
         path = self.files.path(batch.input_file_id)
@@ -232,8 +231,9 @@ class Batches:
             settings.max_json_values,
             counts_inputs=self._batch_uses.get(batch.endpoint) is BatchUse.EMBEDDING,
         )
-        run = BatchRun(batch, lines, self._context, crashes)
+        run = BatchRun(batch, lines, self._context)
         self._runs[batch.id] = run, asyncio.create_task(self._run(run))
+        return run
 
     async def _run(self, run: BatchRun) -> None:
         try:

@@ -34,10 +34,6 @@ CREATE TABLE IF NOT EXISTS batches (
     input_file_id TEXT, ended_at INTEGER
 );
 CREATE TABLE IF NOT EXISTS answers (batch_id TEXT, line INTEGER, PRIMARY KEY (batch_id, line)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS begun (batch_id TEXT PRIMARY KEY, line INTEGER) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS suspects (
-    batch_id TEXT, line INTEGER, num_crashes INTEGER, is_running INTEGER, PRIMARY KEY (batch_id, line)
-) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS files_of_owners ON files (owner, seq);
 CREATE INDEX IF NOT EXISTS batches_of_owners ON batches (owner, seq);
 CREATE INDEX IF NOT EXISTS unfinished_batches ON batches (seq) WHERE NOT has_ended;
@@ -67,18 +63,6 @@ class Page(NamedTuple):
     after: str | None
     limit: int
     is_ascending: bool = False
-
-
-class Crashes(NamedTuple):
-    """Lines of a batch that ran when the server was killed.
-
-    Attributes:
-        until: Lines up to this one without a response may have run beside others.
-        lines: Line number to the number of kills while it ran alone; 0 is the check of the input file.
-    """
-
-    until: int
-    lines: dict[int, int]
 
 
 class Store:
@@ -172,7 +156,6 @@ class Store:
 
         def write(database: sqlite3.Connection) -> None:
             database.executemany("INSERT INTO answers VALUES (?, ?)", rows)
-            database.executemany("DELETE FROM suspects WHERE batch_id = ? AND line = ?", rows)
             database.execute("UPDATE batches SET record = ? WHERE id = ?", (record, batch.id))
 
         await self._do(write)
@@ -185,56 +168,7 @@ class Store:
             for file in files:
                 _add_file(database, file)
             database.execute("UPDATE batches SET has_ended = 1, ended_at = ?, record = ? WHERE id = ?", values)
-            for table in ("answers", "begun", "suspects"):
-                database.execute(f"DELETE FROM {table} WHERE batch_id = ?", (batch.id,))  # noqa: S608 - constants only
-
-        await self._do(write)
-
-    async def begin_lines(self, batch_id: str, line: int) -> None:
-        """Records that the lines of a batch up to `line` may start."""
-        insert = "INSERT OR REPLACE INTO begun VALUES (?, ?)"
-        await self._do(lambda database: database.execute(insert, (batch_id, line)))
-
-    async def begin_lone_line(self, batch_id: str, line: int) -> None:
-        """Records that a line starts to run alone. Line 0 is the check of the input file."""
-        insert = "INSERT INTO suspects VALUES (?, ?, 0, 1) ON CONFLICT DO UPDATE SET is_running = 1"
-        await self._do(lambda database: database.execute(insert, (batch_id, line)))
-
-    async def end_lone_line(self, batch_id: str, line: int) -> None:
-        """Records that a line does not run any more."""
-
-        def write(database: sqlite3.Connection) -> None:
-            values = (batch_id, line)
-            database.execute("UPDATE suspects SET is_running = 0 WHERE batch_id = ? AND line = ?", values)
-            database.execute("DELETE FROM suspects WHERE batch_id = ? AND line = ? AND num_crashes = 0", values)
-
-        await self._do(write)
-
-    async def take_crashes(self) -> dict[str, Crashes]:
-        """Returns the lines that ran when the server was killed, by batch; empty after a clean stop.
-
-        Adds a crash to lines that ran alone.
-        """
-
-        def read(database: sqlite3.Connection) -> dict[str, Crashes]:
-            update = "UPDATE suspects SET num_crashes = num_crashes + 1, is_running = 0 WHERE is_running"
-            database.execute(update)
-            found = {batch_id: Crashes(line, {}) for batch_id, line in database.execute("SELECT * FROM begun")}
-            rows = database.execute("SELECT batch_id, line, num_crashes FROM suspects WHERE num_crashes > 0")
-            for batch_id, line, num_crashes in rows:
-                found.setdefault(batch_id, Crashes(0, {})).lines[line] = num_crashes
-            return found
-
-        return await self._do(read)
-
-    async def stop_cleanly(self, batch_ids: Iterable[str]) -> None:
-        """Records a clean stop: after the next start, no line of these batches is suspected of a crash."""
-        rows = [(batch_id,) for batch_id in batch_ids]
-
-        def write(database: sqlite3.Connection) -> None:
-            database.executemany("DELETE FROM begun WHERE batch_id = ?", rows)
-            database.execute("UPDATE suspects SET is_running = 0")
-            database.execute("DELETE FROM suspects WHERE num_crashes = 0")
+            database.execute("DELETE FROM answers WHERE batch_id = ?", (batch.id,))
 
         await self._do(write)
 

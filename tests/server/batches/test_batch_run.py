@@ -154,7 +154,6 @@ async def test_only_the_line_that_kills_its_engine_fails(running, monkeypatch) -
         (BatchInput, "check", OSError(errno.EMFILE, "Too many open files")),
         (BatchInput, "read", OSError(errno.EMFILE, "Too many open files")),
         (Store, "completed_lines", StorageError("disk I/O error")),
-        (Store, "begin_lines", StorageError("disk I/O error")),
         (Store, "save", StorageError("disk I/O error")),
         (Store, "end", StorageError("disk I/O error")),
         (OutputWriter, "_append", OSError(errno.ENOSPC, "No space left on device")),

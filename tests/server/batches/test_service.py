@@ -168,7 +168,7 @@ async def test_database_of_version_1_is_migrated(running, tmp_path: Path, clock)
         batch = await until_status(batches, await begin(batches, lines(range(2))), BatchStatus.COMPLETED)
     with closing(sqlite3.connect(tmp_path / "data" / "penstock.db")) as database:
         database.executescript(
-            "DROP INDEX batches_of_files; DROP INDEX ended_batches; DROP TABLE begun; DROP TABLE suspects;"
+            "DROP INDEX batches_of_files; DROP INDEX ended_batches;"
             "ALTER TABLE batches DROP COLUMN input_file_id; ALTER TABLE batches DROP COLUMN ended_at;"
             "PRAGMA user_version = 1"
         )
