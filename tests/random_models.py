@@ -85,7 +85,7 @@ QWEN3_VL_TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-VISION_LANGUAGE_CASES = ("qwen3vl",)
+VISION_LANGUAGE_CASES = ("qwen3vl", "colqwen2", "colpali", "colmodernvbert")
 """Families that are compared with transformers, without underscores."""
 QWEN_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
@@ -136,3 +136,74 @@ def save_qwen3_vl_model(folder: Path, tokenizer: Path) -> tuple[Any, Any]:
         return {**encoded, **pixels, "mm_token_type_ids": (encoded.input_ids == config.image_token_id).int()}
 
     return model, arguments
+
+
+PAGE_MODELS = ("ColQwen2", "ColQwen2.5", "ColPali", "ColModernVBert")
+
+
+def save_page_model(folder: Path, kind: str, tokenizer: Path) -> tuple[Any, Any]:
+    """Save a random model with one vector per token for pages, with the tokenizer of another model.
+
+    Args:
+        kind: Of PAGE_MODELS.
+
+    Returns:
+        The model and its processor.
+    """
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    words = transformers.AutoTokenizer.from_pretrained(tokenizer, model_max_length=512)
+    added = [*QWEN_TOKENS, "<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]
+    added += [f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)]
+    words.add_special_tokens({"additional_special_tokens": added, "bos_token": "<bos>"})
+    text = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"vocab_size": 31_000, "max_position_embeddings": 512, "pad_token_id": 0}
+    if kind == "ColPali":
+        words.backend_tokenizer.post_processor = None  # its processor adds no special tokens
+    image_id = words.convert_tokens_to_ids("<|image_pad|>" if "Qwen" in kind else "<image>")
+    colours = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    if "Qwen" in kind:
+        name = "Qwen2_5_VL" if kind == "ColQwen2.5" else "Qwen2VL"
+        vision = {"depth": 2, "num_heads": 4, "patch_size": 4, "intermediate_size": 40}
+        vision |= {"hidden_size": 32, "out_hidden_size": 48, "window_size": 16, "fullatt_block_indexes": [1]}
+        if kind == "ColQwen2":
+            vision = {"depth": 2, "num_heads": 4, "patch_size": 4, "embed_dim": 32, "hidden_size": 48, "mlp_ratio": 2}
+        text |= {"num_key_value_heads": 2}
+        text |= {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 1e4}}
+        options = {"patch_size": 4, "size": {"shortest_edge": 256, "longest_edge": 2048}, **colours}
+        package, own = "qwen2_vl", {}
+    elif kind == "ColPali":
+        name = "PaliGemma"
+        vision = TOWER_SIZES | {
+            "image_size": 28,
+            "patch_size": 14,
+            "projection_dim": 48,
+            "model_type": "siglip_vision_model",
+        }
+        vision["vision_use_head"] = False
+        text |= {"num_key_value_heads": 2, "head_dim": 12, "model_type": "gemma"}
+        options = {"size": {"height": 28, "width": 28}, **colours}
+        package, own = "siglip", {"projection_dim": 48}
+    else:
+        name = "ModernVBert"
+        vision = TOWER_SIZES | {"image_size": 28, "patch_size": 7, "model_type": "siglip_vision_model"}
+        text |= {"model_type": "modernbert", "local_attention": 16}
+        options = {"size": {"longest_edge": 84}, "max_image_size": {"longest_edge": 28}, **colours}
+        package, own = "idefics3", {"pixel_shuffle_factor": 2}
+    vlm = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, image_token_id=image_id, **own)
+    kind = "ColQwen2" if "Qwen" in kind else kind
+    config = getattr(transformers, f"{kind}Config")(vlm_config=vlm, embedding_dim=24)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForRetrieval")(config).eval()
+    for parameter_name, parameter in model.named_parameters():
+        is_norm = "norm" in parameter_name and parameter_name.endswith("weight") and kind != "ColPali"
+        torch.nn.init.normal_(parameter, std=0.2 if parameter.dim() > 1 else 0.1, mean=float(is_norm))
+    module = importlib.import_module(f"transformers.models.{package}.image_processing_pil_{package}")
+    prefix = {"qwen2_vl": "Qwen2VL", "siglip": "Siglip", "idefics3": "Idefics3"}[package]
+    images = getattr(module, f"{prefix}ImageProcessorPil")(**options)
+    if kind == "ColPali":
+        images.image_seq_length = 4
+    rows = {"image_seq_len": 4} if kind == "ColModernVBert" else {}
+    processor = getattr(transformers, f"{kind}Processor")(image_processor=images, tokenizer=words, **rows)
+    for part in (model, images, words):
+        part.save_pretrained(folder)
+    return model, processor

@@ -108,7 +108,9 @@ def warm_up(
         if tokenizer.frames is None:
             tokens = TokenizedInput.of_image(image, info.image_spec.num_class_rows)
         else:
-            placeholders = np.full(info.image_spec.num_tokens(image), tokenizer.frames.placeholder_id, np.int32)
+            tiles, token_id = tokenizer.frames.tiles, tokenizer.frames.placeholder_id
+            num_rows = info.image_spec.num_tokens(image) if tiles is None else tiles.num_rows
+            placeholders = np.full(num_rows, token_id, np.int32)
             tokens = TokenizedInput(np.concatenate([tokens.token_ids, placeholders, tokens.token_ids]), images=(image,))
     first, *others = info.tasks
     requests = [

@@ -31,6 +31,8 @@ def preprocess(image: Image.Image, spec: ImageSpec) -> ImagePatches:
         height, width = patches_size(image.height, image.width, spec.patch_size, spec.max_patches)
     elif spec.resize is ImageResize.AREA:
         height, width = area_size(image.height, image.width, spec)
+    elif spec.resize is ImageResize.TILES:
+        return _tiles(image, spec)
     elif spec.resize is ImageResize.EXACT:
         height, width = spec.size
     else:
@@ -92,6 +94,39 @@ def area_size(height: int, width: int, spec: ImageSpec) -> tuple[int, int]:
     if num_blocks > limit:
         raise ImageError(f"has {num_blocks} tokens; the model reads up to {limit}. Send a smaller image")
     return rows, columns
+
+
+def _tiles(image: Image.Image, spec: ImageSpec) -> ImagePatches:
+    """Returns the tiles of an image, and the whole image as the last one (Idefics3)."""
+    tile, resample = spec.patch_size, Image.Resampling(spec.resample)
+    height, width = longest_edge_size(image.height, image.width, spec.size[0])
+    resized = image.resize((width, height), resample)
+    # transformers computes the other edge from the rounded one.
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / tile) * tile
+        height = math.ceil(max(int(width / ratio), 1) / tile) * tile
+    else:
+        height = math.ceil(height / tile) * tile
+        width = math.ceil(max(int(height * ratio), 1) / tile) * tile
+    if (height // tile) * (width // tile) + 1 > spec.max_patches:
+        raise ImageError(f"has {image.width} x {image.height} pixels; its edges differ too much")
+    resized = resized.resize((width, height), resample)
+    if height == width == tile:
+        return ImagePatches(np.asarray(resized).reshape(1, -1), (0, 0))
+    cut = _patches(np.asarray(resized), tile, 1)
+    whole = np.asarray(resized.resize((tile, tile), resample)).reshape(1, -1)
+    return ImagePatches(np.concatenate([cut.pixels, whole]), cut.grid)
+
+
+def longest_edge_size(height: int, width: int, edge: int) -> tuple[int, int]:
+    """Returns height and width after the longer edge becomes `edge`; the other one becomes even."""
+    ratio = width / height
+    if width >= height:
+        other = int(edge / ratio)
+        return max(other + other % 2, 1), edge
+    other = int(edge * ratio)
+    return edge, max(other + other % 2, 1)
 
 
 def _resize_and_crop(

@@ -6,6 +6,7 @@ import re
 from typing import Final
 
 from ..families.registry import FAMILIES, family_with_kernels
+from ..families.vision_language import VISION_LANGUAGE
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import Activation, ModelKind
 from ..protocol.tasks import PoolingTask
@@ -33,6 +34,8 @@ _LAYER_KEYS: Final = (
 )
 # fmt: on
 _MAX_LAYERS: Final = 10_000
+_PAGE_WIDTH: Final = 128
+"""Default of embedding_dim in transformers."""
 # Parts of config.json that describe an image or audio encoder.
 _TOWERS: Final = {
     "vision_config": "images",
@@ -95,6 +98,7 @@ def resolve_architecture(draft: ModelDraft) -> None:
                 f"The config.json of {draft.name} has {name} {value!r}; it must be a positive integer."
             )
         draft.set(name, value, source)
+    _resolve_page_width(draft)
     _check_layers(draft)
     heads, source = draft.lookup("num_attention_heads")
     if packed and heads is not None and (type(heads) is not int or heads < 1):
@@ -122,6 +126,17 @@ def resolve_architecture(draft: ModelDraft) -> None:
     scores_rows = packed and model_type in DECODER_MODEL_TYPES and architecture.endswith("ForSequenceClassification")
     by_token = (PoolingTask.TOKEN_CLASSIFY,) if scores_rows and draft.answers is None and not pools else ()
     draft.set("tasks", (*_TASKS[kind], *by_token), "kind")
+
+
+def _resolve_page_width(draft: ModelDraft) -> None:
+    """Resolves the width of the rows of a model for pages, which ends with a projection."""
+    family = VISION_LANGUAGE.get(draft.fields["model_type"])
+    if family is None or family.pages is None:
+        return
+    width = draft.config.get("embedding_dim", _PAGE_WIDTH)
+    if type(width) is not int or width < 1:
+        raise UnsupportedModelError(f"embedding_dim of {draft.name} is {width!r}; it must be a positive integer.")
+    draft.set("hidden_size", width, draft.source_of("embedding_dim"))
 
 
 def _reject_other_inputs(draft: ModelDraft, architecture: str) -> None:

@@ -62,9 +62,12 @@ class ModelDraft:
 
 
 def config_parts(config: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Returns a config.json and, for a multimodal model, its text part."""
-    text_config = config.get("text_config")
-    return (config, text_config) if isinstance(text_config, dict) else (config,)
+    """Returns a config.json and, for a multimodal model, its language model and the text part of it."""
+    parts = [config]
+    for name in ("vlm_config", "text_config"):
+        if isinstance(part := parts[-1].get(name), dict):
+            parts.append(part)
+    return tuple(parts)
 
 
 def merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -30,8 +30,27 @@ _QWEN2_VL: Final = {
     "temporal_patch_size": 2,
 }
 """Defaults of Qwen2VLImageProcessor."""
+_IDEFICS3: Final = {
+    "do_resize": True,
+    "do_rescale": True,
+    "do_normalize": True,
+    "do_image_splitting": True,
+    "rescale_factor": 1 / 255,
+    "resample": 1,
+    "size": {"longest_edge": 4 * 364},
+    "max_image_size": {"longest_edge": 364},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+"""Defaults of Idefics3ImageProcessor."""
+_SIGLIP_IMAGE_SIZE: Final = 224
+"""Default of SiglipVisionConfig."""
+_MAX_EDGE: Final = 4096
+"""Pixels. Idefics3ImageProcessor reduces larger images."""
 _CLASS_SUFFIXES: Final = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
 _MUST_BE_OFF: Final = ("do_pad", "use_square_size", "do_flip_channel_order", "do_image_splitting", "do_thumbnail")
+
+_MUST_BE_OFF_FOR_TILES: Final = ("use_square_size", "do_flip_channel_order", "do_thumbnail")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +127,7 @@ def read_image_spec(folder: Path, config: Mapping[str, Any]) -> ImageSpec:
     patch_size = values.count("patch_size", _value(vision, "patch_size", defaults.patch_size))
     if (model_patch_size := _value(vision, "patch_size", defaults.patch_size)) != patch_size:
         raise values.unsupported("patch_size", f"the patch_size of config.json, {model_patch_size!r}")
-    colours = _colours(values)
+    colours = _colours(values, _MUST_BE_OFF)
     if defaults.image_size is None:
         return ImageSpec(
             patch_size=patch_size,
@@ -153,8 +172,8 @@ def read_area_spec(folder: Path, config: Mapping[str, Any], max_model_len: int) 
         raise source.unsupported("image_processor_type", f"{names[0]}, not {name!r},")
     values = source.with_defaults(_QWEN2_VL)
     vision = config.get("vision_config") or {}
-    for key, own, default in (("patch_size", "patch_size", 14), ("merge_size", "spatial_merge_size", 2)):
-        if values.count(key) != _value(vision, own, default):
+    for key, own in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")):
+        if values.count(key) != _value(vision, own, values.count(key)):
             raise values.unsupported(key, f"the {own} of config.json, {vision.get(own)!r}")
     size = values.get("size")
     size = size if isinstance(size, dict) else {}
@@ -171,13 +190,51 @@ def read_area_spec(folder: Path, config: Mapping[str, Any], max_model_len: int) 
         max_pixels=max_pixels,
         max_patches=min(max_pixels // patch_size**2, max_model_len * merge_size**2),
         merge_size=merge_size,
-        **_colours(values),
+        **_colours(values, _MUST_BE_OFF),
     )
 
 
-def _colours(values: _Source) -> dict[str, Any]:
+def read_tile_spec(folder: Path, config: Mapping[str, Any]) -> ImageSpec:
+    """Reads the preprocessing of the images of a language model with an Idefics3ImageProcessor.
+
+    Args:
+        folder: Folder with the files of the processor.
+        config: config.json of the model.
+
+    Raises:
+        UnsupportedModelError: A value that penstock does not support.
+        ModelLoadError: A file is not valid JSON.
+    """
+    source = _Source.read(folder)
+    names = [f"Idefics3{suffix}" for suffix in _CLASS_SUFFIXES[:3]]
+    if (name := source.get("image_processor_type")) not in (None, *names):
+        raise source.unsupported("image_processor_type", f"{names[0]}, not {name!r},")
+    values = source.with_defaults(_IDEFICS3)
+    if not values.get("do_image_splitting"):
+        raise values.unsupported("do_image_splitting", "true")
+    edges = []
+    for key in ("size", "max_image_size"):
+        value = values.get(key)
+        edge = value.get("longest_edge") if isinstance(value, dict) else None
+        if type(edge) is not int or not 0 < edge <= _MAX_EDGE:
+            raise values.unsupported(key, f"longest_edge, up to {_MAX_EDGE} pixels")
+        edges.append(edge)
+    longest, tile = edges
+    vision = config.get("vision_config") or {}
+    if _value(vision, "image_size", _SIGLIP_IMAGE_SIZE) != tile:
+        raise values.unsupported("max_image_size", f"the image_size of config.json, {vision.get('image_size')!r}")
+    return ImageSpec(
+        patch_size=tile,
+        resize=ImageResize.TILES,
+        size=(longest, longest),
+        max_patches=(-(-longest // tile)) ** 2 + 1,
+        **_colours(values, _MUST_BE_OFF_FOR_TILES),
+    )
+
+
+def _colours(values: _Source, must_be_off: Sequence[str]) -> dict[str, Any]:
     """Returns the resampling and the normalisation of colours."""
-    for key in _MUST_BE_OFF:
+    for key in must_be_off:
         if values.get(key):
             raise values.unsupported(key, "false")
     if not values.get("do_resize"):

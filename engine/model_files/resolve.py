@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from ..families.registry import FAMILIES
 from ..families.static import MODEL2VEC
+from ..families.vision_language import VISION_LANGUAGE
 from ..protocol.config import EngineConfig, PoolerConfig
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import AdapterSpec, DenseSpec, ModelInfo, ModelKind, PairChat
@@ -253,6 +254,9 @@ def _model_pooling(draft: ModelDraft) -> tuple[tuple[PoolingType, ...], str]:
     family = FAMILIES.get(draft.fields["model_type"])
     if family is not None and family.pooling is not None:
         return (family.pooling,), draft.sources["model_type"]
+    pictured = VISION_LANGUAGE.get(draft.fields["model_type"])
+    if pictured is not None and pictured.pages is not None:
+        return (), draft.sources["model_type"]
     if files is not None:
         return (), f"{files.source}: no Pooling module"
     # sentence-transformers' defaults for a model without its files.

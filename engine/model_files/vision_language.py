@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from ..families.vision_language import VISION_LANGUAGE
+from ..families.vision_language import VISION_LANGUAGE, ImageProcessor, vision_part
 from ..protocol.errors import ModelLoadError
+from ..protocol.images import ImageSpec
 from ..protocol.model_info import ModelKind, PairChat
+from ..protocol.multi_vector import MultiVector
 from .draft import ModelDraft
-from .image_processor import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE, read_area_spec
+from .image_processor import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE, read_area_spec, read_image_spec, read_tile_spec
 
 _CHAT: Final = PairChat(is_structured=True, arguments={"add_generation_prompt": True})
 _DEFAULT_PROMPT: Final = "default"
@@ -28,14 +30,18 @@ def resolve_vision_language(draft: ModelDraft, folder: Path) -> None:
     draft.set("input_chat", None, "default")
     family = VISION_LANGUAGE.get(draft.fields["model_type"])
     source = next((name for name in (PROCESSOR_FILE, IMAGE_PROCESSOR_FILE) if (folder / name).is_file()), None)
-    if family is None or source is None:
+    if family is None or (source is None and family.pages is None):
         return
     if draft.fields["enable_chunked_processing"]:
         raise ModelLoadError(
             f"--pooler-config: enable_chunked_processing does not fit {draft.name}, which reads images."
         )
-    spec = read_area_spec(folder, draft.config, draft.fields["max_model_len"])
-    draft.set("image_spec", spec, source)
+    spec = _image_spec(family.processor, folder, draft)
+    draft.set("image_spec", spec, source or PROCESSOR_FILE)
+    if family.pages is not None:
+        if draft.fields["multi_vector"] is None:
+            draft.set("multi_vector", MultiVector(), draft.sources["model_type"])
+        return
     if draft.fields["kind"] is not ModelKind.EMBEDDING:
         return
     files = draft.files
@@ -46,3 +52,14 @@ def resolve_vision_language(draft: ModelDraft, folder: Path) -> None:
             draft.set("default_prompt_name", _DEFAULT_PROMPT, draft.sources["model_type"])
     else:
         draft.set("input_chat", files.pair_chat or PairChat(is_structured=True), files.transformer_source)
+
+
+def _image_spec(processor: ImageProcessor, folder: Path, draft: ModelDraft) -> ImageSpec:
+    part, limit = vision_part(draft.config), draft.fields["max_model_len"]
+    match processor:
+        case ImageProcessor.QWEN2_VL:
+            return read_area_spec(folder, part, limit)
+        case ImageProcessor.SIGLIP:
+            return read_image_spec(folder, {"model_type": "siglip", "vision_config": part.get("vision_config")})
+        case ImageProcessor.IDEFICS3:
+            return read_tile_spec(folder, part)

@@ -65,12 +65,15 @@ class ImageResize(StrEnum):
             (SigLIP 2, naflex).
         AREA: To whole blocks of patches with about the same proportions, and an area between `min_pixels` and
             `max_pixels` (Qwen2-VL and its successors).
+        TILES: The longer edge to the height of ImageSpec.size, then both edges to multiples of the patch size. The
+            patches are tiles; the whole image is added as the last one unless there is one tile (Idefics3).
     """
 
     EXACT = "exact"
     SHORTEST_EDGE = "shortest_edge"
     PATCHES = "patches"
     AREA = "area"
+    TILES = "tiles"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +112,11 @@ class ImageSpec:
     max_pixels: int = 0
 
     def num_tokens(self, image: ImagePatches) -> int:
-        """Returns the tokens of an image in a language model."""
+        """Returns the tokens of an image in a language model, except with TILES."""
         return len(image.pixels) // self.merge_size**2
 
     def gray(self) -> ImagePatches:
-        """Returns a gray image for a trial: of the largest square size, or with AREA of four blocks."""
+        """Returns a gray image for a trial: of the largest square size, with AREA four blocks, and with TILES one."""
         height, width = self.crop or self.size
         grid = (height // self.patch_size, width // self.patch_size)
         if self.resize is ImageResize.PATCHES:
@@ -121,6 +124,8 @@ class ImageSpec:
             grid = (side, side)
         elif self.resize is ImageResize.AREA:
             grid = (2 * self.merge_size, 2 * self.merge_size)
+        elif self.resize is ImageResize.TILES:
+            return ImagePatches(np.full((1, 3 * self.patch_size**2), 127, np.uint8), (0, 0))
         return ImagePatches(np.full((grid[0] * grid[1], 3 * self.patch_size**2), 127, np.uint8), grid)
 
 
@@ -131,7 +136,7 @@ class ImagePatches:
     Attributes:
         pixels: [P, S * S * 3] uint8. Blocks from left to right, then from top to bottom, and the patches of a block
             likewise; within a patch rows, then columns, then red, green and blue.
-        grid: (rows, columns) of patches.
+        grid: (rows, columns) of patches; with TILES without the whole image, and (0, 0) for one tile.
     """
 
     pixels: NDArray[np.uint8]

@@ -96,7 +96,7 @@ class ClientMessage(msgspec.Struct, tag=True):
         requests: The requests.
         inputs: Their inputs.
         query_shapes: Rows and columns of each query (TokenizedInput.query).
-        grids: Rows and columns of patches, and bytes of a patch, of each image (TokenizedInput.images).
+        grids: Patches, rows and columns of patches, and bytes of a patch, of each image (TokenizedInput.images).
         cancels: Ids of requests to cancel.
         clears: Ids of requests to empty the prefix cache. The core sends PrefixCacheCleared for each. Running
             requests continue.
@@ -108,7 +108,7 @@ class ClientMessage(msgspec.Struct, tag=True):
     requests: list[RequestHeader] = []
     inputs: InputColumns = msgspec.field(default_factory=InputColumns)
     query_shapes: list[tuple[int, int]] = []
-    grids: list[tuple[int, int, int]] = []
+    grids: list[tuple[int, int, int, int]] = []
     cancels: list[int] = []
     clears: list[int] = []
 
@@ -359,7 +359,7 @@ class ClientMessageBuilder:
             requests=headers,
             inputs=columns,
             query_shapes=[query.shape for query in queries.values()],
-            grids=[(*image.grid, image.pixels.shape[1]) for image in images.values()],
+            grids=[(len(image.pixels), *image.grid, image.pixels.shape[1]) for image in images.values()],
             cancels=self.cancels,
             clears=self.clears,
         )
@@ -376,7 +376,7 @@ def unpack_client_message(message: ClientMessage, frame: Frame) -> list[SubmitRe
     columns = message.inputs
     num_tokens = sum(columns.num_tokens)
     num_values = num_tokens + sum(rows * width for rows, width in message.query_shapes)
-    if len(values) != num_values + sum(_num_int32(*grid) for grid in message.grids):
+    if len(values) != num_values + sum(_num_int32(count, width) for count, _, _, width in message.grids):
         raise ValueError(f"a frame of {len(values)} values does not contain the {num_tokens} tokens of its requests")
     queries: list[NDArray[np.float32] | None] = []
     end = num_tokens
@@ -385,10 +385,9 @@ def unpack_client_message(message: ClientMessage, frame: Frame) -> list[SubmitRe
         queries.append(values[start:end].view(np.float32).reshape(num_rows, width))
     queries.append(None)  # at index -1
     images: list[ImagePatches] = []
-    for num_rows, num_columns, num_bytes in message.grids:
-        start, end = end, end + _num_int32(num_rows, num_columns, num_bytes)
-        size = num_rows * num_columns * num_bytes
-        pixels = values[start:end].view(np.uint8)[:size].reshape(num_rows * num_columns, num_bytes)
+    for num_patches, num_rows, num_columns, num_bytes in message.grids:
+        start, end = end, end + _num_int32(num_patches, num_bytes)
+        pixels = values[start:end].view(np.uint8)[: num_patches * num_bytes].reshape(num_patches, num_bytes)
         images.append(ImagePatches(pixels, (num_rows, num_columns)))
     inputs = [
         TokenizedInput(values[end - length : end], boundary, num_prompt_tokens, num_masked, queries[query])
@@ -424,9 +423,9 @@ def unpack_client_message(message: ClientMessage, frame: Frame) -> list[SubmitRe
     return requests
 
 
-def _num_int32(num_rows: int, num_columns: int, num_bytes: int) -> int:
+def _num_int32(num_patches: int, num_bytes: int) -> int:
     """Returns the int32 values that hold the pixels of an image."""
-    return -(-num_rows * num_columns * num_bytes // 4)
+    return -(-num_patches * num_bytes // 4)
 
 
 def _as_int32(pixels: NDArray[np.uint8]) -> NDArray[np.int32]:

@@ -251,7 +251,7 @@ class ModelInfo:
     @property
     def mixes_images(self) -> bool:
         """Whether an input may have images and texts."""
-        return self.image_spec is not None
+        return self.image_spec is not None and self.multi_vector is None
 
     @property
     def folder(self) -> str:

@@ -151,8 +151,11 @@ class InputFrames:
         text: Frame of an input without images.
         image: Frame of an input with images.
         image_text: Text of one image.
-        placeholder: The token in `image_text` that is repeated for each row of the image.
-        placeholder_id: Its id.
+        placeholder: The token in `image_text` that the tokens of the image replace.
+        placeholder_id: Its id. An image is this token once for each of its rows, unless there are tiles.
+        tiles: Tokens between the tiles of an image; None: images have no tiles.
+        mixes: An input may have a text beside an image.
+        adds_special_tokens: The tokenizer's special tokens are added around prompts.
     """
 
     text: Frame
@@ -160,6 +163,40 @@ class InputFrames:
     image_text: str
     placeholder: str
     placeholder_id: int
+    tiles: TileTokens | None = None
+    mixes: bool = True
+    adds_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileTokens:
+    """The tokens of an image in tiles (Idefics3).
+
+    Attributes:
+        num_rows: Rows of a tile in the model.
+        before: Tokens before a tile and after the last one.
+        whole: Tokens before the rows of the whole image, after `before`.
+        tags: Tokens before the rows of a tile, by its row and column.
+        row_end: Tokens after a row of tiles.
+        end: Tokens after the last row of tiles.
+    """
+
+    num_rows: int
+    before: tuple[int, ...]
+    whole: tuple[int, ...]
+    tags: tuple[tuple[tuple[int, ...], ...], ...]
+    row_end: tuple[int, ...]
+    end: tuple[int, ...]
+
+    def image_ids(self, grid: tuple[int, int], placeholder_id: int) -> list[int]:
+        """Returns the tokens of an image with rows and columns of tiles; (0, 0) for one tile."""
+        rows = [placeholder_id] * self.num_rows
+        ids: list[int] = []
+        for row in range(grid[0]):
+            for column in range(grid[1]):
+                ids += [*self.before, *self.tags[row][column], *rows]
+            ids += self.row_end if row + 1 < grid[0] else self.end
+        return [*ids, *self.before, *self.whole, *rows, *self.before]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

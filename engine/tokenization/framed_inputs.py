@@ -54,6 +54,9 @@ class FramedEncoder:
             is_rendered: Inputs are whole prompts, such as rendered chats.
             add_special_tokens: Add the tokenizer's special tokens around a prompt.
         """
+        if not self._frames.mixes and any(isinstance(item, MixedInput) for item in inputs):
+            raise InvalidRequestError("The model reads an image or a text, not both in one input.", param="input")
+        add_special_tokens = add_special_tokens and (is_rendered or self._frames.adds_special_tokens)
         patches = await self._decode(inputs)
         encoded: dict[int, TokenizedInput] = {}
         frame = Frame() if is_rendered else self._frames.text
@@ -160,7 +163,7 @@ class FramedEncoder:
 
     def _text_limit(self, truncation: Truncation, patches: Patches, index: int) -> Truncation:
         """Returns the limit of a prompt with one placeholder for each image."""
-        added = sum(self._images.spec.num_tokens(image) - 1 for image in patches)
+        added = sum(len(self._ids_of(image)) - 1 for image in patches)
         if added and added + 1 >= truncation.max_num_tokens:
             raise RequestTooLongError.over_limit(
                 f"the images of input {index} have {added + len(patches)} tokens",
@@ -177,7 +180,7 @@ class FramedEncoder:
     def _with_images(
         self, tokens: TokenizedInput, patches: Patches, index: int, truncation: Truncation
     ) -> TokenizedInput:
-        """Repeats the placeholder of each image for each of its tokens."""
+        """Replaces the placeholder of each image by its tokens."""
         positions = np.flatnonzero(tokens.token_ids == self._frames.placeholder_id)
         if len(positions) < len(patches) and tokens.is_truncated:
             raise truncation.no_space_error(f"input {index} has an image after a text that is longer")
@@ -185,9 +188,16 @@ class FramedEncoder:
             raise self._placeholder_error(index)
         if not patches:
             return tokens
-        repeats = np.ones(len(tokens), np.int64)
-        repeats[positions] = [self._images.spec.num_tokens(image) for image in patches]
-        return replace(tokens, token_ids=tokens.token_ids.repeat(repeats), images=patches)
+        parts = np.split(tokens.token_ids, positions)
+        own = [np.concatenate([self._ids_of(i), part[1:]]) for i, part in zip(patches, parts[1:], strict=True)]
+        return replace(tokens, token_ids=np.concatenate([parts[0], *own]), images=patches)
+
+    def _ids_of(self, image: ImagePatches) -> NDArray[np.int32]:
+        """Returns the tokens of an image."""
+        placeholder_id, tiles = self._frames.placeholder_id, self._frames.tiles
+        if tiles is None:
+            return np.full(self._images.spec.num_tokens(image), placeholder_id, np.int32)
+        return np.array(tiles.image_ids(image.grid, placeholder_id), np.int32)
 
     def _checked(self, tokens: TokenizedInput, index: int) -> TokenizedInput:
         if (tokens.token_ids == self._frames.placeholder_id).any():

@@ -19,7 +19,7 @@ from penstock.engine.protocol.images import ImageInput, MixedInput
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TextOrImage
 
-from ..random_models import save_qwen3_vl_model
+from ..random_models import PAGE_MODELS, save_page_model, save_qwen3_vl_model
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.filterwarnings("ignore")]
 TOLERANCE = 1e-4
@@ -81,4 +81,30 @@ async def test_qwen3_vl_reranker_equals_transformers(default_model: Path, tmp_pa
         await engine.score(["What?"], [long], PoolingParams(truncate_prompt_tokens=100, reject_too_long=True))
     with pytest.raises(InvalidRequestError, match="stands for an image"):
         await engine.score(["What?"], ["<|image_pad|>"], PARAMS)
+    await engine.close()
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k == "ColQwen2.5")) for k in PAGE_MODELS])
+async def test_vectors_of_pages_and_queries_equal_transformers(kind: str, default_model: Path, tmp_path: Path) -> None:
+    model, processor = save_page_model(tmp_path, kind, default_model)
+    pages = [*IMAGES, IMAGES[0].convert("L")]
+    queries = ["Where is the dam?", "What?"]
+    with torch.no_grad():
+        colours = [page.convert("RGB") for page in pages]
+        inputs = [processor.process_images(images=[page]) for page in colours]
+        inputs += [processor.process_queries(text=[query]) for query in queries]
+        expected = [model(**arguments).embeddings[0].numpy() for arguments in inputs]
+    engine = await start(tmp_path)
+    sides = [*map(sent, pages), *queries]
+    together = await engine.token_embed(sides, PARAMS)
+    alone = [(await engine.token_embed([side], PARAMS)).rows[0] for side in sides]
+    assert together.num_tokens == [len(rows) for rows in expected]
+    for rows, own, wanted in zip(together.rows, alone, expected, strict=True):
+        assert np.abs(rows - wanted).max() < TOLERANCE
+        assert np.abs(own - rows).max() < 1e-5
+    scored = await engine.score(queries[:1], sides[: len(pages)], PARAMS)
+    similarities = [expected[-2] @ rows.T for rows in expected[: len(pages)]]
+    assert np.abs(scored.scores - [each.max(axis=1).sum() for each in similarities]).max() < 10 * TOLERANCE
+    with pytest.raises(InvalidRequestError, match="not both in one input"):
+        await engine.token_embed([MixedInput((sides[0], "a gate"))], PARAMS)
     await engine.close()

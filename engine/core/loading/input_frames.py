@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 from tokenizers import Tokenizer
 
-from ...families.vision_language import VISION_LANGUAGE
+from ...families.vision_language import (
+    NUM_EXPANSIONS,
+    VISION_LANGUAGE,
+    ImageProcessor,
+    PagePrompts,
+    vision_part,
+)
+from ...model_files.image_processor import PROCESSOR_FILE
+from ...model_files.model_folder import read_object
 from ...protocol.errors import InvalidRequestError, UnsupportedModelError
 from ...protocol.model_info import ModelInfo, PairChat
-from ...protocol.templates import ChatOptions, ChatTemplate, Frame, InputFrames, escaped
+from ...protocol.templates import ChatOptions, ChatTemplate, Frame, InputFrames, TileTokens, escaped
 from ...tokenization.chat_renderer import ChatRenderer
 
 # Characters of the private use area: templates do not contain them.
@@ -19,13 +28,16 @@ _CONTENT: Final = "\ue0a2"
 _GENERATES: Final = "add_generation_prompt"
 
 
-def input_frames(info: ModelInfo, backend: Tokenizer, template: ChatTemplate | None) -> InputFrames | None:
+def input_frames(
+    info: ModelInfo, backend: Tokenizer, template: ChatTemplate | None, special_tokens: Mapping[str, str]
+) -> InputFrames | None:
     """Returns the prompts of a language model that reads images; None for other models.
 
     Args:
         info: The model.
         backend: Its tokenizer.
         template: Its chat template.
+        special_tokens: Its named special tokens, such as bos_token.
 
     Raises:
         UnsupportedModelError: The tokenizer has no token for images, or the chat template does not render an
@@ -34,18 +46,69 @@ def input_frames(info: ModelInfo, backend: Tokenizer, template: ChatTemplate | N
     if info.image_spec is None or (family := VISION_LANGUAGE.get(info.model_type)) is None:
         return None
     placeholder_id = backend.token_to_id(family.placeholder)
-    if placeholder_id is None or info.config.get("image_token_id", placeholder_id) != placeholder_id:
+    part = vision_part(info.config)
+    expected = part.get("image_token_id", part.get("image_token_index", placeholder_id))
+    if placeholder_id is None or expected != placeholder_id:
         raise UnsupportedModelError(
             f"The token {family.placeholder!r} of {info.name} has the id {placeholder_id} in tokenizer.json, but "
-            f"image_token_id in config.json is {info.config.get('image_token_id')}."
+            f"image_token_id in config.json is {expected}."
         )
-    frame = Frame() if info.input_chat is None else _chat_frame(info, info.input_chat, template)
+    if family.pages is not None:
+        text, image = _page_frames(info, family.pages, family.image_text, special_tokens)
+    else:
+        text = image = Frame() if info.input_chat is None else _chat_frame(info, info.input_chat, template)
     return InputFrames(
-        text=frame,
-        image=frame,
+        text=text,
+        image=image,
         image_text=family.image_text,
         placeholder=family.placeholder,
         placeholder_id=placeholder_id,
+        tiles=_tile_tokens(info, backend) if family.processor is ImageProcessor.IDEFICS3 else None,
+        mixes=family.pages is None,
+        adds_special_tokens=family.pages is None or family.pages.adds_special_tokens,
+    )
+
+
+def _page_frames(
+    info: ModelInfo, pages: PagePrompts, image_text: str, special_tokens: Mapping[str, str]
+) -> tuple[Frame, Frame]:
+    """Returns the frames of a query and of a page, with the prefixes of processor_config.json."""
+    settings = read_object(Path(info.path) / PROCESSOR_FILE)
+    expansion = pages.expansion or special_tokens.get("pad_token")
+    if expansion is None:
+        raise UnsupportedModelError(f"The tokenizer of {info.name} has no pad_token, which is added to queries.")
+    bos = special_tokens.get("bos_token", "")
+    query = pages.query.format(bos=bos, prefix=settings.get("query_prefix") or pages.query_prefix)
+    prefix = settings.get("visual_prompt_prefix") or pages.prefix
+    before, found, after = pages.page.format(image=image_text, bos=bos, prefix=prefix).partition(image_text)
+    if not found:
+        raise UnsupportedModelError(
+            f"visual_prompt_prefix of {info.name} is {prefix!r}; penstock supports a prompt with one {image_text}."
+        )
+    text = Frame(before=query, after=expansion * NUM_EXPANSIONS + pages.after_query)
+    return text, Frame(before=before, after=after)
+
+
+def _tile_tokens(info: ModelInfo, backend: Tokenizer) -> TileTokens:
+    """Returns the tokens of tiles, as Idefics3's processor writes them."""
+    assert info.image_spec is not None, "the model reads images"
+    edge = -(-info.image_spec.size[0] // info.image_spec.patch_size)
+    part = vision_part(info.config)
+    vision = part.get("vision_config") or {}
+    side = info.image_spec.patch_size // vision.get("patch_size", 16)
+    num_rows = side**2 // part.get("pixel_shuffle_factor", 4) ** 2
+
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(backend.encode(text, add_special_tokens=False).ids)
+
+    tags = tuple(tuple(ids(f"<row_{row + 1}_col_{column + 1}>") for column in range(edge)) for row in range(edge))
+    return TileTokens(
+        num_rows=num_rows,
+        before=ids("<fake_token_around_image>"),
+        whole=ids("<global-img>"),
+        tags=tags,
+        row_end=ids("\n"),
+        end=ids("\n\n"),
     )
 
 

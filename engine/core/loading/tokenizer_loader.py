@@ -116,7 +116,7 @@ def load_tokenizer(
         multi_vector_tokens=find_multi_vector_tokens(tokenizer, info),
         end_id=info.vocab_size if is_static else _end_id(tokenizer, info.vocab_size),  # StaticTable's row of zeros
         padding=_padding(tokenizer, info),
-        frames=input_frames(info, backend, template),
+        frames=input_frames(info, backend, template, tokenizer.special_tokens_map),
         dropped_id=unknown_id(backend) if info.model_type == MODEL2VEC else None,
         chars_per_token=_median_length(backend) if info.model_type == MODEL2VEC else None,
         config=_config(tokenizer),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,12 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
+from penstock.engine.images.errors import ImageError
 from penstock.engine.images.preprocessing import preprocess
 from penstock.engine.images.resampling import resize_part
 from penstock.engine.protocol.images import ImagePatches, ImageResize, ImageSpec
@@ -88,6 +92,59 @@ def test_patches_of_siglip2_equal_processor() -> None:
         assert patches.grid == tuple(expected["spatial_shapes"][0])
         pixel_values = expected["pixel_values"][0][: len(patches.pixels)]
         np.testing.assert_allclose(_normalized(patches, spec), pixel_values, rtol=0, atol=1e-6)
+
+
+def test_blocks_of_qwen_equal_processor() -> None:
+    limits: dict[str, Any] = {"min_pixels": 3_136, "max_pixels": 40_000}
+    spec = ImageSpec(
+        patch_size=14, resize=ImageResize.AREA, size=(0, 0), merge_size=2, max_patches=204, **limits, **_HALF
+    )
+    processor = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 3_136, "longest_edge": 40_000}, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
+    for seed, (width, height) in enumerate([*_SIZES, (1, 200), (1_999, 10)]):
+        image = picture("RGB", width, height, seed)
+        patches = preprocess(image, spec)
+        expected = processor(image, return_tensors="np")
+        assert [1, *patches.grid] == expected["image_grid_thw"][0].tolist()
+        colours = _normalized(patches, spec).reshape(-1, 14, 14, 3).transpose(0, 3, 1, 2)
+        frames = np.repeat(colours[:, :, None], 2, axis=2).reshape(len(patches.pixels), -1)
+        np.testing.assert_allclose(frames, expected["pixel_values"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("size", "limit", "message"),
+    [((1, 201), 204, "201 times|200 times"), ((200, 200), 40, "has 49 tokens; the model reads up to 10")],
+)
+def test_image_that_a_language_model_cannot_read_is_rejected(size: tuple[int, int], limit: int, message: str) -> None:
+    spec = ImageSpec(
+        patch_size=14,
+        resize=ImageResize.AREA,
+        size=(0, 0),
+        merge_size=2,
+        max_patches=limit,
+        min_pixels=3_136,
+        max_pixels=40_000,
+        **_HALF,
+    )
+    with pytest.raises(ImageError, match=message):
+        preprocess(picture("RGB", *size), spec)
+
+
+def test_tiles_of_idefics3_equal_processor() -> None:
+    spec = ImageSpec(patch_size=30, resize=ImageResize.TILES, size=(100, 100), resample=1, max_patches=17, **_HALF)
+    processor = Idefics3ImageProcessorPil(size={"longest_edge": 100}, max_image_size={"longest_edge": 30})
+    small = replace(spec, size=(30, 30))
+    small_processor = Idefics3ImageProcessorPil(size={"longest_edge": 30}, max_image_size={"longest_edge": 30})
+    sizes = [*_SIZES, (1, 65_535), (65_535, 1)]
+    cases = [(spec, processor, size) for size in sizes] + [(small, small_processor, size) for size in _SIZES]
+    for seed, (own, reference, (width, height)) in enumerate(cases):
+        image = picture("RGB", width, height, seed)
+        patches = preprocess(image, own)
+        expected = reference(image, return_tensors="np", return_row_col_info=True)
+        assert patches.grid == (expected["rows"][0][0], expected["cols"][0][0])
+        colours = _normalized(patches, own).reshape(-1, 30, 30, 3).transpose(0, 3, 1, 2)
+        np.testing.assert_allclose(colours, expected["pixel_values"][0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("resample", [1, 2, 3])

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from ....families.decoder import answer_head
 from ....model_files.model_folder import one_line
 from ....protocol.errors import UnsupportedModelError, UnsupportedTaskError
-from ....protocol.images import ImagePatches, ImageSpec
 from ....protocol.model_info import ModelInfo, ModelKind
 from ....protocol.request import TokenizedInput
 from ....protocol.tasks import PoolingType
 from ..base import ModelOutput, PackedModel
 from ..model_heads import AnswerHead
 from ..packed_batch import PackedBatch
-from .image_inputs import ImageInputs
+from .image_inputs import ImageInputs, image_inputs
 from .network import Network, Sharing, in_float32
 from .packed_attention import NAME, NotPackableError, register
 from .pretrained import CODE_ERRORS, load_pretrained, other_inputs
@@ -70,9 +69,7 @@ class TransformersModel(PackedModel):
         self._name = info.name
         self._device = torch.device(info.device)
         module = load_pretrained(info, trust_remote_code=trust_remote_code)
-        self._images: ImageInputs | None = None
-        if info.image_spec is not None:
-            self._images = ImageInputs(info.image_spec, module.config, self._device)
+        self._images = image_inputs(info, module.config)
         self._network = Network(module, gives_logits=False, images=self._images)
         self.hidden_size = info.hidden_size
         if info.kind is ModelKind.TOKEN_CLASSIFIER:
@@ -153,7 +150,7 @@ class TransformersModel(PackedModel):
         probe = self._probe(self._probe_lengths(info), info)
         try:
             expected = network.run_padded(probe)
-            pictured = None if info.image_spec is None else self._image_probe(info, info.image_spec)
+            pictured = None if self._images is None else self._image_probe(self._images, info)
             expected_pictured = None if pictured is None else network.run_padded(pictured)
         except _CALL_ERRORS as error:
             raise _cannot_run(info, error, self._network.module) from error
@@ -225,25 +222,15 @@ class TransformersModel(PackedModel):
         self._network.language_model.set_attn_implementation(NAME)
         return _agree(rows, expected)
 
-    def _image_probe(self, info: ModelInfo, spec: ImageSpec) -> PackedBatch:
-        """Returns a batch of a text, a text with two images, and an image."""
-        assert self._images is not None, "the model reads images"
-        side = spec.merge_size
-        images = [
-            ImagePatches(
-                np.random.default_rng(0).integers(0, 256, (rows * columns * side**2, 3 * spec.patch_size**2), np.uint8),
-                (rows * side, columns * side),
-            )
-            for rows, columns in ((2, 3), (1, 2))
-        ]
-        texts = self._probe((_PROBE_LENGTHS[0],), info).token_ids
-        assert texts is not None, "the batch was built from arrays"
-        rows = [np.full(spec.num_tokens(image), self._images.token_id) for image in images]
-        sequences = [(texts, ()), (np.concatenate([texts, rows[0], texts, rows[1], texts]), tuple(images))]
-        sequences.append((np.concatenate([texts, rows[1], texts]), (images[1],)))
-        return PackedBatch.build(
-            [TokenizedInput(ids.astype(np.int32), images=own) for ids, own in sequences], self._device
-        )
+    def _image_probe(self, images: ImageInputs, info: ModelInfo) -> PackedBatch:
+        """Returns a batch of a text and of texts with an image."""
+        text = self._probe((_PROBE_LENGTHS[0],), info).token_ids
+        assert text is not None, "the batch was built from arrays"
+        sequences: list[TokenizedInput] = [TokenizedInput(text.astype(np.int32))]
+        for image in images.probe_images():
+            rows = np.full(images.num_rows(image), images.token_id)
+            sequences.append(TokenizedInput(np.concatenate([text, rows, text]).astype(np.int32), images=(image,)))
+        return PackedBatch.build(sequences, self._device)
 
     def _probe_lengths(self, info: ModelInfo) -> tuple[int, ...]:
         """Returns two short lengths and, for short models, enough lengths that their sum passes the position limit."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from ..packed_batch import PackedBatch
 from .image_inputs import ImageInputs
 from .packed_attention import PackedRow, packed_row
+
+_OUTPUTS: Final = ("logits", "embeddings", "last_hidden_state")
 
 
 class Sharing(Enum):
@@ -50,7 +52,7 @@ class Network:
         self.images = images
         self.gives_logits = gives_logits
         self.pad_token_id: int | None = self.text_config.pad_token_id
-        self._accepted = _argument_names(module)
+        self._accepted = _argument_names(module) | ({"position_ids"} if images is not None else set())
         pools_at_marker = gives_logits and (module.config.is_encoder_decoder or self.pad_token_id is None)
         can_share = "attention_mask" in self._accepted and not pools_at_marker
         self.sharing = Sharing.LIKE if can_share else Sharing.NONE
@@ -83,11 +85,9 @@ class Network:
         }
         if batch.token_type_ids is not None:
             arguments["token_type_ids"] = batch.token_type_ids[None]
-        if self.images is not None and batch.images:
-            arguments["position_ids"] = self.images.positions(batch)
-            arguments |= self.images.arguments([image for images in batch.images for image in images])
+        added = {} if self.images is None else self.images.packed(batch)
         with packed_row(batch) as row:
-            return self._call(arguments)[0], row
+            return self._call(arguments, added)[0], row
 
     def run_padded(self, batch: PackedBatch) -> Tensor:
         """Runs groups of sequences that may share a forward, padded on the right; returns [T, D] or [N, num_labels]."""
@@ -102,10 +102,7 @@ class Network:
             if batch.token_type_ids is not None:
                 arguments["token_type_ids"] = pad_sequence(list(batch.token_type_ids[span].split(lengths)), True)
             own = [image for images in batch.images[first:last] for image in images]
-            if self.images is not None and own:
-                arguments |= self.images.arguments(own)
-                arguments["mm_token_type_ids"] = (ids == self.images.token_id).int()
-            output = self._call(arguments)
+            output = self._call(arguments, {} if self.images is None else self.images.padded(own, ids))
             parts.append(output if self.gives_logits else output[is_token])
         return torch.cat(parts)
 
@@ -118,13 +115,19 @@ class Network:
                 yield first, last
                 first = last
 
-    def _call(self, arguments: dict[str, Any]) -> Tensor:
-        """Calls the network with the arguments that it accepts; returns its logits, or else its hidden states."""
+    def _call(self, arguments: dict[str, Any], added: Mapping[str, Any]) -> Tensor:
+        """Calls the network; returns its logits, or else its hidden states or the vectors of its tokens.
+
+        Args:
+            arguments: Passed if the network accepts them.
+            added: Passed in any case, in place of equal names in `arguments`.
+        """
         accepted = self._accepted
         if "use_cache" in accepted:
             arguments["use_cache"] = False
-        output = self.module(**{name: value for name, value in arguments.items() if name in accepted}, return_dict=True)
-        rows: Tensor = output.logits if "logits" in output else output.last_hidden_state
+        taken = {name: value for name, value in arguments.items() if name in accepted}
+        output = self.module(**{**taken, **added}, return_dict=True)
+        rows: Tensor = next(output[name] for name in _OUTPUTS if name in output)
         return rows
 
 

@@ -12,6 +12,7 @@ import transformers
 from safetensors import SafetensorError
 
 from ....checkpoint.files import quoted_names
+from ....families.vision_language import VISION_LANGUAGE
 from ....model_files.model_folder import one_line, read_object
 from ....protocol.errors import UnsupportedModelError, WeightError
 from ....protocol.model_info import ModelInfo, ModelKind
@@ -106,7 +107,9 @@ def other_inputs(model_class: Any) -> str:
 
 def _reject_other_inputs(info: ModelInfo, auto_class: Any, config: Any) -> None:
     """Raises UnsupportedModelError for a model with a main input other than text, before its weights are read."""
-    model_class = auto_class._model_mapping.get(type(config), None)
+    model_class = auto_class
+    if hasattr(auto_class, "_model_mapping"):
+        model_class = auto_class._model_mapping.get(type(config), None)
     if isinstance(model_class, tuple | list):
         model_class = model_class[0]
     others = other_inputs(model_class)
@@ -142,6 +145,9 @@ def _overrides(info: ModelInfo) -> dict[str, Any]:
 
 
 def _auto_class(info: ModelInfo, config: Any) -> Any:
+    family = VISION_LANGUAGE.get(info.model_type)
+    if family is not None and family.pages is not None:
+        return getattr(transformers, family.pages.class_name)
     if info.classifier_tokens:
         return transformers.AutoModelForImageTextToText if info.reads_images else transformers.AutoModelForCausalLM
     if info.kind in _AUTO_CLASSES:

@@ -92,7 +92,7 @@ def test_rows_do_not_depend_on_the_batch(class_name, config, note, save_model, r
 def test_network_that_mixes_its_batch_runs_one_sequence(save_model, resolve, pack, monkeypatch, caplog):
     folder, _ = save_model("T5EncoderModel", **T5)
     call = Network._call
-    monkeypatch.setattr(Network, "_call", lambda self, a: call(self, a) + 0.01 * len(a["input_ids"]))
+    monkeypatch.setattr(Network, "_call", lambda self, a, added: call(self, a, added) + 0.01 * len(a["input_ids"]))
     model = load_model(resolve(folder))
     assert ALONE in caplog.text
     rows = model.forward(pack([[5, 6], [5, 6]])).hidden_states
