@@ -122,8 +122,8 @@ class ArrayRunner(PoolingRunner[Floats]):
     def begin(self, chunks: Sequence[PrefillChunk]) -> ArrayForward | CompletedForward:
         """See Runner.
 
-        A batch with KV blocks has ended when this returns, because another sequence may get the blocks of a cancelled
-        request at once.
+        A batch with chunks of long sequences has ended when this returns: another sequence may get the blocks of a
+        cancelled one at once, and the duration without other batches sets the size of the next chunks.
         """
         started_s = time.perf_counter()
         chunk_tokens = num_long_tokens(chunks)
@@ -135,11 +135,11 @@ class ArrayRunner(PoolingRunner[Floats]):
             kv_blocks = BatchBlocks(self._kv_cache, *KvSlots.of(chunks, self._config.cache.kv_block_size))
             starts, adapters = [c.start for c in chunks], self._adapters(chunks)
             batch = PackedArrays.build([c.tokens for c in chunks], starts, kv_blocks, adapters)
-            if chunk_tokens:
-                self._meter.begin()
+            if not chunk_tokens:
+                return self._begin(chunks, batch, started_s)
+            self._meter.begin()
             outputs = self._begin(chunks, batch, started_s).outputs()
-            if chunk_tokens:
-                self._meter.end(batch.num_tokens)
+            self._meter.end(batch.num_tokens)
             return CompletedForward(outputs)
         except MemoryError as error:
             raise DeviceMemoryError(str(error)) from error
@@ -191,10 +191,6 @@ class ArrayRunner(PoolingRunner[Floats]):
         return outputs
 
     def _allocate_kv_blocks(self) -> None:
-        """Reserves memory for sequences in chunks. The scheduler then makes each batch large enough for all lanes.
-
-        The end of a forward without KV blocks may overlap a batch with KV blocks: it neither reads nor writes blocks.
-        """
         spec, itemsize = self._encoder.cache_spec, self._encoder.kv_itemsize
         assert spec is not None, "only decoders have KV blocks"
         plan = self._make_pool(spec, itemsize, self._gauge.available())
@@ -203,4 +199,6 @@ class ArrayRunner(PoolingRunner[Floats]):
         layer = spec.kv_layers[0]
         shape = (plan.num_blocks, self._config.cache.kv_block_size, layer.num_kv_heads, layer.head_size)
         self._kv_cache = PagedKvCache.allocate(len(spec.kv_layers), shape, itemsize)
-        self.num_lanes = 1
+        # The forwards of a decoder take long compared with the work between them. Large batches, which the lanes share,
+        # divide the tokens more evenly than a batch for each lane.
+        self.limits = DeviceLimits(min_batch_tokens=self._config.scheduler.token_budget("cpu"))

@@ -80,6 +80,7 @@ class Scheduler:
         self._finished: list[InputSequence] = []  # long sequences that finished since the last batch
         self._last_num_whole = 0  # whole sequences in the last batch
         self._waits_for_memory = False  # whether the next long sequence waits for memory
+        self._held: dict[PrefillChunk, tuple[Allocation, bool]] = {}  # memory of cancelled sequences that still run
         self.requests: dict[int, Request] = {}
         self.waiting = FairQueue(self._full_budget)
         self.prefill = ChunkedPrefillManager(prefill_config, order=self.waiting.sort_key)
@@ -130,6 +131,10 @@ class Scheduler:
         """
         request = self.requests.get(request_id)
         for sequence in [] if request is None else [s for s in request.sequences if s.status is not Status.FINISHED]:
+            if sequence.chunk is not None and sequence.allocation is not None and not sequence.is_long:
+                # Its forward may write the memory until it ends: `finish` frees it.
+                self._held[sequence.chunk] = sequence.allocation, drop_cached_blocks
+                sequence.allocation = None
             self._release(sequence, Status.FINISHED, drop_cached_blocks=drop_cached_blocks)
         return request
 
@@ -177,6 +182,9 @@ class Scheduler:
         has_run = False
         for chunk in batch.chunks:
             sequence = chunk.sequence
+            if chunk in self._held:
+                allocation, drop_cached_blocks = self._held.pop(chunk)
+                self._pool.free(allocation, drop_cached_blocks=drop_cached_blocks)
             if not sequence.is_in_flight(chunk):
                 continue
             has_run = True

@@ -9,13 +9,12 @@
 
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "layers.h"
 
 /* Tokens per part, few enough for the caches. */
 #define MAX_PART_TOKENS 320
-/* Lanes run jointly if parts would take longer than this many times an equal division of the tokens. */
+/* Lanes run jointly if the largest part has more than this many times the tokens of a lane's share. */
 #define JOINT_RATIO 1.25
 
 struct Forward {
@@ -91,20 +90,6 @@ static int split_into_parts(const Batch *batch, long target, Part *parts) {
     return count;
 }
 
-/* Tokens of the lane that ends last if lanes take the parts in the order of `work`. A part with fewer than `least` tokens
- * takes as long as one with `least`. `loads`: memory for `lanes` numbers. */
-static long longest_lane(const Part *parts, int count, long least, int lanes, long *loads) {
-    long longest = 0;
-    memset(loads, 0, (size_t)lanes * sizeof *loads);
-    for (int i = count - 1; i >= 0; i--) {
-        int next = 0;
-        for (int lane = 1; lane < lanes; lane++) next = loads[lane] < loads[next] ? lane : next;
-        loads[next] += parts[i].rows > least ? parts[i].rows : least;
-        longest = loads[next] > longest ? loads[next] : longest;
-    }
-    return longest;
-}
-
 /* Maximum joint lanes: each has at least two panels of every product. More would lose the gain to synchronisation. */
 static int max_joint_lanes(const Isa *isa, const Encoder *encoder) {
     long narrowest = isa->panels(&encoder->layers->attention_out);
@@ -114,14 +99,12 @@ static int max_joint_lanes(const Isa *isa, const Encoder *encoder) {
 Forward *forward_begin(const Isa *isa, const Encoder *encoder, const Batch *batch, Lanes *lanes, Scratch *scratch) {
     Forward *forward = malloc(sizeof *forward);
     Part *parts = malloc((size_t)batch->num_seqs * sizeof(Part));
-    long total = batch->starts[batch->num_seqs], longest = 0, count = lanes_count(lanes);
-    long *loads = malloc((size_t)count * sizeof *loads);
-    if (!forward || !parts || !loads) {
+    if (!forward || !parts) {
         free(forward);
         free(parts);
-        free(loads);
         return NULL;
     }
+    long total = batch->starts[batch->num_seqs], longest = 0, count = lanes_count(lanes);
     for (long s = 0; s < batch->num_seqs; s++) {
         long length = batch->starts[s + 1] - batch->starts[s];
         longest = length > longest ? length : longest;
@@ -134,13 +117,10 @@ Forward *forward_begin(const Isa *isa, const Encoder *encoder, const Batch *batc
                          .scratch = scratch, .longest = longest, .parts = parts,
                          .whole = {.last = batch->num_seqs, .rows = total}};
     forward->num_parts = split_into_parts(batch, target, parts);
-    int joint = max_joint_lanes(isa, encoder) < count ? max_joint_lanes(isa, encoder) : (int)count;
     long largest = least; /* a smaller part takes as long */
     for (int i = 0; i < forward->num_parts; i++) largest = parts[i].rows > largest ? parts[i].rows : largest;
-    /* Batches with KV blocks run one at a time. Otherwise an idle lane takes parts of the next batch. */
-    long busy = batch->kv_blocks ? longest_lane(parts, forward->num_parts, least, (int)count, loads) : largest;
-    int runs_jointly = (double)busy * (double)joint > JOINT_RATIO * (double)total;
-    free(loads);
+    int joint = max_joint_lanes(isa, encoder) < count ? max_joint_lanes(isa, encoder) : (int)count;
+    int runs_jointly = (double)largest * (double)joint > JOINT_RATIO * (double)total;
     lanes_begin(lanes, &forward->job, forward->num_parts, runs_jointly ? joint : 1);
     return forward;
 }

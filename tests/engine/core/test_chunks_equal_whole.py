@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.core.array_runner import ArrayRunner
+from penstock.engine.core.array_runner import ArrayForward, ArrayRunner
 from penstock.engine.core.loading.cpu_kernels import load_array_encoder
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
@@ -208,8 +208,11 @@ class Client(CoreDriver):
             super().run()
             self.max_in_flight = max(self.max_in_flight, len(self.core._running))
 
+    def rows_of(self, request_id: int) -> np.ndarray:
+        return np.reshape(self.results[request_id][0], (-1, SIZES["hidden_size"]))
+
     def vectors(self, num_requests: int) -> list[np.ndarray]:
-        return [np.reshape(self.results[i][0], (-1, SIZES["hidden_size"])) for i in range(num_requests)]
+        return [self.rows_of(i) for i in range(num_requests)]
 
 
 @pytest.fixture
@@ -351,6 +354,35 @@ def test_results_equal_with_two_batches_in_flight(
     if stream is not None:
         stream.close()
         assert overlapping.max_in_flight == 2
+
+
+def test_results_equal_if_batches_with_cached_blocks_overlap(
+    loaded: Loaded, client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks of a cancelled request stay reserved until its forward has ended."""
+    if not loaded.is_array_model:
+        pytest.skip("only lanes run forwards at the same time")
+    inputs = texts([32] * 6)
+    expected = run(client(PoolingType.LAST, chunking=False), inputs)
+    overlapping = client(PoolingType.LAST, prefixes=True)
+
+    nums_running = []
+
+    def is_done(forward: ArrayForward) -> bool:  # not before another batch is started
+        nums_running.append(len(overlapping.core._running))
+        can_wait = nums_running[-1] == 1 and overlapping.core._scheduler.has_work
+        return not can_wait and forward.running.is_done
+
+    monkeypatch.setattr(ArrayForward, "is_done", property(is_done))
+    overlapping.submit_texts(*enumerate(inputs), (6, inputs[0]))
+    overlapping.run()
+    overlapping.cancel(0)
+    pool = overlapping.runner.sequence_pool
+    assert (pool.num_allocations, list(overlapping.core._scheduler.requests)) == (1, [1, 2, 3, 4, 5, 6])
+    overlapping.run_all()
+    assert max(nums_running) == 2
+    assert_same([overlapping.rows_of(i) for i in range(1, 7)], [*expected[1:], expected[0]])
+    assert pool.num_allocations == 0
 
 
 @pytest.mark.parametrize("pooling", [PoolingType.LAST, PoolingType.MEAN])

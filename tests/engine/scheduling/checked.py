@@ -170,6 +170,7 @@ class CheckedScheduler:
                 self.write(chunk)
         for request in self.scheduler.finish(batch):
             assert request.request_id not in self.scheduler.requests
+        assert not self.scheduler._held
         self.check()
         return batch
 
@@ -195,7 +196,8 @@ class CheckedScheduler:
 
     def allocations(self) -> list[Allocation]:
         sequences = [sequence for request in self.scheduler.requests.values() for sequence in request.sequences]
-        return [sequence.allocation for sequence in sequences if sequence.allocation is not None]
+        held = [allocation for allocation, _ in self.scheduler._held.values()]
+        return held + [sequence.allocation for sequence in sequences if sequence.allocation is not None]
 
     def held_blocks(self) -> set[int]:
         return {block for allocation in self.allocations() for block in allocation.block_ids}
@@ -216,7 +218,7 @@ class CheckedScheduler:
                 assert chunk.start <= chunk.sequence.num_pooled, "the pooling misses rows"
 
     def check(self) -> None:
-        """Counts are true; only running sequences hold memory."""
+        """Counts are true; only running sequences hold memory, cancelled ones until their batch has ended."""
         scheduler, pool = self.scheduler, self.sequence_pool
         sequences = [sequence for request in scheduler.requests.values() for sequence in request.sequences]
         waiting = [sequence for sequence in sequences if sequence.status is Status.WAITING]
