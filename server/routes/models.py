@@ -29,6 +29,7 @@ class ModelFacts(BaseModel):
 
     kind: ModelKind
     tasks: list[PoolingTask]
+    modalities: list[Literal["text", "image"]] = Field(description="Kinds of inputs that it reads.")
     outputs: list[Output] = Field(
         description="Kinds of vectors for which the model was trained: the default outputs of /v1/encode."
     )
@@ -152,6 +153,7 @@ def _facts(info: ModelInfo, default_prompt_name: str | None) -> dict[str, Any]:
     return {
         "kind": info.kind,
         "tasks": info.tasks,
+        "modalities": ["text", "image"] if info.reads_images else ["text"],
         "outputs": trained_outputs(info),
         "model_type": info.model_type,
         "dtype": info.dtype,

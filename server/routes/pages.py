@@ -26,7 +26,20 @@ from . import operations
 router = Router(PENSTOCK, in_schema=False)
 
 _SCRIPTS: Final = (
-    *("elements", "requests", "colors", "embed", "rank", "vectors", "tokens", "code", "model", "examples", "start"),
+    *(
+        "elements",
+        "images",
+        "requests",
+        "colors",
+        "embed",
+        "rank",
+        "vectors",
+        "tokens",
+        "code",
+        "model",
+        "examples",
+        "start",
+    ),
 )
 
 

@@ -25,11 +25,11 @@ def stub(page: Page, answers: dict[str, tuple[int, object]]) -> None:
     page.call(
         "Page.addScriptToEvaluateOnNewDocument",
         source=f"""
-            const answers = {json.dumps(answers)}, send = window.fetch;
+            const answers = {json.dumps(answers)}, fetchReally = window.fetch;
             window.calls = [];
             window.fetch = (url, options) => {{
                 const answer = answers[new URL(url).pathname];
-                if (!answer) return send(url, options);
+                if (!answer) return fetchReally(url, options);
                 window.calls.push({{ url, ...options, signal: null }});
                 if (!answer[0]) return new Promise((_, fail) => {{
                     options.signal.addEventListener("abort", () => fail(options.signal.reason));
@@ -41,7 +41,16 @@ def stub(page: Page, answers: dict[str, tuple[int, object]]) -> None:
 
 def card(**values: Any) -> dict[str, Any]:
     """A model of /v1/models."""
-    card = {"id": "m", "object": "model", "created": 0, "owned_by": "", "name": "m", "aliases": [], "endpoints": []}
+    card = {
+        "id": "m",
+        "object": "model",
+        "created": 0,
+        "owned_by": "",
+        "parent": None,
+        "name": "m",
+        "aliases": [],
+        "endpoints": [],
+    }
     card |= {"max_model_len": None, "context_length": None, "facts": None, **values}
     return ModelList.model_validate({"object": "list", "data": [card], "models": []}).model_dump(mode="json")
 
@@ -49,7 +58,13 @@ def card(**values: Any) -> dict[str, Any]:
 def models(kind: str, tasks: tuple[str, ...], outputs: tuple[str, ...] = (), **facts: Any) -> dict[str, Any]:
     """The response of /v1/models for one model of a kind."""
     own = {"kind": kind, "tasks": list(tasks), "outputs": list(outputs), "model_type": "bert", "dtype": "float32"}
-    own |= {"sequence_pooling": [], "embedding_size": 8, "is_matryoshka": False, "matryoshka_dimensions": []}
+    own |= {
+        "modalities": ["text"],
+        "sequence_pooling": [],
+        "embedding_size": 8,
+        "is_matryoshka": False,
+        "matryoshka_dimensions": [],
+    }
     own |= {"prompts": {}, "default_prompt_name": None, "num_labels": 0, **facts}
     status = {"value": "loaded", "state": "ready"}
     return {"/v1/models": (200, card(max_model_len=9, context_length=9, facts=own, status=status))}
@@ -189,6 +204,51 @@ def test_sparse_vectors_show_words_and_weights(page: Page, server) -> None:
     calls = [json.loads(call["body"]) for call in page.value("window.calls") if call.get("body")]
     assert calls[-1]["ids"] == [[9], [5], [30000]]
     assert calls[-2] == {"model": "m", "input": ["one", "two"], "outputs": ["sparse"]}
+
+
+def test_images_are_compared_with_texts(page: Page, server) -> None:
+    rows = [[1.0, 0.0], [0.0, 1.0], [0.6, 0.8], [0.96, 0.28]]
+    data = [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
+    own = models("embedding", ("embed", "score"), ("dense",), modalities=["text", "image"])
+    ranks = [{"index": index, "relevance_score": score} for index, score in ((1, 0.9), (0, 0.1))]
+    stub(page, {**own, "/v1/embeddings": (200, {**LIST, "data": data}), "/v2/rerank": (200, {"results": ranks})})
+    page.open(server.url, READY)
+    add = """(async (task, kind, names) => {
+        const canvas = Object.assign(document.createElement("canvas"), { width: 400, height: 20 });
+        const blob = await new Promise((done) => canvas.toBlob(done)), transfer = new DataTransfer();
+        for (const name of names) transfer.items.add(new File([blob], name, { type: "image/png" }));
+        transfer.items.add(new File(["text"], "notes.txt", { type: "text/plain" }));
+        const options = { bubbles: true, cancelable: true, dataTransfer: transfer, clipboardData: transfer };
+        const field = document.querySelector(`#${task} textarea`);
+        field.dispatchEvent(kind === "drop" ? new DragEvent(kind, options) : new ClipboardEvent(kind, options));
+        return (await new Response(blob).bytes()).toString();
+    })"""
+    page.fill("#embed-texts", "A dam.\nA weir.")
+    page.value(f"{add}('embed', 'drop', ['a.png', 'b.png', 'c.png'])")
+    page.wait_for("document.querySelectorAll('#embed .thumbs img').length === 3")
+    page.click("#embed [aria-label='Remove b.png']")
+    assert page.texts("#embed .thumbs .one-line") == ["a.png", "c.png"]
+    page.send("embed")
+    assert page.text("#embed .facts").startswith("2 texts · 2 images · 2 numbers each")
+    assert page.texts("#embed .matrix td") == ["0.60", "0.96", "0.80", "0.28"]
+    assert page.texts("#embed .pair .one-line")[:2] == ["1 A dam.", "4 c.png"]
+    assert page.texts("#embed .heat .one-line") == ["A dam.", "A weir.", "a.png", "c.png"]
+    sent = json.loads(page.value("window.calls.at(-1).body"))["input"]
+    assert sent[:2] == ["A dam.", "A weir."]
+    assert [list(item) for item in sent[2:]] == [["image"], ["image"]]
+    assert sent[2]["image"].startswith("data:image/png;base64,iVBOR")
+    assert '"image": "data:image/png;base64,<base64 of a.png>"' in page.text("#code")
+
+    page.click("#rerank-tab")
+    page.fill("#rerank-documents", " ")
+    page.value(f"{add}('rerank', 'paste', ['a.png', 'b.png'])")
+    page.wait_for("document.querySelectorAll('#rerank .thumbs img').length === 2")
+    page.send("rerank")
+    assert page.texts("#rerank .text") == ["b.png", "a.png"]
+    assert page.errors() == []
+    page.value("void (facts().modalities = ['text'], offer())")
+    assert page.value("document.querySelector('#rerank .images').hidden")
+    assert page.value("document.querySelector('#rerank-documents').required")
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

@@ -8,7 +8,7 @@ const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 function asCurl({ url, body, hasKey }) {
   const parts = [`curl ${quoted(url)}`, "-H 'Content-Type: application/json'"];
   if (hasKey) parts.push(`-H "Authorization: Bearer $${KEY_VARIABLE}"`);
-  return [...parts, `-d ${quoted(JSON.stringify(body, null, 2))}`].join(" \\\n  ");
+  return [...parts, `-d ${quoted(JSON.stringify(body, shortened, 2))}`].join(" \\\n  ");
 }
 
 function literal(value, indent) {
@@ -34,7 +34,8 @@ client = OpenAI(base_url=${JSON.stringify(url("v1"))}, api_key=${key})
   return head + exchanges.map(asCall).join("\n");
 }
 
-function asCall({ url, path, body }) {
+function asCall({ url, path, body: sentBody }) {
+  const body = JSON.parse(JSON.stringify(sentBody, shortened));
   if (path !== "v1/embeddings") {
     return `answer = client.post(
     ${JSON.stringify(url)},
@@ -57,7 +58,7 @@ for row in answer.data:
 
 function asAnswer({ answer, text }) {
   if (answer === null || text.length > 50 * MAX_SHOWN_CHARS) return text;
-  const indented = JSON.stringify(answer, null, 2);
+  const indented = JSON.stringify(answer, shortened, 2);
   return indented.replace(/\[[\s\d.,eE+-]+\]/g, (numbers) => numbers.replace(/\s+/g, " "));
 }
 

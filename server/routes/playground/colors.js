@@ -84,11 +84,12 @@ function matrix({ label, corner, rows, columns, value, digits = 2 }) {
 }
 
 function table(label, corner, rows, columns, of, share, digits) {
-  const heads = columns.map(({ name, text }) => make("th", { scope: "col", title: text }, name));
+  const heads = columns.map((own) => make("th", { scope: "col", title: own.text }, ...thumb(own), own.name));
   const head = make("thead", {}, make("tr", {}, make("th", { scope: "col" }, corner), ...heads));
   const body = make("tbody");
-  rows.forEach(({ name, text }, i) => {
-    const line = make("span", { class: "one-line", dir: "auto" }, text === name ? name : `${name} ${text}`);
+  rows.forEach((row, i) => {
+    const { name, text } = row, title = text === name ? name : `${name} ${text}`;
+    const line = make("span", { class: "one-line", dir: "auto" }, ...thumb(row), title);
     const cells = columns.map((_, k) => {
       const own = of(i, k);
       if (Number.isNaN(own)) return make("td", { class: "left-out" });

@@ -48,20 +48,24 @@ function bars(entries) {
   return entries.map(({ text, score, place }) => {
     const fill = make("div", { class: "fill" });
     fill.style.width = `${(100 * (score - low)) / (high - low)}%`;
-    const line = make("div", { class: "line" }, Array.isArray(text) ? pair(text) : clamped(text));
-    if (place) line.append(make("span", { class: "place" }, place));
-    line.append(make("span", { class: "score" }, score.toFixed(4)));
-    return make("li", {}, line, make("div", { class: "track", "aria-hidden": "true" }, fill));
+    const head = make("div", { class: "line" }, Array.isArray(text) ? pair(text) : clamped(text));
+    if (place) head.append(make("span", { class: "place" }, place));
+    head.append(make("span", { class: "score" }, score.toFixed(4)));
+    return make("li", {}, head, make("div", { class: "track", "aria-hidden": "true" }, fill));
   });
 }
 
-function clamped(text, tag = "span") {
-  return make(tag, { class: "text clamp", dir: "auto", title: text }, text);
+function clamped(item, tag = "span") {
+  const text = textOf(item);
+  return make(tag, { class: item.thumb ? "text pictured" : "text clamp", dir: "auto", title: text }, ...thumb(item), text);
+}
+
+function line(item) {
+  return make("span", { class: "one-line", dir: "auto", title: textOf(item) }, ...thumb(item), textOf(item));
 }
 
 function pair(both) {
-  const lines = both.map((text) => make("span", { class: "one-line", dir: "auto", title: text }, text));
-  return make("div", { class: "pair" }, ...lines);
+  return make("div", { class: "pair" }, ...both.map(line));
 }
 
 function card(text, ...content) {

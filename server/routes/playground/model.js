@@ -3,7 +3,7 @@
 const cards = new Map();  // Served names to their entries of /v1/models.
 const NO_FACTS = {
   kind: "embedding", tasks: ["embed", "score"], outputs: ["dense"], sequence_pooling: [], prompts: {},
-  matryoshka_dimensions: [], embedding_size: 0, num_labels: 0,
+  matryoshka_dimensions: [], embedding_size: 0, num_labels: 0, modalities: ["text"],
 };
 const KINDS = {
   embedding: "embedding model",
@@ -69,6 +69,7 @@ function offer() {
   $("classify-own").hidden = facts().kind !== "embedding";
   showFacts();
   fillFields();
+  for (const task of WITH_IMAGES) showImages(task);
   for (const task of TASKS) if (isUntouched(task)) useExample(task, examplesOf(task)[0]);
   if (!usable().includes(current)) choose(bestTask());
   countShown();
@@ -88,6 +89,7 @@ function showFacts() {
     entries.push(["Dimensions", width]);
   }
   if (own.num_labels && kind !== "cross_encoder") entries.push(["Classes", own.num_labels.toLocaleString("en")]);
+  if (readsImages()) entries.push(["Reads", "texts and images"]);
   if (longest()) entries.push(["Longest input", plural(longest(), "token")]);
   if (kind === "embedding" && sequence_pooling.length) {
     entries.push(["Pooling", sequence_pooling.join(", ").toLowerCase().replaceAll("_", " ")]);

@@ -3,8 +3,8 @@
 const MAX_BARS = 12;
 
 async function rerank(ask) {
-  const documents = texts("rerank-documents");
-  const answer = await ask("v2/rerank", { query: $("rerank-query").value, documents });
+  const documents = itemsOf("rerank", "rerank-documents");
+  const answer = await ask("v2/rerank", { query: $("rerank-query").value, documents: documents.map(asInput) });
   const entries = answer.results.map((row) => {
     return { text: documents[row.index], score: row.relevance_score, place: `document ${row.index + 1}` };
   });

@@ -54,6 +54,7 @@ document.querySelector("[role=tablist]").addEventListener("keydown", (event) => 
 for (const button of document.querySelectorAll("[data-view]")) {
   button.addEventListener("click", () => { view = button.dataset.view; showRequest(); });
 }
+for (const box of document.querySelectorAll(".images")) acceptImages(box);
 for (const field of document.querySelectorAll("[data-counted]")) countBelow(field);
 $("copy").addEventListener("click", copy);
 $("model").addEventListener("change", () => {

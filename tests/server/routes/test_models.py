@@ -8,6 +8,7 @@ import pytest
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling
 from penstock.server.settings import UsageError
 
+from ...engine.model_infos import make_info
 from ..bodies import table
 from ..conftest import FakeEngine, Serving
 
@@ -38,6 +39,7 @@ async def test_list_has_a_card_for_each_model(serving: Serving, engine: FakeEngi
         ((), {"sparse": SparsePooling(kind=SparseKind.TOKEN_WEIGHTS)}, {"outputs": ["dense", "sparse"]}),
         ((), {"multi_vector": MultiVector()}, {"outputs": ["dense", "multi_vector"]}),
         ((), {"default_prompt_name": "query"}, {"default_prompt_name": "query"}),
+        ((), {"image": make_info()}, {"modalities": ["text", "image"]}),
     ],
 )
 async def test_card_has_facts_of_the_model(serving, make_engine, arguments, fields, expected: dict[str, Any]) -> None:
