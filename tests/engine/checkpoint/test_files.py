@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from weakref import ref
 
 import numpy as np
 import pytest
 
-from penstock.engine.checkpoint.files import Checkpoint, TensorEntry, check_file, check_weights, read_header
+from penstock.engine.checkpoint.files import (
+    Checkpoint,
+    TensorEntry,
+    check_file,
+    check_weights,
+    open_checkpoint,
+    read_header,
+)
 from penstock.engine.checkpoint.views import Array
 from penstock.engine.protocol.errors import WeightError
 
@@ -95,6 +103,29 @@ def test_damaged_torch_file_is_named_with_its_fault(content: bytes, reason: str,
     (tmp_path / "pytorch_model.bin").write_bytes(content)
     with pytest.raises(WeightError, match=reason):
         check_file(tmp_path / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "has no weights: neither model"),
+        (lambda path: path.symlink_to("lost"), r"model\.safetensors is a link to a file that does not exist"),
+        (lambda path: path.mkdir(), r"model\.safetensors is a folder; it must be a weight file"),
+    ],
+)
+def test_missing_weight_file_is_named(make: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    make(tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match=message), open_checkpoint(tmp_path, lambda _: File()):
+        pass
+
+
+def test_header_above_the_limit_of_the_library_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write((100_000_001).to_bytes(8, "little"))
+        file.truncate(100_000_009)  # takes no space
+    with pytest.raises(WeightError, match="its header has 100000001 bytes; the limit is 100000000"):
+        read_header(path)
 
 
 def test_missing_shard_is_named(tmp_path: Path) -> None:

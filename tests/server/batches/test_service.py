@@ -6,15 +6,17 @@ from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from fastapi import HTTPException
 
 from penstock.engine.protocol.errors import EngineOverloadedError, StorageError, UnknownObjectError
 from penstock.server.admission import LimitError
+from penstock.server.batches.batch_run import BatchRun
 from penstock.server.batches.records import BatchRecord, BatchStatus
-from penstock.server.batches.service import MAX_UNFINISHED, BatchMetrics
-from penstock.server.batches.store import Page
+from penstock.server.batches.service import MAX_UNFINISHED, Batches, BatchMetrics
+from penstock.server.batches.store import Page, Store
 
 from ...waiting import until
 from .helpers import DAY_S, Routes, begin, create, lines, until_status, upload
@@ -142,6 +144,37 @@ async def test_oldest_batches_beyond_the_limit_are_removed(running) -> None:
             await until(lambda: not batches.num_unfinished())
         left = [batch.id for batch in await batches.page("me", Page(None, 100))]
         assert left == [batch.id for batch in created[:1:-1]]
+
+
+async def test_failed_disk_stops_neither_the_expiry_nor_the_shutdown(running, monkeypatch, caplog) -> None:
+    sweeps: list[int] = []
+
+    async def sweep(_: object) -> None:
+        sweeps.append(1)
+        raise StorageError("full")
+
+    monkeypatch.setattr("penstock.server.batches.service.SWEEP_EVERY_S", 0.001)
+    monkeypatch.setattr(Batches, "sweep", sweep)
+    monkeypatch.setattr(BatchRun, "record_clean_stop", AsyncMock(side_effect=StorageError("full")))
+    routes = Routes()
+    routes.gate.clear()
+    async with running(routes) as batches:
+        await begin(batches, lines(range(1)))
+        await until(lambda: len(sweeps) > 1)
+    assert caplog.messages[0] == "expired files and batches could not be removed: full"
+    assert caplog.messages[-1] == "running lines will run one at a time after the next start: full"
+
+
+async def test_batch_that_cannot_be_completed_continues_after_the_next_start(running, monkeypatch, caplog) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "end", AsyncMock(side_effect=RuntimeError("odd")))
+        async with running(Routes()) as batches:
+            batch = await begin(batches, lines(range(2)))
+            await until(lambda: not batches._runs)
+            assert f"{batch.id} cannot be completed; the next start tries again" in caplog.messages
+            assert not batches.num_ended.total()
+    async with running(Routes()) as batches:
+        assert (await until_status(batches, batch, BatchStatus.COMPLETED)).num_completed == 2
 
 
 async def test_metrics_count_batches_and_lines(running) -> None:

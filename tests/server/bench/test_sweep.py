@@ -13,8 +13,9 @@ import pytest
 
 from penstock.server.bench.load_generator import UNSENT, Round, run_round
 from penstock.server.bench.report import Point, Result, check_plot, ratios
+from penstock.server.bench.sweep import Sweep
 from penstock.server.bench.workload import BUILT_IN, Workload
-from penstock.server.settings import UsageError
+from penstock.server.settings import BenchSettings, UsageError
 from penstock.server.target_server import Address
 
 from ...servers import COMMAND
@@ -157,6 +158,25 @@ def test_unusable_server_or_flag_ends_with_one_line(serve: Serve, flags: tuple[s
     assert done.stdout == ""
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("urls", "settings", "message"),
+    [
+        (["http://a", "http://a"], {}, "give one URL, or two different ones to compare"),
+        (["http://a", "http://b", "http://c"], {}, "give one URL, or two different ones to compare"),
+        (["http://a"], {"json": Path("/no/such/result.json")}, "--json: the folder /no/such does not exist"),
+    ],
+)
+def test_unusable_arguments_are_rejected_before_the_load(urls: list[str], settings: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Sweep(urls, BenchSettings(**settings))
+
+
+def test_run_without_a_successful_request_fails(serve: Serve) -> None:
+    calls = iter(range(10**9))
+    done = bench(serve(lambda received: openai_server(received) if next(calls) < 2 else Answered({}, 500)), *SHORT)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "penstock: error: no request succeeded")
 
 
 def test_plot_names_servers_percentiles_and_loads(serve: Serve, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +68,11 @@ def test_transfer_limits_are_read_from_settings() -> None:
         ("max_model_len", "128", 128),
         ("cuda_graphs", False, False),
         ("devices", ["cuda:0,cuda:2", "cuda:1"], ("cuda:0", "cuda:2", "cuda:1")),
+        ("devices", "cpu,cpu", ("cpu", "cpu")),
+        ("adapter", "legal=/models/a=b,tax=/models/b", ("legal=/models/a=b", "tax=/models/b")),
+        ("chat_template", "{{ messages }}", "{{ messages }}"),
+        ("scheduler.max_queue_s", "0.001", 0.001),
+        ("cache.cache_memory_fraction", "1", 1.0),
         ("scheduler.max_queue_s", "2.5", 2.5),
         ("scheduler.max_queue_s", "0", math.inf),
         ("scheduler.enable_chunked_prefill", False, False),
@@ -93,6 +99,12 @@ def test_invalid_value_names_its_flag_or_variable(field, value, part, monkeypatc
         assert message.startswith(f"{name}: ")
         assert part in message
         assert "\n" not in message
+
+
+def test_chat_template_is_read_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jinja").write_text("{% for m in messages %}é{% endfor %}\n", "utf-8")
+    config = load(ServerSettings, {"chat_template": str(tmp_path / "a.jinja")}).engine_config("some/model")
+    assert config.chat_template == "{% for m in messages %}é{% endfor %}\n"
 
 
 def test_missing_value_names_flag_and_variable() -> None:
