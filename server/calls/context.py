@@ -21,6 +21,7 @@ from penstock.engine.protocol.errors import (
 from ..admission import AdmissionController
 from ..http.connection import CONNECTION_LOST
 from ..http.image_fetcher import ImageFetcher
+from ..http.json_responses import wait_for_disconnect
 from ..http.request_head import LIMITS, RequestLimits
 from ..models.table import ModelTable
 from ..models.weight_files import WeightHeaders
@@ -136,14 +137,10 @@ class ClientWatch:
     def _watch(self) -> None:
         loop = self._task.get_loop()
         known: asyncio.Future[None] | None = self._request.scope.get(CONNECTION_LOST)
-        self._lost = lost = loop.create_task(self._wait_for_hangup()) if known is None else known
+        self._lost = lost = loop.create_task(wait_for_disconnect(self._request.receive)) if known is None else known
         lost.add_done_callback(self._hang_up)
         if runs_model(self._request.scope) and (remaining_s := (deadline := self._deadline()).remaining_s()) < math.inf:
             self._timer = loop.call_later(max(remaining_s, 0.0), self._end, deadline.error())
-
-    async def _wait_for_hangup(self) -> None:
-        while (await self._request.receive())["type"] != "http.disconnect":
-            pass
 
     def _hang_up(self, _: asyncio.Future[None]) -> None:
         self._end(RequestCancelledError("The client has hung up."))

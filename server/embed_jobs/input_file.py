@@ -141,6 +141,15 @@ class InputFile(ABC):
         """Yields all rows with all fields."""
         return self.rows()
 
+    def names(self) -> list[str]:
+        """Returns the names of the columns. Raises UsageError or BadRowError if the file declares unusable ones."""
+        return [self.field]
+
+    def check_no_vectors(self) -> None:
+        """Raises UsageError if a column is named `embedding`, like the column of the output."""
+        if COLUMN in self.names():
+            raise UsageError(f"{self.path} has a column {COLUMN!r}, the name of the output column; rename it")
+
     def json_object(self, row: Row) -> bytes:
         """Returns a row of `full_rows` as a JSON object. Raises TypeError if a value cannot be written as JSON."""
         return orjson.dumps(row.record, option=orjson.OPT_NON_STR_KEYS, default=plain)
@@ -202,6 +211,11 @@ class InputFile(ABC):
 class TextLines(InputFile):
     """One text per line. An empty line is an empty text."""
 
+    def check_no_vectors(self) -> None:
+        """See InputFile. The field has the name that the user chose."""
+        if self.field == COLUMN:
+            raise UsageError(f"--field: {COLUMN!r} is the name of the output column; use another name")
+
     def rows(self) -> Iterator[Row | BadRow]:
         """See InputFile."""
         for number, line in self._lines():
@@ -221,6 +235,14 @@ class TextLines(InputFile):
 
 class JsonLines(TextLines):
     """One JSON object per line. A blank line is a bad row, except at the end of the file."""
+
+    def names(self) -> list[str]:
+        """Returns the keys of all rows in order of first appearance. Reads the file."""
+        rows = (row for row in self.rows() if isinstance(row, Row))
+        return list(dict.fromkeys(name for row in rows for name in row.record))
+
+    def check_no_vectors(self) -> None:
+        """Does nothing: each row is checked when the file is read."""
 
     def rows(self) -> Iterator[Row | BadRow]:
         """See InputFile."""
@@ -297,11 +319,6 @@ class CsvRows(InputFile):
             raise UsageError(f"{self.path}: two columns are named {name!r}; rename one")
         return names
 
-    def check_no_vectors(self) -> None:
-        """Raises UsageError if the file has a column `embedding`."""
-        if COLUMN in self.names():
-            raise UsageError(f"{self.path} has a column {COLUMN!r}, the name of the output column; rename it")
-
     @property
     def _delimiter(self) -> str:
         return "\t" if self.path.suffix.lower() == ".tsv" else ","
@@ -350,6 +367,10 @@ class ParquetRows(InputFile):
                 number += 1
                 yield self.row(number, record[self.field], record)
 
+    def names(self) -> list[str]:
+        """See InputFile."""
+        return list(self.schema().names)
+
     def schema(self) -> Any:
         """Returns the pyarrow schema.
 
@@ -366,11 +387,6 @@ class ParquetRows(InputFile):
         if schema.names.count(self.field) > 1:
             raise UsageError(f"{self.path}: two columns are named {self.field!r}; rename one")
         return schema
-
-    def check_no_vectors(self) -> None:
-        """Raises UsageError if the file already has the column `embedding`."""
-        if COLUMN in self.schema().names:
-            raise UsageError(f"{self.path} has a column {COLUMN!r}, the name of the output column; rename it")
 
     def batches(self, columns: list[str] | None) -> Iterator[Any]:
         """Yields pyarrow.RecordBatch. Raises BadRowError if the file is damaged, and UsageError as `schema` does."""

@@ -19,7 +19,7 @@ from penstock.engine.model_files.model_folder import one_line
 
 from ..settings import CommandError, UsageError
 from .columns import JsonColumns
-from .input_file import BadRow, CsvRows, InputFile, JsonLines, ParquetRows, Row, plain, require_pyarrow
+from .input_file import BadRow, InputFile, JsonLines, ParquetRows, Row, plain, require_pyarrow
 from .job_folder import COLUMN, ShardVectors, replace_file, write_npy_header
 
 ROWS_AT_ONCE: Final = 1024
@@ -73,24 +73,15 @@ def json_columns_for(source: InputFile, output: Path) -> JsonColumns | None:
     Raises:
         UsageError: The output cannot hold the columns of the input.
     """
-    if output.suffix.lower() == ".npy":
+    suffix = output.suffix.lower()
+    if suffix == ".npy":
         return None
-    if isinstance(source, ParquetRows):
-        names = source.schema().names
-        source.check_no_vectors()
-        if len(set(names)) < len(names) and output.suffix.lower() != ".parquet":
-            raise UsageError(
-                f"FILE: {source.path} has several columns with the same name; rename them, or write .parquet"
-            )
-        return None
-    if isinstance(source, CsvRows):
-        source.check_no_vectors()
-        return None
-    if not isinstance(source, JsonLines):
-        if source.field == COLUMN:
-            raise UsageError(f"--field: {COLUMN!r} is the name of the output column; use another name")
-        return None
-    return JsonColumns(source) if output.suffix.lower() == ".parquet" else None
+    source.check_no_vectors()
+    if suffix == ".parquet":
+        return JsonColumns(source) if isinstance(source, JsonLines) else None
+    if isinstance(source, ParquetRows) and len(set(names := source.names())) < len(names):
+        raise UsageError(f"FILE: {source.path} has several columns with the same name; rename them, or write .parquet")
+    return None
 
 
 def check_no_embedding_field(source: InputFile, row: Row) -> None:
@@ -178,7 +169,7 @@ def write_csv(path: Path, source: InputFile, results: Results, *, delimiter: str
 
     A null or missing value is empty. Lists, objects, numbers, true and false are written as JSON.
     """
-    names = _column_names(source)
+    names = source.names()
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
         writer.writerow([*names, COLUMN])
@@ -187,20 +178,6 @@ def write_csv(path: Path, source: InputFile, results: Results, *, delimiter: str
             record = json.loads(row.raw) if row.raw else row.record
             values = [_csv_value(record.get(name)) for name in names]
             writer.writerow([*values, orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY).decode()])
-
-
-def _column_names(source: InputFile) -> list[str]:
-    """Returns the columns of the input; for JSONL the keys of all rows in order of first appearance."""
-    match source:
-        case CsvRows():
-            return source.names()
-        case ParquetRows():
-            return list(source.schema().names)
-        case JsonLines():
-            rows = (row for row in source.rows() if isinstance(row, Row))
-            return list(dict.fromkeys(name for row in rows for name in row.record))
-        case _:
-            return [source.field]
 
 
 def _csv_value(value: object) -> str:
@@ -262,5 +239,5 @@ def _parquet_schema(source: InputFile, columns: JsonColumns | None) -> Any:
     if columns is not None:
         return pa.schema(columns.fields())
     if not isinstance(source, ParquetRows):
-        return pa.schema([pa.field(name, pa.string()) for name in _column_names(source)])
+        return pa.schema([pa.field(name, pa.string()) for name in source.names()])
     return parquet.read_schema(source.path)

@@ -177,7 +177,7 @@ class IncrementalResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the response. Stops if the client disconnects."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        disconnect = asyncio.create_task(_wait_for_disconnect(receive))
+        disconnect = asyncio.create_task(wait_for_disconnect(receive))
         try:
             for part in _merge_parts(self._parts):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
@@ -189,7 +189,7 @@ class IncrementalResponse(Response):
             disconnect.cancel()
 
 
-async def _wait_for_disconnect(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
