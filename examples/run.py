@@ -1,4 +1,4 @@
-"""Runs the examples against a server with the embedded model and the sparse model of hybrid_search.py.
+"""Runs the examples against a server with the embedded model and the models of hybrid_search.py and image_search.py.
 
 python examples/run.py penstock                     # the command to start; `make examples` does the same
 python examples/run.py penstock late_chunking.py    # some of them
@@ -23,14 +23,15 @@ START_TIMEOUT_S = 120
 
 @contextlib.contextmanager
 def serving(penstock: str) -> Iterator[str]:
-    """Starts a server with `--data-dir` and both models. Yields its URL."""
+    """Starts a server with `--data-dir` and all models. Yields its URL."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         info = subprocess.run([penstock, "info", "--json"], check=True, capture_output=True)
-        minilm, idf = json.loads(info.stdout)["path"], f"{folder}/idf-model"
+        minilm, idf, clip = json.loads(info.stdout)["path"], f"{folder}/idf-model", f"{folder}/random-clip"
         subprocess.run([sys.executable, HERE / "hybrid_search.py", "build", idf, minilm], check=True)
+        subprocess.run([sys.executable, HERE / "data" / "random_clip.py", clip, minilm], check=True)
         models = "".join(
             f"[[models]]\nmodel = {json.dumps(path)}\nname = {json.dumps(name)}\n"
-            for path, name in ((minilm, "all-MiniLM-L6-v2"), (idf, "idf-model"))
+            for path, name in ((minilm, "all-MiniLM-L6-v2"), (idf, "idf-model"), (clip, "random-clip"))
         )
         config = Path(folder, "penstock.toml")
         config.write_text(f"data_dir = {json.dumps(folder + '/data')}\n{models}")
@@ -49,7 +50,7 @@ def serving(penstock: str) -> Iterator[str]:
 
 
 def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Returns when both models are loaded. Raises RuntimeError if the server ends or takes too long."""
+    """Returns when all models are loaded. Raises RuntimeError if the server ends or takes too long."""
     give_up_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < give_up_s and process.poll() is None:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health/ready"):

@@ -66,6 +66,7 @@ def test_example_is_short_documented_and_has_pinned_packages(example: Path) -> N
     assert f"](../examples/{example.name})" in PAGE
     pins = (FOLDER / "requirements.txt").read_text("utf-8").lower().replace("-", "_")
     own_names = {"helm_python": "helm_python_sdk", "llama_index": "llama_index_core", "haystack": "haystack_ai"}
+    own_names |= {"skimage": "scikit_image", "PIL": "pillow"}
     for name in packages_of(example):
         assert f"{own_names.get(name, name)}==" in pins.replace("pyyaml", "yaml"), name
 
