@@ -84,6 +84,8 @@ def test_without_chunks_the_budget_is_the_longest_input(caplog: pytest.LogCaptur
         "max_num_batched_tokens is 1024, but one sequence may have 4096 tokens; the token budget is raised"
         in caplog.text
     )
+    scheduler, _ = make(sequence_pool, enable_chunked_prefill=not has_memory, chunk_size=100)
+    assert not scheduler.prefill.should_chunk(4096)
 
 
 def test_pool_limits_the_length_of_inputs(caplog: pytest.LogCaptureFixture) -> None:
