@@ -1,6 +1,7 @@
 """The OpenAPI document fits the requests, responses, errors and headers of the server."""
 
 import json
+import re
 from pathlib import Path
 
 import httpx
@@ -98,6 +99,22 @@ async def test_every_body_is_required(serving, engine, tmp_path: Path) -> None:
     assert upload["content"]["multipart/form-data"]["schema"]["required"] == ["file", "purpose"]
     operations = [operation for item in paths.values() for operation in item.values()]
     assert all(operation["requestBody"]["required"] for operation in operations if "requestBody" in operation)
+
+
+def test_every_operation_is_described() -> None:
+    for (method, path), operation in OPERATIONS.items():
+        assert operation["tags"], (method, path)
+        assert operation["description"], (method, path)
+        for status, response in operation["responses"].items():
+            for media, content in response["content"].items():
+                assert media != "application/json" or content["schema"], (method, path, status)
+
+
+def test_every_field_of_a_body_is_described() -> None:
+    schemas, bodies = DOCUMENT["components"]["schemas"], json.dumps([o.get("requestBody") for o in OPERATIONS.values()])
+    for name in set(re.findall(r"schemas/(\w+)", bodies)):
+        for field, schema in schemas[name]["properties"].items():
+            assert "$ref" in schema or '"description"' in json.dumps(schema), (name, field)
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/encode", "/pooling", "/classify"])
