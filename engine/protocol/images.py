@@ -115,6 +115,19 @@ class ImageSpec:
         """Returns the tokens of an image in a language model, except with TILES."""
         return len(image.pixels) // self.merge_size**2
 
+    def max_bytes(self, width: int, height: int) -> int:
+        """Returns the most bytes of a preprocessed image.
+
+        Args:
+            width: Pixels of the image.
+            height: Pixels of the image.
+        """
+        if self.resize is ImageResize.AREA:
+            block = self.patch_size * self.merge_size
+            enlarged = max(width * height, self.min_pixels) + (width + height + block) * block
+            return 3 * min(enlarged, self.max_pixels)
+        return 3 * self.max_patches * self.patch_size**2
+
     def gray(self) -> ImagePatches:
         """Returns a gray image for a trial: of the largest square size, with AREA four blocks, and with TILES one."""
         height, width = self.crop or self.size

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from urllib.parse import unquote_to_bytes
 
+from penstock.engine.images.errors import ImageError
 from penstock.engine.images.image_file import ImageLimits, read_image_file
 from penstock.engine.protocol.config import MAX_IMAGE_PIXELS
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.images import ImageInput, MixedInput
+from penstock.engine.protocol.images import ImageInput, ImageSpec, MixedInput
 
 from ..errors import quote
 from ..http.image_fetcher import FetchError
@@ -26,7 +27,9 @@ FETCHES_PER_REQUEST: Final = 8
 _SLICE_CHARS: Final = 256 * 1024
 """Characters of base64 that are decoded at once, which takes about 1 ms. Other requests run between two slices."""
 _ACCEPTED: Final = ImageLimits(max_pixels=MAX_IMAGE_PIXELS)
-"""Limits for images that the engine has accepted."""
+"""The largest limits. The engine checks those of the operator."""
+_HEADERS_AT_ONCE: Final = 8
+"""Images whose headers are read before their memory is reserved."""
 _MAX_HEAD_CHARS: Final = 256
 """Maximum characters of a data URI before its data."""
 
@@ -80,7 +83,34 @@ async def read_sources(call: Call, sources: Sequence[ImageSource], param: str) -
     read = {i: await _decode(call, source, param) for i, source in enumerate(sources) if i not in urls}
     if urls:
         read |= await _fetch_all(call, urls, param)
-    return {source.path: ImageInput(read[i], f"{param}{source.path}") for i, source in enumerate(sources)}
+    images = [ImageInput(read[i], f"{param}{source.path}") for i, source in enumerate(sources)]
+    if call.info.image_spec is not None and images:
+        await _reserve_pixels(call, call.info.image_spec, images)
+    return {source.path: image for source, image in zip(sources, images, strict=True)}
+
+
+async def _reserve_pixels(call: Call, spec: ImageSpec, images: Sequence[ImageInput]) -> None:
+    """Reserves memory for the preprocessed images of a language model, which may be larger than their files.
+
+    Raises:
+        InvalidRequestError: A file is not an image of a supported format.
+        LimitError: 503 if they do not fit into the memory for bodies.
+    """
+    for first in range(0, len(images), _HEADERS_AT_ONCE):
+        some = images[first : first + _HEADERS_AT_ONCE]
+        num_bytes = await asyncio.to_thread(_num_pixel_bytes, spec, some, first)
+        call.context.admission.reserve_images(call.request.scope, num_bytes)
+
+
+def _num_pixel_bytes(spec: ImageSpec, images: Sequence[ImageInput], first: int) -> int:
+    num_bytes = 0
+    for index, image in enumerate(images, first):
+        try:
+            file = read_image_file(image.data, _ACCEPTED)
+        except ImageError as error:
+            raise image.error(index, str(error)) from None
+        num_bytes += spec.max_bytes(file.width, file.height)
+    return num_bytes
 
 
 def _sources_of(item: ImageSource | MixedContent) -> list[ImageSource]:

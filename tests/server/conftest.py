@@ -16,7 +16,7 @@ from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.dispatcher import DispatcherStats
 from penstock.engine.client.replica_group import ReplicaStatus
 from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError, RequestTooLongError
-from penstock.engine.protocol.images import ImageInput
+from penstock.engine.protocol.images import ImageInput, MixedInput
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.multi_vector import SparseVector
 from penstock.engine.protocol.params import PoolingParams
@@ -255,13 +255,13 @@ class FakeEngine:
                 self.was_cancelled = True
                 raise
 
-    def _count(self, item: str | list[int] | ImageInput) -> int:
-        if isinstance(item, ImageInput):
+    def _count(self, item: str | list[int] | ImageInput | MixedInput) -> int:
+        if isinstance(item, ImageInput | MixedInput):
             return NUM_IMAGE_TOKENS
         return len(item.split()) + 2 if isinstance(item, str) else len(item)
 
     def _counts(self, inputs: Sequence[str | list[int]], params: PoolingParams) -> list[int]:
-        if self.info.image is None and any(isinstance(item, ImageInput) for item in inputs):
+        if not self.info.reads_images and any(isinstance(item, ImageInput) for item in inputs):
             raise InvalidRequestError("the model reads no images.", param="input")
         counts = [self._count(item) for item in inputs]
         for item in inputs:

@@ -10,7 +10,7 @@ import openai
 import pytest
 from PIL import Image
 
-from penstock.engine.protocol.images import ImageInput
+from penstock.engine.protocol.images import ImageInput, ImageResize, ImageSpec
 from penstock.server.http.image_fetcher import AllowedHost, FetchError, ImageFetcher
 
 from ..conftest import NUM_IMAGE_TOKENS, FakeEngine
@@ -278,6 +278,36 @@ async def test_large_images_hold_body_memory_until_the_response(serving, engine)
         assert response.status_code == 200
         assert held[0] >= len(large) + 1_500_000
         assert bodies.used == 0
+
+
+async def test_pixels_for_a_language_model_hold_body_memory(serving, make_engine) -> None:
+    spec = ImageSpec(
+        patch_size=16,
+        resize=ImageResize.AREA,
+        size=(0, 0),
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+        max_patches=8_000,
+        merge_size=2,
+        min_pixels=4_096,
+        max_pixels=2_000_000,
+    )
+    engine = make_engine(image_spec=spec)
+    small = f"data:image/png;base64,{base64.b64encode(picture(size=(2_000, 1_000))).decode()}"
+    async with serving(engine) as client:
+        bodies = client._transport.app.state.context.admission.bodies
+        held = []
+        engine.on_enter = lambda: held.append(bodies.used)
+        inputs = [{"image": small, "text": "a gate"}, {"image": small}]
+        response = await client.post("/v1/embeddings", json={"input": inputs})
+        assert response.status_code == 200, response.text
+        assert held[0] >= 2 * 3 * 2_000_000 > 50 * len(small)
+        assert bodies.used == 0
+        bodies.add("another client", bodies.limit - 5_000_000)
+        assert (await client.post("/v1/embeddings", json={"input": inputs})).status_code == 503
+        bad = await client.post("/v1/embeddings", json={"input": ["a", {"image": "aGVsbG8="}]})
+    assert bad.status_code == 400
+    assert bad.json()["error"]["message"].startswith("input[1].image is not an image in a supported format")
 
 
 async def test_full_body_memory_rejects_images(serving, engine) -> None:
