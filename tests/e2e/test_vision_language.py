@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ..random_models import save_qwen3_vl_model
+from ..random_models import save_page_model, save_qwen3_vl_model
 from ..servers import Server
 
 image_module = pytest.importorskip("PIL.Image")
@@ -118,4 +118,32 @@ def test_qwen3_vl_embeddings_equal_transformers(
         rejected = server.post("/v1/embeddings", body)
         assert rejected.status_code == 400, rejected.text
         assert message in rejected.text
+    server.stop()
+
+
+@pytest.mark.slow
+def test_pages_over_http_equal_transformers(launch: Callable[..., Server], default_model: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    model, processor = save_page_model(tmp_path, "ColModernVBert", default_model)
+    with torch.no_grad():
+        pages = [model(**processor.process_images(images=[rgb(image)])).embeddings[0].numpy() for image in IMAGES]
+        query = model(**processor.process_queries(text=["A dam."])).embeddings[0].numpy()
+    expected = np.array([(query @ page.T).max(axis=1).sum() for page in pages])
+    server = launch(str(tmp_path), "--dtype", "float32")
+    documents = [{"image": each} for each in URIS]
+    found = server.post("/v1/multi-vector", {"input": [*documents, "A dam."]})
+    assert found.status_code == 200, found.text
+    for row, wanted in zip(found.json()["data"], [*pages, query], strict=True):
+        assert np.abs(np.array(row["embeddings"]) - wanted).max() < TOLERANCE
+    pooled = server.post("/pooling", {"input": documents[:1], "task": "token_embed"})
+    assert np.abs(np.array(pooled.json()["data"][0]["data"]) - pages[0]).max() < TOLERANCE
+    parts = [{"content": [{"type": "image_url", "image_url": {"url": each}}]} for each in URIS]
+    scored = server.post("/score", {"queries": "A dam.", "documents": parts})
+    assert np.abs([row["score"] for row in scored.json()["data"]] - expected).max() < 10 * TOLERANCE
+    ranked = server.post("/rerank", {"query": {"image": URIS[0]}, "documents": ["A dam.", documents[0]]})
+    assert ranked.status_code == 200, ranked.text
+    assert [row["index"] for row in ranked.json()["results"]] == [1, 0]
+    mixed = server.post("/v1/multi-vector", {"input": [{"image": URIS[0], "text": "a gate"}]})
+    assert mixed.status_code == 400
+    assert "Send them as separate inputs" in mixed.text
     server.stop()
