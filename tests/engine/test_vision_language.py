@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import transformers
 from PIL import Image
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine.executors.torch.transformers.model import TransformersModel
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.images import ImageInput, MixedInput
@@ -84,8 +86,13 @@ async def test_qwen3_vl_reranker_equals_transformers(default_model: Path, tmp_pa
     await engine.close()
 
 
+@pytest.mark.parametrize("is_packed", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["packed", "padded"])
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k == "ColQwen2.5")) for k in PAGE_MODELS])
-async def test_vectors_of_pages_and_queries_equal_transformers(kind: str, default_model: Path, tmp_path: Path) -> None:
+async def test_vectors_of_pages_and_queries_equal_transformers(
+    kind: str, is_packed: bool, default_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    if not is_packed:
+        monkeypatch.setattr(TransformersModel, "_probe_packing", lambda self, info: "a test needs padding")
     model, processor = save_page_model(tmp_path, kind, default_model)
     pages = [*IMAGES, IMAGES[0].convert("L")]
     queries = ["Where is the dam?", "What?"]
@@ -94,7 +101,9 @@ async def test_vectors_of_pages_and_queries_equal_transformers(kind: str, defaul
         inputs = [processor.process_images(images=[page]) for page in colours]
         inputs += [processor.process_queries(text=[query]) for query in queries]
         expected = [model(**arguments).embeddings[0].numpy() for arguments in inputs]
-    engine = await start(tmp_path)
+    with caplog.at_level(logging.INFO, "penstock.engine"):
+        engine = await start(tmp_path)
+    assert ("runs packed" in caplog.text) == is_packed
     sides = [*map(sent, pages), *queries]
     together = await engine.token_embed(sides, PARAMS)
     alone = [(await engine.token_embed([side], PARAMS)).rows[0] for side in sides]
