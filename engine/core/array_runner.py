@@ -20,7 +20,7 @@ from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..scheduling import Allocation, InputSequence, PrefillChunk
-from .device.memory import HostMemory
+from .device.memory import MemoryGauge
 from .device.sequence_memory import KvSlots
 from .loading.cpu_kernels import load_array_dense, load_array_encoder, load_array_maps
 from .loading.load_errors import load_errors
@@ -76,7 +76,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         dense: Sequence[ArrayHead] = (),
         maps: TokenMaps[Floats] | None = None,
     ) -> None:
-        super().__init__(info, tokenizer, array_pooler(info, encoder, dense, maps), config, HostMemory())
+        super().__init__(info, tokenizer, array_pooler(info, encoder, dense, maps), config, MemoryGauge())
         self.keeps_order = False
         self.num_lanes = encoder.library.num_lanes
         self.limits = DeviceLimits(min_batch_tokens=max(_MIN_BATCH_PARTS * encoder.min_part_tokens, _MIN_BATCH_TOKENS))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -168,17 +168,15 @@ class GpuWarmUp:
         budget = self._config.token_budget(self._info.device, self._memory)
         if is_whole:
             budget = max(budget, self._info.max_model_len)
-        largest = largest_batch(
+        num_tokens, num_bytes = largest_batch(
             self._run_default,
             self._gauge,
             num_tokens=budget,
             longest=self._info.max_model_len,
             max_num_seqs=self._config.seqs(self._info.device),
         )
-        logger.info(
-            "a forward of %d tokens uses %d MiB in addition to the weights", largest.num_tokens, largest.num_bytes >> 20
-        )
-        return DeviceLimits(memory=self._memory, max_tokens=largest.num_tokens), largest.num_bytes
+        logger.info("a forward of %d tokens uses %d MiB in addition to the weights", num_tokens, num_bytes >> 20)
+        return DeviceLimits(memory=self._memory, max_tokens=num_tokens), num_bytes
 
     def compile(self, sequence_pool: SequencePool, limits: DeviceLimits) -> None:
         """Runs a batch of every kind."""
@@ -218,21 +216,9 @@ class GpuWarmUp:
             self._execute(self._samples.batch(lengths, [params]))
 
 
-class LargestBatch(NamedTuple):
-    """The largest forward that fits into memory.
-
-    Attributes:
-        num_tokens: Tokens of the forward.
-        num_bytes: Peak memory of the forward in bytes, in addition to the memory in use before it.
-    """
-
-    num_tokens: int
-    num_bytes: int
-
-
 def largest_batch(
     run: Callable[[Sequence[int]], object], gauge: MemoryGauge, *, num_tokens: int, longest: int, max_num_seqs: int
-) -> LargestBatch:
+) -> tuple[int, int]:
     """Runs the largest batches, and smaller ones if memory is too short for them.
 
     Args:
@@ -241,6 +227,9 @@ def largest_batch(
         num_tokens: Tokens of the first attempt.
         longest: Tokens of the longest sequence.
         max_num_seqs: Sequences of the largest forward.
+
+    Returns:
+        The tokens of the largest forward that fits, and the most bytes that it takes.
 
     Raises:
         DeviceMemoryError: Memory is too short even for a small batch.
@@ -257,7 +246,7 @@ def largest_batch(
             logger.warning("out of memory in a forward of %d tokens; trying %d.", num_tokens, smaller)
             num_tokens = smaller
         else:
-            return LargestBatch(num_tokens, num_bytes)
+            return num_tokens, num_bytes
 
 
 def largest_shapes(num_tokens: int, longest: int, max_num_seqs: int) -> list[list[int]]:

@@ -52,17 +52,11 @@ class ArrayOps:
         transform: VectorTransform,
         *,
         weights: Floats | None = None,
-        indices: Sequence[int] | None = None,
     ) -> Floats:
         """See RowOps."""
         bounds = np.asarray(metadata.cu_seqlens)
-        starts, lengths = bounds[:-1], np.diff(bounds)
-        skips = metadata.skip_tokens
-        if indices is not None:
-            picked = np.array(indices)
-            starts, lengths = starts[picked], lengths[picked]
-            skips = None if skips is None else skips[picked]
-        return self._pool(hidden_states, starts, lengths, _POOLINGS[pooling_type], transform, skips, weights)
+        code, skips = _POOLINGS[pooling_type], metadata.skip_tokens
+        return self._pool(hidden_states, bounds[:-1], np.diff(bounds), code, transform, skips, weights)
 
     def transform(self, rows: Floats, transform: VectorTransform) -> Floats:
         """See RowOps."""
@@ -98,13 +92,9 @@ class ArrayOps:
         """See RowOps."""
         return rows[:, list(columns)]
 
-    def concat_columns(self, parts: Sequence[Floats]) -> Floats:
+    def concat(self, parts: Sequence[Floats], axis: int = 0) -> Floats:
         """See RowOps."""
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
-
-    def concat_rows(self, parts: Sequence[Floats]) -> Floats:
-        """See RowOps."""
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
 
     def row_weights(self, attention: Floats, head: int | None) -> Floats:
         """See RowOps."""

@@ -191,21 +191,23 @@ class ModelPooler(Generic[R]):
             return OutputArray(name=group.name, values=self._classifier_head.activate(logits, params), indices=indices)
         hidden_states = output.hidden_states
         weights = self._row_weights(output.attention_weights if weights is None else weights)
+        if indices is not None:
+            rows, metadata = metadata.select(indices)
+            hidden_states = self.ops.pick(hidden_states, rows)
+            weights = None if weights is None else self.ops.pick(weights, rows)
 
         def pooled(pooling_type: PoolingType, transform: VectorTransform) -> R:
             type_weights = weights if pooling_type is PoolingType.ATTENTION else None
             if pooling_type is PoolingType.ATTENTION and type_weights is None:
                 raise ValueError("ATTENTION pooling needs the attention weights of the model")
-            return self.ops.pool(
-                hidden_states, metadata, pooling_type, transform, weights=type_weights, indices=indices
-            )
+            return self.ops.pool(hidden_states, metadata, pooling_type, transform, weights=type_weights)
 
         if group.name == "embedding" and self._is_fused:
             transform = VectorTransform.of(params, hidden_states.shape[1])
             values = pooled(self._types[0], transform)
             return OutputArray(name=group.name, values=values, indices=indices, widths=transform.columns())
-        rows = self.ops.concat_columns([pooled(pooling_type, VectorTransform()) for pooling_type in self._types])
-        return self._from_pooled(group, rows, params, indices)
+        columns = [pooled(pooling_type, VectorTransform()) for pooling_type in self._types]
+        return self._from_pooled(group, self.ops.concat(columns, axis=1), params, indices)
 
     def _from_pooled(
         self, group: OutputGroup, rows: R, params: Sequence[PoolingParams], indices: Sequence[int] | None

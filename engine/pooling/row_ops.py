@@ -99,20 +99,6 @@ class VectorTransform:
             normalize=self.normalize if isinstance(self.normalize, bool) else np.repeat(self.normalize, row_lens),
         )
 
-    def among(self, indices: Sequence[int], num_rows: int) -> VectorTransform:
-        """Expands the transform of the rows `indices` to `num_rows` rows.
-
-        The transform of the other rows is arbitrary.
-        """
-        widths, normalize = self.widths, self.normalize
-        if widths is not None:
-            picked_widths, widths = widths, np.ones(num_rows, np.int32)
-            widths[list(indices)] = picked_widths
-        if not isinstance(normalize, bool):
-            flags, normalize = normalize, np.zeros(num_rows, np.bool_)
-            normalize[list(indices)] = flags
-        return VectorTransform(width=self.width, widths=widths, normalize=normalize)
-
     def columns(self) -> tuple[int, ...] | None:
         """Returns the number of columns of each row on the host; None if they are equal."""
         return None if self.widths is None else tuple(self.widths.tolist())
@@ -129,7 +115,6 @@ class RowOps(Protocol[R]):
         transform: VectorTransform,
         *,
         weights: R | None = None,
-        indices: Sequence[int] | None = None,
     ) -> R:
         """Pools sequences to one row each, truncates and normalises them in one pass. See penstock.kernels.pooling.
 
@@ -139,7 +124,6 @@ class RowOps(Protocol[R]):
             pooling_type: A sequence-level type.
             transform: Truncation and normalisation of the pooled rows.
             weights: [T] float32, for ATTENTION: the weight of each row.
-            indices: The sequences to pool, ascending; None for all.
 
         Returns:
             [N, W] float32.
@@ -181,12 +165,8 @@ class RowOps(Protocol[R]):
         """Returns some columns."""
         ...
 
-    def concat_columns(self, parts: Sequence[R]) -> R:
-        """Returns the columns of all parts side by side."""
-        ...
-
-    def concat_rows(self, parts: Sequence[R]) -> R:
-        """Returns the rows of all parts, one part after another."""
+    def concat(self, parts: Sequence[R], axis: int = 0) -> R:
+        """Returns the rows of all parts, one part after another; with axis 1, their columns side by side."""
         ...
 
     def row_weights(self, attention: R, head: int | None) -> R:

@@ -68,7 +68,7 @@ class SparsePooler(Generic[R]):
             pairs, own_counts = self._ops.entries(self._pool_logits(hidden_states, bounds[first : first + step + 1]))
             parts.append(pairs)
             counts += own_counts
-        return self._ops.concat_rows(parts), tuple(counts)
+        return self._ops.concat(parts), tuple(counts)
 
     def _pool_logits(self, hidden_states: R, bounds: IntArray) -> R:
         """Returns [N, V] float32 of the sequences between `bounds`."""
@@ -109,4 +109,4 @@ class SparsePooler(Generic[R]):
             weights = ops.group_max(ops.pick(weights, rows), groups, len(keys))
         tokens = ops.rows_of((keys % self._vocab_size).astype(np.float32)[:, None])
         counts = np.bincount(keys // self._vocab_size, minlength=metadata.num_seqs)
-        return ops.concat_columns([tokens, weights]), tuple(counts.tolist())
+        return ops.concat([tokens, weights], axis=1), tuple(counts.tolist())

@@ -175,7 +175,7 @@ class PoolingStates(Generic[R]):
         if self.weights.shape != (self.num_tokens,):
             raise ValueError(f"attention weights {list(self.weights.shape)} do not fit {self.num_tokens} tokens")
         metadata = PoolingMetadata.of_rows(np.array([self.num_tokens]), skips=np.array([self.skip_tokens]))
-        rows = self.ops.concat_rows(self.rows)
+        rows = self.ops.concat(self.rows)
         return self.ops.pool(rows, metadata, PoolingType.ATTENTION, VectorTransform(), weights=self.weights)
 
 
@@ -246,8 +246,8 @@ def finalize_states(states: Sequence[PoolingStates[R]]) -> R:
     types, ops = states[0].pooling_types, states[0].ops
     if states[0].is_token_level:
         raise ValueError(f"{types[0]} pooling returns the rows of each chunk at once; it has no final row")
-    columns = [ops.concat_rows([state.pooled(pooling_type) for state in states]) for pooling_type in types]
-    return ops.concat_columns(columns)
+    columns = [ops.concat([state.pooled(pooling_type) for state in states]) for pooling_type in types]
+    return ops.concat(columns, axis=1)
 
 
 def _position_sum(first: int, end: int) -> int:

@@ -53,20 +53,11 @@ class TensorOps:
         transform: VectorTransform,
         *,
         weights: Tensor | None = None,
-        indices: Sequence[int] | None = None,
     ) -> Tensor:
-        """See RowOps. If `indices` are not contiguous, pools all sequences, because one pass is cheaper."""
-        picked = None
-        if indices is not None and indices[-1] - indices[0] < len(indices):
-            rows, metadata = metadata.select(indices)
-            hidden_states = hidden_states[rows]
-            weights = None if weights is None else weights[rows]
-        elif indices is not None:
-            picked = np.array(indices)
-            transform = transform.among(indices, metadata.num_seqs)
+        """See RowOps."""
         device = hidden_states.device
         skip_tokens = metadata.skip_tokens
-        pooled = pool(
+        return pool(
             hidden_states,
             on_device(metadata.cu_seqlens, device),
             _KINDS[pooling_type],
@@ -75,7 +66,6 @@ class TensorOps:
             weights=weights,
             max_seqlen=max(metadata.seq_lens, default=None),  # the CUDA kernel splits only long sequences
         )
-        return pooled if picked is None else self.pick(pooled, picked)
 
     def transform(self, rows: Tensor, transform: VectorTransform) -> Tensor:
         """See RowOps."""
@@ -113,13 +103,9 @@ class TensorOps:
         """See RowOps."""
         return rows[:, upload(torch.tensor(columns), rows.device)]
 
-    def concat_columns(self, parts: Sequence[Tensor]) -> Tensor:
+    def concat(self, parts: Sequence[Tensor], axis: int = 0) -> Tensor:
         """See RowOps."""
-        return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
-
-    def concat_rows(self, parts: Sequence[Tensor]) -> Tensor:
-        """See RowOps."""
-        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)
 
     def row_weights(self, attention: Tensor, head: int | None) -> Tensor:
         """See RowOps. Also accepts weights [T]."""

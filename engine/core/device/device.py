@@ -16,7 +16,7 @@ import torch
 from ...protocol.config import EngineConfig
 from ...protocol.errors import MachineError
 from ..runner import DeviceLostError, DeviceMemoryError
-from .memory import HostMemory, MemoryGauge
+from .memory import MemoryGauge
 
 logger = logging.getLogger("penstock.engine")
 
@@ -177,8 +177,8 @@ def device_errors() -> Iterator[None]:
         raise DeviceMemoryError(str(error)) from error
 
 
-class CudaMemory:
-    """The MemoryGauge of a CUDA device."""
+class CudaMemory(MemoryGauge):
+    """Reads the memory of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -202,7 +202,7 @@ class CudaMemory:
 
 def gauge_of(device: torch.device) -> MemoryGauge:
     """Returns the gauge of a device."""
-    return CudaMemory(device) if device.type == "cuda" else HostMemory()
+    return CudaMemory(device) if device.type == "cuda" else MemoryGauge()
 
 
 def total_memory(device: torch.device) -> int | None:

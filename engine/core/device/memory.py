@@ -7,7 +7,7 @@ of larger chunks. The largest measurement of each size counts, because later chu
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from ..host import available_memory
 
@@ -20,19 +20,26 @@ _GROWTH: Final = 2
 """A chunk may be at most this many times as large as a measured one."""
 
 
-class MemoryGauge(Protocol):
-    """Reads the memory of one device."""
+class MemoryGauge:
+    """Reads the memory of a device: of the host, unless a subclass reads another."""
+
+    def __init__(self) -> None:
+        self._reports_peak = _can_reset_peak()
+        self._before = 0
 
     def available(self) -> int:
         """Returns the bytes that can be allocated now."""
-        ...
+        return available_memory()
 
     def reset_peak(self) -> None:
         """Resets the peak; starts a measurement."""
+        if self._reports_peak:
+            _CLEAR_REFS.write_text(_RESET_PEAK)
+            self._before = _resident("VmRSS")
 
     def peak_bytes(self) -> int | None:
         """Returns the peak of allocated bytes since `reset_peak`; None if the device does not report it."""
-        ...
+        return _resident("VmHWM") - self._before if self._reports_peak else None
 
 
 class MemoryMeter:
@@ -72,28 +79,6 @@ class MemoryMeter:
             else:
                 return num_tokens * usable // num_bytes  # an estimate: part of the memory does not depend on the tokens
         return largest
-
-
-class HostMemory:
-    """The MemoryGauge of the host."""
-
-    def __init__(self) -> None:
-        self._reports_peak = _can_reset_peak()
-        self._before = 0
-
-    def available(self) -> int:
-        """Returns the bytes that can be allocated now."""
-        return available_memory()
-
-    def reset_peak(self) -> None:
-        """Resets the peak."""
-        if self._reports_peak:
-            _CLEAR_REFS.write_text(_RESET_PEAK)
-            self._before = _resident("VmRSS")
-
-    def peak_bytes(self) -> int | None:
-        """Returns the peak of allocated bytes since `reset_peak`; None if the kernel does not report it."""
-        return _resident("VmHWM") - self._before if self._reports_peak else None
 
 
 def _can_reset_peak() -> bool:

@@ -8,10 +8,8 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Thread
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,88 +20,54 @@ from ..runner import DeviceLostError, ForwardTime
 logger = logging.getLogger("penstock.engine")
 
 
-class DeviceEvent(Protocol):
-    """A point in the work queue of a device, like a CUDA event."""
+class DeviceEvent:
+    """A point in the work queue of a device. This one is of the host: it is reached when it is created."""
+
+    def __init__(self, at_s: float | None = None) -> None:
+        self._at_s = time.perf_counter() if at_s is None else at_s
 
     @property
     def is_reached(self) -> bool:
         """Whether all work queued before it is done."""
-        ...
+        return True
 
     def wait(self) -> None:
         """Blocks until the event is reached."""
 
     def elapsed_ms(self, first: DeviceEvent) -> float:
-        """Returns the milliseconds from another event to this one. Both must be reached."""
-        ...
+        """Returns the milliseconds from another event of the stream to this one. Both must be reached."""
+        return (self._at_s - first._at_s) * 1000
 
 
-class DeviceStream(Protocol):
-    """The work queue of one device. Work runs in order (first in, first out).
+class DeviceStream:
+    """The work queue of one device. Work runs in order (first in, first out). On the host a call does its work.
 
     Attributes:
         is_asynchronous: Whether calls return before the work is done.
     """
 
-    is_asynchronous: bool
+    is_asynchronous = False
 
     def record_event(self) -> DeviceEvent:
         """Returns an event after all queued work."""
-        ...
+        return DeviceEvent()
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns copies on the host. They are complete when a later event is reached."""
-        ...
-
-    def save(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns copies on the host for `restore`. Work that is queued later may write to the tensors."""
-        ...
-
-    def restore(self, saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Queues copies of saved tensors to tensors of the device."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostEvent:
-    """An event of the host, reached when it is created."""
-
-    at_s: float = field(default_factory=time.perf_counter)
-    is_reached = True
-
-    def wait(self) -> None:
-        """See DeviceEvent."""
-
-    def elapsed_ms(self, first: DeviceEvent) -> float:
-        """See DeviceEvent."""
-        assert isinstance(first, HostEvent), "both events must belong to one stream"
-        return (self.at_s - first.at_s) * 1000
-
-
-class HostStream:
-    """The DeviceStream of a CPU: work is done when the call returns."""
-
-    is_asynchronous = False
-
-    def record_event(self) -> HostEvent:
-        """See DeviceStream."""
-        return HostEvent()
-
-    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """See DeviceStream. Returns the tensors themselves."""
+        """Returns the tensors on the host, copied unless they are there. Complete when a later event is reached."""
         return list(tensors)
 
     def save(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """See DeviceStream."""
+        """Returns copies on the host for `restore`. Work that is queued later may write to the tensors."""
         return [tensor.clone() for tensor in tensors]
 
     def restore(self, saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """See DeviceStream."""
+        """Queues copies of saved tensors to tensors of the device, after earlier copies to the host."""
         for target, copy in zip(targets, saved, strict=True):
-            target.copy_(copy)
+            target.copy_(copy, non_blocking=self.is_asynchronous)
 
 
-class CudaEvent:
-    """A DeviceEvent after all work that is queued in a CUDA stream."""
+class CudaEvent(DeviceEvent):
+    """An event after all work that is queued in a CUDA stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         # blocking: `wait` sleeps in the driver. Busy waiting would take a core from the tokenizers.
@@ -125,8 +89,8 @@ class CudaEvent:
         return float(first._event.elapsed_time(self._event))
 
 
-class CudaStream:
-    """The DeviceStream of a CUDA device: the current stream at each call."""
+class CudaStream(DeviceStream):
+    """The work queue of a CUDA device: the current stream at each call."""
 
     is_asynchronous = True
 
@@ -148,15 +112,10 @@ class CudaStream:
         """See DeviceStream."""
         return self.to_host(tensors)
 
-    def restore(self, saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """See DeviceStream. Earlier copies to the host end first, because all run on one stream."""
-        for target, copy in zip(targets, saved, strict=True):
-            target.copy_(copy, non_blocking=True)
-
 
 def stream_of(device: torch.device) -> DeviceStream:
     """Returns the stream of a device."""
-    return CudaStream(device) if device.type == "cuda" else HostStream()
+    return CudaStream(device) if device.type == "cuda" else DeviceStream()
 
 
 def make_current(device: torch.device | None) -> None:

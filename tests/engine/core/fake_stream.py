@@ -10,10 +10,10 @@ from threading import Event, Semaphore, Thread
 import torch
 from torch import Tensor
 
-from penstock.engine.core.device.stream import DeviceEvent
+from penstock.engine.core.device.stream import DeviceEvent, DeviceStream
 
 
-class FakeEvent:
+class FakeEvent(DeviceEvent):
     """A DeviceEvent of a FakeStream."""
 
     def __init__(self, stream: FakeStream) -> None:
@@ -38,7 +38,7 @@ class FakeEvent:
         return (self.reached_s - first.reached_s) * 1000
 
 
-class FakeStream:
+class FakeStream(DeviceStream):
     """Copies to the host hold NaN until the thread has made them, so an early read fails the test.
 
     Attributes:

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.engine.core.device.memory import MemoryGauge
 from penstock.engine.core.load_runner import load_runner
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.make_scheduler import make_scheduler
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import DeviceMemoryError
-from penstock.engine.core.warm_up import LargestBatch, SampleBatches, largest_batch, run_all_kinds
+from penstock.engine.core.warm_up import SampleBatches, largest_batch, run_all_kinds
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.tasks import PoolingTask
@@ -28,7 +29,7 @@ from .fake_runner import TOKENIZER, FakeRunner, model, pool
 MIB = 1 << 20
 
 
-class Gauge:
+class Gauge(MemoryGauge):
     """A device with `free` bytes where a token takes `token_bytes`. Forwards of more than `max_tokens` tokens fail."""
 
     def __init__(self, token_bytes: int = 1000, max_tokens: int = 1 << 20, free: int = 100 * MIB) -> None:
@@ -69,18 +70,18 @@ def test_largest_batches_have_long_sequences_or_many(
     gauge = Gauge()
     found = largest_batch(gauge.run, gauge, num_tokens=num_tokens, longest=longest, max_num_seqs=max_num_seqs)
     assert [sorted(batch, reverse=True) for batch in gauge.batches] == shapes
-    assert found == LargestBatch(num_tokens, 1000 * max(map(sum, shapes)))
+    assert found == (num_tokens, 1000 * max(map(sum, shapes)))
 
 
 def test_largest_batch_is_halved_while_memory_is_short(caplog: pytest.LogCaptureFixture) -> None:
-    def find(max_tokens: int, num_tokens: int = 1000) -> LargestBatch:
+    def find(max_tokens: int, num_tokens: int = 1000) -> tuple[int, int]:
         gauge = Gauge(max_tokens=max_tokens)
         return largest_batch(gauge.run, gauge, num_tokens=num_tokens, longest=512, max_num_seqs=64)
 
-    assert find(max_tokens=300) == LargestBatch(250, 250_000)
+    assert find(max_tokens=300) == (250, 250_000)
     assert "out of memory in a forward of 1000 tokens; trying 500." in caplog.text
     assert "out of memory in a forward of 500 tokens; trying 250." in caplog.text
-    assert find(max_tokens=64, num_tokens=100).num_tokens == 64
+    assert find(max_tokens=64, num_tokens=100)[0] == 64
     with pytest.raises(DeviceMemoryError, match="none"):
         find(max_tokens=63)
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.engine.core.device.memory import HostMemory, MemoryMeter
+from penstock.engine.core.device.memory import MemoryGauge, MemoryMeter
 
 MIB = 1 << 20
 
 
-class Gauge:
+class Gauge(MemoryGauge):
     """A device with `free` bytes. `peak` is the memory of the next forward."""
 
     def __init__(self, free: int) -> None:
@@ -87,7 +87,7 @@ def test_allowed_chunk_fits_if_bytes_are_linear_in_tokens(
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel reports no peak")
 def test_host_reports_the_peak_after_memory_was_freed() -> None:
-    memory = HostMemory()
+    memory = MemoryGauge()
     memory.reset_peak()
     before = memory.peak_bytes()
     assert before is not None

@@ -8,7 +8,7 @@ from threading import current_thread
 import pytest
 import torch
 
-from penstock.engine.core.device.stream import EventWatcher, ForwardTimer, HostEvent, HostStream, stream_of
+from penstock.engine.core.device.stream import DeviceEvent, DeviceStream, EventWatcher, ForwardTimer, stream_of
 from penstock.engine.core.runner import DeviceLostError, ForwardTime
 from penstock.engine.core.waker import Waker
 
@@ -30,12 +30,12 @@ def watcher(waker: Waker) -> Iterator[EventWatcher]:
 
 def test_host_stream_is_done_at_once() -> None:
     stream = stream_of(torch.device("cpu"))
-    assert isinstance(stream, HostStream)
+    assert isinstance(stream, DeviceStream)
     first, second = stream.record_event(), stream.record_event()
     assert first.is_reached
     first.wait()
     assert 0 <= second.elapsed_ms(first) < 10_000
-    assert HostEvent(3.5).elapsed_ms(HostEvent(1.0)) == 2500
+    assert DeviceEvent(3.5).elapsed_ms(DeviceEvent(1.0)) == 2500
     tensor = torch.ones(3)
     assert stream.to_host([tensor])[0] is tensor
 
@@ -44,9 +44,9 @@ def test_host_stream_is_done_at_once() -> None:
 
 
 def test_clock_of_a_cpu_returns_each_forward_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = ForwardTimer(HostStream())
+    clock = ForwardTimer(DeviceStream())
     times = iter([1.0, 1.5, 4.0, 6.0, 8.0])
-    monkeypatch.setattr(HostStream, "record_event", lambda stream: HostEvent(next(times)))
+    monkeypatch.setattr(DeviceStream, "record_event", lambda stream: DeviceEvent(next(times)))
     clock.begin()  # a failed forward, which has no end
     clock.begin()
     clock.end(3, 4)
@@ -84,7 +84,7 @@ def test_thread_makes_the_device_of_the_events_current(
     watcher.set_wakeup_fd(None)
 
 
-class FailingEvent(HostEvent):
+class FailingEvent(DeviceEvent):
     def wait(self) -> None:
         raise ValueError("made up")
 
