@@ -12,7 +12,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,8 +101,13 @@ def _buckets_of(num_tokens: int, max_model_len: int, max_num_seqs: int) -> list[
     return found
 
 
-class Recorder(Protocol):
-    """Captures functions on one device."""
+class CudaRecorder:
+    """Captures CUDA graphs. They share memory: read the result of a replay before the next replay starts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """Runs a function and captures the kernels that it launches.
@@ -116,23 +121,6 @@ class Recorder(Protocol):
         Raises:
             RuntimeError: The function waits for the device, memory is short, or the device is lost.
         """
-        ...
-
-    def wait(self) -> None:
-        """Waits for the device to finish. Raises torch.AcceleratorError if it is lost."""
-        ...
-
-
-class CudaRecorder:
-    """Captures CUDA graphs. They share memory: read the result of a replay before the next replay starts."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
-
-    def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """See Recorder."""
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             # A failed capture may leave its stream current; this context restores the previous one.
@@ -148,7 +136,7 @@ class CudaRecorder:
         return graph.replay, out
 
     def wait(self) -> None:
-        """See Recorder."""
+        """Waits for the device to finish. Raises torch.AcceleratorError if it is lost."""
         torch.cuda.synchronize(self._device)
 
 
@@ -165,7 +153,7 @@ class ForwardGraphs:
             device.
     """
 
-    def __init__(self, model: PackedModel, recorder: Recorder, buckets: Buckets, device: torch.device) -> None:
+    def __init__(self, model: PackedModel, recorder: CudaRecorder, buckets: Buckets, device: torch.device) -> None:
         self._model = model
         self._recorder = recorder
         self._buckets = buckets

@@ -7,17 +7,12 @@ import os
 import selectors
 import time
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from _typeshed import HasFileno
 
 _PIPE_BYTES: Final = 1 << 16
-
-
-class HasDescriptor(Protocol):
-    """A file, a socket or a connection."""
-
-    def fileno(self) -> int:
-        """Returns its file descriptor."""
-        ...
 
 
 class Waker:
@@ -35,7 +30,7 @@ class Waker:
         self._fds = self._waiting_fd, self.fd = os.pipe()
         os.set_blocking(self.fd, False)
         self._selector = selectors.DefaultSelector()
-        self._paused: list[tuple[float, HasDescriptor, Callable[[], None]]] = []
+        self._paused: list[tuple[float, HasFileno, Callable[[], None]]] = []
         self._selector.register(self._waiting_fd, selectors.EVENT_READ)
 
     def __del__(self) -> None:
@@ -49,15 +44,15 @@ class Waker:
         with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups
             os.write(self.fd, b"\0")
 
-    def watch(self, file: HasDescriptor, on_readable: Callable[[], None]) -> None:
+    def watch(self, file: HasFileno, on_readable: Callable[[], None]) -> None:
         """Also wakes the thread when `file` is readable; `wait` then returns `on_readable`."""
         self._selector.register(file, selectors.EVENT_READ, on_readable)
 
-    def ignore(self, file: HasDescriptor) -> None:
+    def ignore(self, file: HasFileno) -> None:
         """Ends `watch`. Call it before the file is closed."""
         self._selector.unregister(file)
 
-    def pause(self, file: HasDescriptor, seconds: float) -> None:
+    def pause(self, file: HasFileno, seconds: float) -> None:
         """Ignores a watched file for some seconds. `wait` may return an empty list at the end of the pause."""
         key = self._selector.unregister(file)
         self._paused.append((time.monotonic() + seconds, file, key.data))

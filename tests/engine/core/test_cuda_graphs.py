@@ -70,8 +70,8 @@ FAMILIES = {
 }
 
 
-class FakeRecorder:
-    """A Recorder that calls the function again instead of replaying a graph."""
+class FakeRecorder(CudaRecorder):
+    """A recorder that calls the function again instead of replaying a graph."""
 
     def __init__(self) -> None:
         self.num_replays = 0
