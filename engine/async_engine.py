@@ -156,6 +156,7 @@ class AsyncEngine:
                 limits=ImageLimits(max_pixels=config.max_image_pixels),
                 max_decoding_bytes=config.image_memory,
             )
+            dispatcher.stats.images = images.stats
         return cls(config, ready.info, tokenizer_pool(ready.info, ready.tokenizer), dispatcher, group, images)
 
     @property

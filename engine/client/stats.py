@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from ..images.encoder import ImageStats
 from ..protocol.messages import CacheUse, StepResults
 
 _STEP_TOKENS: Final = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -47,6 +48,7 @@ class DispatcherStats:
         token_budget: Token limit of one forward, at the last step; 0 before the first.
         num_batched_tokens_total: Tokens processed by the model.
         num_steps_total: Forwards.
+        num_images_total: Images processed by the model.
         step_s_total: Seconds of all forwards.
         num_rejected_total: Requests rejected because the queue was full.
         step_tokens: Tokens of the forwards.
@@ -56,6 +58,7 @@ class DispatcherStats:
         cache_use: Latest memory use of prompts that run in chunks; None for models that run prompts whole.
         replicas: Counters of each replica; empty if there is only one.
         vectors: Counters of the cache of embeddings; None without a cache.
+        images: Counters of decoding; None for models that read texts only.
     """
 
     num_requests: int = 0
@@ -65,6 +68,7 @@ class DispatcherStats:
     token_budget: int = 0
     num_batched_tokens_total: int = 0
     num_steps_total: int = 0
+    num_images_total: int = 0
     step_s_total: float = 0.0
     num_rejected_total: int = 0
     step_tokens: StepHistogram = field(default_factory=lambda: StepHistogram(_STEP_TOKENS))
@@ -74,6 +78,7 @@ class DispatcherStats:
     cache_use: CacheUse | None = None
     replicas: list[DispatcherStats] = field(default_factory=list)
     vectors: CacheStats | None = None
+    images: ImageStats | None = None
 
     def enter(self, num_tokens: int) -> None:
         """Counts the start of a request."""
@@ -107,6 +112,7 @@ class DispatcherStats:
         self.step_tokens.observe(message.num_tokens)
         self.step_seconds.observe(message.step_s)
         if load is not None:
+            self.num_images_total += load.num_images
             self.step_seqs.observe(load.num_seqs)
             self.step_fill.observe(message.num_tokens / load.token_budget)
 

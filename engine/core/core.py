@@ -125,6 +125,7 @@ class EngineCore:
         self._scheduler: Scheduler
         self._runner: Runner
         self._build_request: Callable[[SubmitRequest, float], Request]
+        self._reads_images: bool
         self._running: list[RunningBatch] = []
         self._ended_s = 0.0  # when the last batch ended
         self._stopping = False
@@ -168,6 +169,7 @@ class EngineCore:
                 "%s names LoRA adapters whose weights are not known (%s; %s). Requests cannot select them.",
                 *(info.name, ", ".join(without_weights), info.sources.get("adapters")),
             )
+        self._reads_images = info.reads_images
         block_size = None if sequence_pool.prefixes is None else self._config.cache.kv_block_size
         self._build_request = RequestBuilder(info, block_size, seed=f"{info.path}@{self._config.revision}").build
         self._runner.warm_up()
@@ -416,6 +418,10 @@ class EngineCore:
         """Finishes a batch and sends the results of its forwards. A result with NaN or inf fails its request."""
         num_tokens = sum(chunk.num_tokens for chunks, _ in forwards for chunk in chunks)
         num_seqs = sum(len(chunks) for chunks, _ in forwards)
+        num_images = 0
+        if self._reads_images:
+            ran = (chunk for chunks, _ in forwards for chunk in chunks if not chunk.start)
+            num_images = sum(len(chunk.sequence.prompt.images) for chunk in ran)
         with self._lock:
             # `not_finite` is lazy: a cancellation below also excludes later sequences of the same request.
             for sequence in chain.from_iterable(not_finite(chunks, outputs) for chunks, outputs in forwards):
@@ -432,7 +438,7 @@ class EngineCore:
             for forward_time in self._runner.take_times():
                 self._scheduler.chunk_sizes.record(*forward_time)
             cache = cache_use(self._scheduler, self._runner.sequence_pool, batch)
-            load = step_load(self._scheduler, num_seqs, batch.num_deferred)
+            load = step_load(self._scheduler, num_seqs, batch.num_deferred, num_images)
             self._has_freed_memory = False
         headers, frames = pack_results(arrays)
         # The time of overlapping batches counts from the end of the previous one, so that the sum is the device's time.
@@ -524,17 +530,18 @@ def results_of(chunks: Sequence[PrefillChunk], outputs: BatchOutputs, started_s:
     return [results for results in arrays if results.request_ids]
 
 
-def step_load(scheduler: Scheduler, num_seqs: int, num_deferred: int) -> StepLoad:
+def step_load(scheduler: Scheduler, num_seqs: int, num_deferred: int, num_images: int = 0) -> StepLoad:
     """Returns the metrics of a step and of the waiting sequences.
 
     Args:
         scheduler: The caller holds its lock.
         num_seqs: Sequences that ran.
         num_deferred: Waiting sequences that did not fit into the batch.
+        num_images: Images of the sequences that ran.
     """
     waiting = scheduler.waiting
     budget = scheduler.chunk_sizes.forward_tokens(scheduler.token_budget)
-    return StepLoad(num_seqs, budget, waiting.num_seqs, waiting.num_tokens, num_deferred)
+    return StepLoad(num_seqs, budget, waiting.num_seqs, waiting.num_tokens, num_deferred, num_images)
 
 
 def cache_use(scheduler: Scheduler, sequence_pool: SequencePool, batch: Batch) -> CacheUse | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from ..heap import trim_heap
@@ -28,6 +30,21 @@ TRIM_BYTES: Final = 32 << 20
 INSTALL: Final = "pip install 'penstock[images]'"
 
 
+@dataclass(slots=True)
+class ImageStats:
+    """Counters of the images of one model.
+
+    Attributes:
+        num_images: Images that were decoded and preprocessed.
+        decoding_s: Seconds of the worker threads for these images.
+        num_failures: Images that could not be decoded.
+    """
+
+    num_images: int = 0
+    decoding_s: float = 0.0
+    num_failures: int = 0
+
+
 class ImageEncoder:
     """Decodes and preprocesses the images of one model. Safe to use from many tasks of one event loop.
 
@@ -42,6 +59,9 @@ class ImageEncoder:
 
     Raises:
         MachineError: Pillow is not installed.
+
+    Attributes:
+        stats: Counters since the start.
     """
 
     def __init__(
@@ -53,6 +73,8 @@ class ImageEncoder:
         max_decoding_bytes: int = IMAGE_MEMORY,
     ) -> None:
         self.spec = spec
+        self.stats = ImageStats()
+        self._stats_lock = threading.Lock()
         self._process = _load_process(spec)
         self._limits = limits
         self._memory = _DecodingMemory(max_decoding_bytes)
@@ -125,8 +147,15 @@ class ImageEncoder:
             with self._memory.hold(file.num_bytes):
                 if is_cancelled():
                     raise RequestCancelledError("The request has ended.")
-                return self._process(file)
+                began_s = time.perf_counter()
+                patches = self._process(file)
+            with self._stats_lock:
+                self.stats.num_images += 1
+                self.stats.decoding_s += time.perf_counter() - began_s
+            return patches
         except ImageError as error:
+            with self._stats_lock:
+                self.stats.num_failures += 1
             raise image.error(index, str(error)) from None
         except Exception as error:
             drop_tracebacks(error)  # the frames refer to the image

@@ -186,6 +186,7 @@ class StepLoad(msgspec.Struct, array_like=True, frozen=True):
         num_waiting: Sequences that wait at the end of the step.
         num_waiting_tokens: Their tokens.
         num_deferred: Sequences that waited at the start of the step and did not fit into it.
+        num_images: Images of the sequences that ran.
     """
 
     num_seqs: int
@@ -193,6 +194,7 @@ class StepLoad(msgspec.Struct, array_like=True, frozen=True):
     num_waiting: int
     num_waiting_tokens: int
     num_deferred: int
+    num_images: int = 0
 
 
 class ArrayHeader(msgspec.Struct, array_like=True, frozen=True):

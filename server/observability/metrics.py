@@ -45,6 +45,12 @@ _ENGINE_HISTOGRAMS: Final = {
     "step_fill": ("penstock_engine_batch_fill_ratio", "Tokens of a forward as a share of the token budget, 0 to 1."),
     "step_seconds": ("penstock_engine_step_duration_seconds", "Seconds of a forward."),
 }
+_ENGINE_COUNTERS: Final = {"num_images_total": ("penstock_engine_images", "Images of all forwards.")}
+_IMAGE_COUNTERS: Final = {
+    "num_images": ("penstock_images", "Images that were decoded and preprocessed."),
+    "num_failures": ("penstock_image_failures", "Images that could not be decoded."),
+    "decoding_s": ("penstock_image_decoding_seconds", "Seconds that threads decoded and preprocessed images."),
+}
 _CACHE_GAUGES: Final = {
     "usage": ("penstock_engine_cache_usage_ratio", "Used share of the memory for chunked inputs, 0 to 1."),
     "memory_pressure": (
@@ -230,7 +236,10 @@ class Metrics(Collector):
         cores = [core for engine, model in engines for core in _cores(engine, model)]
         stats = [(core.stats, core.labels) for core in cores]
         cache_uses = [(use, labels) for s, labels in stats if (use := s.cache_use) is not None]
+        images = [(found, (model,)) for engine, model in engines if (found := engine.stats().images) is not None]
         yield from _families(GaugeMetricFamily, _ENGINE_GAUGES, _LABELS, stats)
+        yield from _families(CounterMetricFamily, _ENGINE_COUNTERS, _LABELS, stats)
+        yield from _families(CounterMetricFamily, _IMAGE_COUNTERS, ("model",), images)
         for field, (name, text) in _ENGINE_HISTOGRAMS.items():
             metric = HistogramMetricFamily(name, text, labels=_LABELS)
             for figures, labels in stats:

@@ -99,4 +99,8 @@ def test_images_and_texts_equal_transformers_in_every_batch(
         rejected = server.post("/v1/embeddings", {"input": [texts[0], {"image": image}, images[0]]})
         assert rejected.status_code == 400
         assert message in rejected.text
+    num_images = server.metric("penstock_images_total")
+    assert num_images >= server.metric("penstock_engine_images_total") > 0  # others were in the cache
+    assert server.metric("penstock_image_decoding_seconds_total") > 0
+    assert server.metric("penstock_image_failures_total") == 2
     server.stop()

@@ -84,6 +84,9 @@ async def test_corrupt_image_fails_its_request_only() -> None:
         "'<svg width=\"'."
     )
     assert isinstance(succeeded, list)
+    assert encoder.stats.num_failures == 1
+    assert encoder.stats.num_images >= 4
+    assert encoder.stats.decoding_s > 0
     encoder.close()
 
 
