@@ -200,15 +200,18 @@ class AdmissionController:
 
         Raises LimitError 413 if its Content-Length is too large.
         """
+        num_bytes = self.content_length(scope)
+        is_small = num_bytes is not None and num_bytes <= SMALL_BODY_BYTES
+        return None if is_small or BODY_IN_MEMORY in scope else self._new_body_memory(scope)
+
+    def content_length(self, scope: Scope) -> int | None:
+        """Returns the Content-Length of a request; None if it has none. Raises LimitError 413 if it is too large."""
         for name, value in scope["headers"]:
             if name == b"content-length":
                 num_bytes = int(value) if value.isdigit() else sys.maxsize
-                if num_bytes > self.max_body_bytes:
-                    self.check_body_bytes(num_bytes)
-                if num_bytes <= SMALL_BODY_BYTES:
-                    return None
-                break
-        return None if BODY_IN_MEMORY in scope else self._new_body_memory(scope)
+                self.check_body_bytes(num_bytes)
+                return num_bytes
+        return None
 
     def reserve_images(self, scope: Scope, num_bytes: int) -> None:
         """Reserves memory for decoded or fetched images of a request. Raises LimitError 503."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -20,12 +20,11 @@ from .batches.internal_client import InternalClient
 from .batches.service import Batches, BatchMetrics
 from .calls.context import ServerContext
 from .dialects import install_error_handlers
-from .http.connection import SHEDDER
 from .http.connection_limits import file_limit
 from .http.image_fetcher import AllowedHost, ImageFetcher
 from .http.json_reader import JsonReader
 from .middleware.auth import ApiKeys, AuthMiddleware
-from .middleware.load_shedding import LoadShedder, RejectionQueue
+from .middleware.rejection_queue import RejectionQueue
 from .middleware.requests import JsonDispatcher, RequestMiddleware, UnexpectedErrorMiddleware, end_at_shutdown
 from .models.manager import ModelLimits, ModelManager, ModelMetrics
 from .models.served_model import ServedModel
@@ -122,7 +121,7 @@ def create_app(
         version=penstock_version(),
         docs_url=None,
         redoc_url=None,
-        lifespan=_build_lifespan(context, routes, keys, observers, rejections, manager, batches),
+        lifespan=_build_lifespan(context, routes, keys, observers, manager, batches),
         telemetry=_NO_TELEMETRY,
     )
     app.state.context = context
@@ -178,24 +177,21 @@ def _build_lifespan(
     routes: RouteTable,
     keys: ApiKeys,
     observers: Observers,
-    rejections: RejectionQueue,
     manager: ModelManager,
     batches: Batches | None,
-) -> Callable[[FastAPI], AbstractAsyncContextManager[Mapping[str, Any]]]:
-    """Returns the lifespan: it runs observers, models and batches, and gives the LoadShedder to connections."""
-    settings, models, release = context.settings, context.models, context.admission.release
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Returns the lifespan: it runs observers, models and batches."""
+    models, release = context.models, context.admission.release
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:
-        cors = _cors(app, settings) if settings.cors_origins else None
-        shedder = LoadShedder(routes, models, keys, observers.observe, rejections, settings.max_body_bytes, cors)
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         running_batches: AbstractAsyncContextManager[None] = nullcontext()
         if batches is not None:
             dispatcher = JsonDispatcher(app, app.exception_handlers, release, models.release)
             client = InternalClient(app, dispatcher, routes, keys.client_name, keys.namespace_of, keys.is_valid)
             running_batches = batches.running(client)
         async with observers.running(), manager.running(), running_batches:
-            yield {SHEDDER: shedder}
+            yield
 
     return lifespan
 
@@ -206,7 +202,9 @@ def _inner_middleware(
     """Returns the middleware between CORS and the routes. The last one added sees a request first."""
     models, release = context.models, context.admission.release
     counted = nullcontext if batches is None else batches.traffic.running
-    layers: ASGIApp = JsonDispatcher(app.own_layers, app.exception_handlers, release, models.release, counted)
+    layers: ASGIApp = JsonDispatcher(
+        app.own_layers, app.exception_handlers, release, models.release, models.check_queue, counted
+    )
     if keys.are_required or admin_keys.are_required:
         layers = AuthMiddleware(layers, keys, admin_keys)
     return layers

@@ -234,10 +234,6 @@ class RouteTable:
         by_prefix = (dialect for dialect in DIALECTS if dialect.prefix and path.startswith(dialect.prefix))
         scope[DIALECT] = other_methods[0].dialect if other_methods else next(by_prefix, OPENAI)
 
-    def json_routes(self) -> dict[str, Route]:
-        """Returns the JSON routes by path."""
-        return {route.path: route for route in reversed(self.routes) if route.body_parser is not None}
-
     def batch_uses(self) -> dict[str, BatchUse]:
         """Returns the paths that lines of batches may call."""
         return {route.path: route.batch_use for route in self.routes if route.batch_use is not BatchUse.NONE}

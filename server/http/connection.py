@@ -1,4 +1,4 @@
-"""A client connection: uvicorn's protocol class with limits, rejections after the head, and no protocol upgrades.
+"""A client connection: uvicorn's protocol class with a limit on the size of heads and without protocol upgrades.
 
 Connection fixes three problems of uvicorn. uvicorn buffers all bytes until a head is complete, so an endless head or
 endless trailers would fill the memory. It drops the response if the client closes its sending side. Its parser stops at
@@ -18,15 +18,13 @@ import re
 import termios
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
-from enum import Enum, StrEnum, auto
-from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, cast
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Any, Final, NamedTuple, cast
 
 import httptools
-from fastapi import Response
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from .streams import INTERIM, INTERIM_AFTER_S, PARSE_BYTES, CloseDelimited, HalfClose, ReadAhead, ResponseWriter
@@ -37,8 +35,6 @@ CONNECTION_LOST: Final = "penstock.connection_lost"
 """Scope key of a future that is done when the connection has ended. Other ASGI servers do not set it."""
 SLOW_BODY: Final = "penstock.slow_body"
 """Scope key of the error message for a slow body. The next read of the body raises the error."""
-SHEDDER: Final = "load_shedder"
-"""Lifespan state key of the LoadShedder. Absent if there is none."""
 _UPGRADE_HEADERS: Final = frozenset((b"upgrade", b"http2-settings"))
 _HOST: Final = re.compile(rb"[A-Za-z0-9\-._~!$&'()*+,;=%:\[\]]*")
 _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -87,53 +83,6 @@ class ConnectionState(ServerState):
         self.num_closed: Counter[CloseReason] = Counter(dict.fromkeys(CloseReason, 0))
 
 
-class RejectedRequest(Protocol):
-    """A request that was rejected after its head; see ShedRequest in middleware/load_shedding.py."""
-
-    def find_dialect(self, body: bytes) -> None:
-        """Searches a part of the body for a key of a dialect."""
-        ...
-
-    def send(self) -> bool:
-        """Sends the response unless it was sent before. Returns whether it was sent now."""
-        ...
-
-
-class HeadRejecter(Protocol):
-    """Rejects requests after their head; see LoadShedder in middleware/load_shedding.py."""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the engine is full, so that `reject` may reject a request."""
-        ...
-
-    def reject(self, target: bytes, scope: Scope, send_response: Callable[[Response], None]) -> RejectedRequest | None:
-        """Rejects a POST after its head was read, or returns None."""
-        ...
-
-
-class _Rejection(Enum):
-    """The state of the request that the parser reads. A rejection is delayed, so its body may end before or after it.
-
-    A request starts as NONE. A rejection leads to BODY_AND_RESPONSE. Then the body ends first (RESPONSE) or the
-    response is sent first (BODY). Both lead back to NONE. CLOSING is final.
-    """
-
-    NONE = auto()
-    """The request was not rejected: the application handles it."""
-    BODY_AND_RESPONSE = auto()
-    """Rejected: the body is incomplete and the response has not been sent."""
-    RESPONSE = auto()
-    """Rejected: the body is complete and the response has not been sent."""
-    BODY = auto()
-    """Rejected: the response was sent, and the rest of the body is discarded."""
-    CLOSING = auto()
-    """The last response of the connection was sent. Further bytes and requests are discarded."""
-
-
-_BODY_IS_DISCARDED: Final = frozenset((_Rejection.BODY_AND_RESPONSE, _Rejection.BODY, _Rejection.CLOSING))
-
-
 class Connection(HttpToolsProtocol):
     """One connection of a client. Used by one event loop."""
 
@@ -141,7 +90,6 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._shedder: HeadRejecter | None = self.app_state.get(SHEDDER)
         self._connection_lost: asyncio.Future[None] = self.loop.create_future()
         self._read_ahead: ReadAhead
         self._writer: ResponseWriter
@@ -156,10 +104,9 @@ class Connection(HttpToolsProtocol):
         self._num_body = 0  # bytes of its body that were parsed
         self._request_end_s = 0.0  # time when the last request was complete
         self._error_message = "Invalid HTTP request received."
-        self._rejection = _Rejection.NONE
-        self._rejected_request: RejectedRequest | None = None  # until its response was sent
         # The response
         self._running_cycle: RequestResponseCycle | None = None  # the running request, or the last one
+        self._is_ending = False  # the last response was sent; further bytes and requests are discarded
 
     # The connection opens.
 
@@ -188,10 +135,8 @@ class Connection(HttpToolsProtocol):
         while self._read_ahead.buffer and not self._is_busy and not self.transport.is_closing():
             self._unset_keepalive_if_required()
             self._parse_part(self._read_ahead.take(max(PARSE_BYTES, self._num_body_left())))
-        if self._has_received_eof:
-            self._send_rejection()
-            if not self._is_busy:
-                self.transport.close()
+        if self._has_received_eof and not self._is_busy:
+            self.transport.close()
 
     def _parse_part(self, data: bytes) -> None:
         """Parses bytes. Rejects invalid HTTP, and heads and trailers that are too large."""
@@ -211,7 +156,7 @@ class Connection(HttpToolsProtocol):
         finally:
             self._is_parsing = False
         if self._num_overhead > MAX_OVERHEAD_BYTES:
-            if self.is_between_requests and self._rejection is not _Rejection.CLOSING:
+            if self.is_between_requests and not self._is_ending:
                 self.transport.write(_TOO_LARGE)
             self.server_state.num_closed[CloseReason.HEAD_TOO_LARGE] += 1
             self.transport.close()
@@ -242,11 +187,9 @@ class Connection(HttpToolsProtocol):
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _close_after_invalid_http(self) -> None:
-        """Sends 400 and closes the connection. A rejected request before the invalid bytes gets its response first."""
+        """Sends 400 and closes the connection."""
         self.logger.debug("%s has sent an invalid HTTP request", self.client)
-        if self._rejection is _Rejection.RESPONSE:
-            self._send_rejection()
-        if self._rejection is _Rejection.CLOSING:
+        if self._is_ending:
             self.transport.close()
         else:
             self.server_state.num_closed[CloseReason.INVALID_HTTP] += 1
@@ -261,34 +204,16 @@ class Connection(HttpToolsProtocol):
         scope[CONNECTION_LOST] = self._connection_lost
 
     def on_headers_complete(self) -> None:
-        """Starts a request, unless it is rejected. A head that offers an upgrade is parsed again without the offer."""
-        if self._rejected_request is not None:
-            self._rejected_request.send()  # the responses keep the order of their requests
-        self._unset_keepalive_if_required()  # sending the response has set the timer
+        """Starts a request. A head that offers an upgrade is parsed again without the offer."""
         self._is_upgrade = self.parser.should_upgrade()
         self._is_in_body, self._num_body = not self._is_upgrade, 0
-        if self._rejection is _Rejection.CLOSING:
+        if self._is_ending:
             return
         if (error_message := _host_error(self.headers, self.parser.get_http_version())) is not None:
             self._error_message = error_message
             raise ValueError(error_message)  # httptools wraps it in HttpParserCallbackError
-        if self._is_upgrade:
-            return
-        self._rejected_request = self._reject_if_full()
-        if self._rejected_request is None:
+        if not self._is_upgrade:
             super().on_headers_complete()
-        else:
-            self._rejection = _Rejection.BODY_AND_RESPONSE
-
-    def _reject_if_full(self) -> RejectedRequest | None:
-        """Rejects a POST while the engine is full, if all earlier responses have been sent and read."""
-        if self._shedder is None or not self._shedder.is_full or self.parser.get_method() != b"POST":
-            return None
-        if not self.is_between_requests or self.flow.write_paused:
-            return None
-        is_last = self.parser.get_http_version() == "1.0" or not self.parser.should_keep_alive()
-        send_response = partial(self._send_rejection_response, is_last)
-        return self._shedder.reject(self.url, cast("Scope", self.scope), send_response)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Starts the application. uvicorn calls it after the head, or after the response to the previous request."""
@@ -303,34 +228,28 @@ class Connection(HttpToolsProtocol):
     # The parser reads the body.
 
     def on_body(self, body: bytes) -> None:
-        """Receives a part of a body. The body of a rejected request is discarded."""
+        """Receives a part of a body, or discards it after the last response."""
         self._num_overhead = 0
         self._num_body += len(body)
-        if self._rejection is _Rejection.NONE:
+        if not self._is_ending:
             super().on_body(body)
-        elif self._rejected_request is not None:
-            self._rejected_request.find_dialect(body)
 
     def on_message_complete(self) -> None:
         """Completes a request."""
         self._num_overhead = 0
         self._is_in_body = False
-        match self._rejection:
-            case _Rejection.NONE if not self._is_upgrade:
-                super().on_message_complete()
-                self._request_end_s = self.loop.time()
-                if not self.pipeline:
-                    self.flow.resume_reading()  # a disconnect is noticed only while reading
-            case _Rejection.BODY_AND_RESPONSE:
-                self._rejection = _Rejection.RESPONSE
-            case _Rejection.BODY:
-                self._rejection = _Rejection.NONE
-                # `data_received` has cancelled the timer that the response had set.
+        if self._is_ending:
+            self.transport.close()
+        elif not self._is_upgrade:
+            super().on_message_complete()
+            self._request_end_s = self.loop.time()
+            if not self.pipeline:
+                self.flow.resume_reading()  # a disconnect is noticed only while reading
+            if self.is_between_requests and self.timeout_keep_alive_task is None:
+                # The response was sent during the body, which has cancelled the timer of the response.
                 self.timeout_keep_alive_task = self.loop.call_later(
                     self.timeout_keep_alive, self.timeout_keep_alive_handler
                 )
-            case _Rejection.CLOSING:
-                self.transport.close()
 
     def reject_body(self, reason: str) -> bool:
         """Makes the application respond to a slow body with 408. `reason` is the error message.
@@ -338,45 +257,13 @@ class Connection(HttpToolsProtocol):
         Returns False if the response has started, or after an earlier call for the same request.
         """
         cycle: RequestResponseCycle = self.cycle
-        if self._rejection in _BODY_IS_DISCARDED or cycle.response_started or SLOW_BODY in cycle.scope:
+        if self._is_ending or cycle.response_started or SLOW_BODY in cycle.scope:
             return False
         cast("Scope", cycle.scope)[SLOW_BODY] = reason
         cycle.message_event.set()
         return True
 
     # A response is sent.
-
-    def _send_rejection(self) -> None:
-        """Sends the delayed response to a rejected request now."""
-        if self._rejected_request is not None:
-            self._rejected_request.send()
-
-    def _send_rejection_response(self, is_last: bool, response: Response) -> None:
-        """Sends the response to a rejected request. RejectedRequest calls it.
-
-        Args:
-            is_last: The client asked to close the connection after this response.
-            response: The whole response.
-        """
-        self._rejected_request = None
-        has_body_left = self._rejection is _Rejection.BODY_AND_RESPONSE
-        self._rejection = _Rejection.BODY if has_body_left else _Rejection.NONE
-        if self.transport.is_closing():
-            return
-        # A client that waits for 100 Continue may never send its body.
-        is_last = is_last or (has_body_left and self.expect_100_continue and not self._num_body)
-        lines = [STATUS_LINE[response.status_code]]
-        for name, value in (*self.server_state.default_headers, *response.raw_headers):
-            lines += (name, b": ", value, b"\r\n")
-        if is_last:
-            lines.append(b"connection: close\r\n")
-        self.transport.write(b"".join((*lines, b"\r\n", response.body)))
-        if is_last:
-            self.server_state.total_requests += 1
-            self._rejection = _Rejection.CLOSING
-            self._close_after_response()
-        else:
-            self.on_response_complete()
 
     def on_response_complete(self) -> None:
         """Continues with the next request, or closes the connection after the last one."""
@@ -389,7 +276,7 @@ class Connection(HttpToolsProtocol):
         if not self._is_in_body or self._has_received_eof:
             self.transport.close()
             return
-        self._rejection = _Rejection.CLOSING
+        self._is_ending = True
         self.pipeline.clear()
         self.flow.resume_reading()
         self._writer.close_sending_side()
@@ -401,7 +288,6 @@ class Connection(HttpToolsProtocol):
 
         A TLS connection closes at once: TLS cannot close one side.
         """
-        self._send_rejection()
         if self._has_received_eof:  # the event loop calls again after it resumes reading
             return True
         if self.scheme == "https" or not self._is_busy:
@@ -421,14 +307,8 @@ class Connection(HttpToolsProtocol):
         ):
             self.transport.write(INTERIM)
 
-    def shutdown(self) -> None:
-        """Closes the connection after the running request. The server calls it when it stops."""
-        self._send_rejection()
-        super().shutdown()
-
     def connection_lost(self, exc: Exception | None) -> None:
         """Cleans up after the connection. Marks the running request as disconnected."""
-        self._send_rejection()
         self._writer.clear()
         super().connection_lost(exc)
         if self._running_cycle is not None and not self._running_cycle.response_complete:
@@ -442,7 +322,7 @@ class Connection(HttpToolsProtocol):
     def is_between_requests(self) -> bool:
         """Whether no request is running. An incomplete head may have arrived."""
         cycle: RequestResponseCycle | None = self.cycle  # None before the first request, despite uvicorn's annotation
-        return self._rejected_request is None and (cycle is None or cycle.response_complete)
+        return cycle is None or cycle.response_complete
 
     @property
     def is_idle(self) -> bool:
@@ -455,12 +335,12 @@ class Connection(HttpToolsProtocol):
         if num_unsent:
             num_left = num_unsent + num_unacknowledged(self.transport)
             return PendingTransfer(TransferPart.RESPONSE, self.cycle, self._writer.num_written - num_left)
-        if self._rejection in _BODY_IS_DISCARDED:
+        if self._is_ending:
             return PendingTransfer(TransferPart.BODY, self.scope, self._num_received)
         if self.is_between_requests:
             is_timed = self.timeout_keep_alive_task is not None
             return None if is_timed else PendingTransfer(TransferPart.HEAD, self.cycle, self._num_received)
-        if self._rejected_request is not None or self.flow.read_paused:  # the application must read first
+        if self.flow.read_paused:  # the application must read first
             return None
         if self.cycle.waiting_for_100_continue:
             return None

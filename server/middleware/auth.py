@@ -133,11 +133,6 @@ class ApiKeys:
         """Whether requests need a key."""
         return bool(self._owners)
 
-    def client_of(self, keys: Iterable[bytes]) -> str | None:
-        """Returns the identity of the client, "" if the server has only one key, or None without a valid key."""
-        owner = self.owner_of(keys)
-        return None if owner is None else self.client_name(owner)
-
     def client_name(self, owner: str) -> str:
         """Returns the identity of an owner in the fair queue: "" if there is one key only."""
         return owner if len(self._owners) > 1 else ""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.engine.protocol.errors import (
     EngineError,
+    EngineOverloadedError,
     EngineUnavailableError,
     InvalidRequestError,
     RejectionReason,
@@ -35,13 +37,13 @@ from ..calls.context import ClientWatch
 from ..dialects import DIALECT, dialect_of
 from ..errors import HIDDEN_MESSAGE, TRACE_ID, quote, request_fields
 from ..http.json_bodies import BodyParser, JsonBody
-from ..http.json_reader import check_media
+from ..http.json_reader import check_media, receive_part
 from ..http.json_responses import PART_BYTES
 from ..http.request_head import LIMITS, RequestIds, canonical_path, limits_of
 from ..observability.observers import Observers
 from ..observability.timing import REQUEST, RequestRecord, server_timing
 from ..routing import Route, RouteTable, route_of
-from .load_shedding import MAX_DELAY_S, RejectionQueue, max_delay_s
+from .rejection_queue import MAX_DELAY_S, RejectionQueue, max_delay_s
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +181,7 @@ class JsonDispatcher:
         error_handlers: Maps an exception class to a function that builds the response.
         on_end: Releases the memory reservations of a request. Called with its scope after its response was sent.
         on_response: Releases the engine of a request. Called with its scope before the response or error is sent.
+        check_queue: Raises EngineOverloadedError if a request of this client must be rejected before its body is read.
         counted: Counts a request that runs a model while its function runs; see LiveTraffic.
     """
 
@@ -188,12 +191,14 @@ class JsonDispatcher:
         error_handlers: Mapping[Any, Callable[[Request, Any], Any]],
         on_end: Callable[[Scope], None],
         on_response: Callable[[Scope], None] = lambda _: None,
+        check_queue: Callable[[str], None] = lambda _: None,
         counted: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.app = app
         self._error_handlers = error_handlers
         self._on_end = on_end
         self._on_response = on_response
+        self._check_queue = check_queue
         self._counted = counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -208,7 +213,12 @@ class JsonDispatcher:
             request, body = Request(scope, receive, send), None
             try:
                 if route.runs_model:
-                    scope[LIMITS] = limits_of(scope)  # before the body is read: its headers may be invalid
+                    scope[LIMITS] = limits = limits_of(scope)  # before the body is read: its headers may be invalid
+                    try:
+                        self._check_queue(limits.client)
+                    except EngineOverloadedError:
+                        await _peek_at_body(request, route)
+                        raise
                 body = await _read_body(request, route, parser)
                 with (
                     self._counted() if route.runs_model else nullcontext(),
@@ -222,6 +232,8 @@ class JsonDispatcher:
                 if handler is None:
                     raise
                 response = await handler(request, error)
+                if body is None and any(name == b"expect" for name, _ in scope["headers"]):
+                    response.headers["connection"] = "close"  # the client may send its body or not
             finally:
                 body = None  # free it: the client may read the response slowly
                 self._on_response(scope)
@@ -260,6 +272,20 @@ def unexpected_error(scope: Scope, error: Exception) -> Response | None:
         return None
     drop_tracebacks(error)
     return dialect_of(scope).status_error(500, f"{HIDDEN_MESSAGE} ({scope['penstock.request_id']})")
+
+
+async def _peek_at_body(request: Request, route: Route) -> None:
+    """Finds the dialect of a request of a full engine, without reading all of its body.
+
+    Searches the first part of the body for the keys of dialects. A key in a string value does not match, because its
+    quotes are escaped. Raises LimitError 413 if the body is too large.
+    """
+    request.app.state.context.admission.content_length(request.scope)
+    if route.by_key:
+        part, _ = await receive_part(request.scope, request.receive)
+        for key, dialect in route.by_key.items():
+            if re.search(rb'"%b"\s*:' % key.encode(), part):
+                request.scope[DIALECT] = dialect
 
 
 async def _read_body(request: Request, route: Route, parser: BodyParser) -> Any:

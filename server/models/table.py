@@ -114,6 +114,17 @@ class ModelTable:
         await self._manager.acquire(entry, is_background=IS_BACKGROUND in scope)
         return self._target(entry, name, scope)
 
+    def check_queue(self, client: str) -> None:
+        """Raises EngineOverloadedError if a request of a client cannot be accepted, before its body is read.
+
+        Does nothing for several models, because the body names the model.
+        """
+        engine = self.only_engine
+        if engine is not None and engine.is_full:
+            if (record := REQUEST.get()) is not None:
+                record.model = self.entries[0].name
+            engine.check_queue(client)
+
     def release(self, scope: Scope) -> None:
         """Releases the engines of a request."""
         for entry in scope.pop(_USED, ()):

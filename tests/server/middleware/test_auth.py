@@ -88,7 +88,7 @@ def write(file: Path, text: str) -> None:
 
 
 def accepts(keys: ApiKeys, key: str) -> bool:
-    return keys.client_of([key.encode()]) is not None
+    return keys.owner_of([key.encode()]) is not None
 
 
 def test_keys_of_settings_and_file_are_accepted(tmp_path: Path) -> None:
@@ -97,14 +97,15 @@ def test_keys_of_settings_and_file_are_accepted(tmp_path: Path) -> None:
     keys = ApiKeys(("zero",), file)
     assert all(accepts(keys, key) for key in ("zero", "one", "two", "schlüssel"))
     assert not any(accepts(keys, key) for key in ("", "# not-a-key", "not-a-key", "One", "onetwo"))
-    assert keys.client_of([b"wrong", b"two"]) == keys.client_of([b"two"])
+    assert keys.owner_of([b"wrong", b"two"]) == keys.owner_of([b"two"])
 
 
 def test_client_id_is_random_unless_processes_share_a_salt() -> None:
     one, other = (ApiKeys(("a", "b"), salt=b"shared") for _ in range(2))
-    assert one.client_of([b"a"]) == other.client_of([b"a"]) != one.client_of([b"b"])
-    assert ApiKeys(("a", "b")).client_of([b"a"]) != ApiKeys(("a", "b")).client_of([b"a"])
-    assert ApiKeys(("a",)).client_of([b"a"]) == ""
+    assert one.owner_of([b"a"]) == other.owner_of([b"a"]) != one.owner_of([b"b"])
+    assert ApiKeys(("a", "b")).owner_of([b"a"]) != ApiKeys(("a", "b")).owner_of([b"a"])
+    alone = ApiKeys(("a",))
+    assert alone.client_name(alone.owner_of([b"a"])) == ""
 
 
 def test_owner_is_known_while_its_key_is_valid(tmp_path: Path) -> None:

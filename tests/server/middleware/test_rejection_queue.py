@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
-from penstock.server.middleware import load_shedding
-from penstock.server.middleware.load_shedding import (
+from penstock.server.middleware import rejection_queue
+from penstock.server.middleware.rejection_queue import (
     MAX_DELAY_S,
     REJECTIONS_PER_TICK,
     TICK_S,
@@ -46,25 +45,18 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(load_shedding, "asyncio", SimpleNamespace(get_running_loop=lambda: clock))
+    monkeypatch.setattr(rejection_queue, "asyncio", SimpleNamespace(get_running_loop=lambda: clock))
     return clock
 
 
-def released(queue: RejectionQueue, clock: Clock, number: int) -> list[list[int]]:
-    """Adds `number` rejections. Returns the indices that each tick released."""
-    out: list[int] = []
-
-    def release(index: int) -> bool:
-        out.append(index)
-        return True
-
-    for index in range(number):
-        queue.add(functools.partial(release, index))
-    assert not out
+def released(queue: RejectionQueue, clock: Clock, limits_s: list[float]) -> list[list[int]]:
+    """Adds a rejection for each limit. Returns the indices that each tick released."""
+    waiting = {index: queue.wait(within_s=within_s) for index, within_s in enumerate(limits_s)}
     ticks = []
     while clock.tick():
-        ticks.append(out.copy())
-        out.clear()
+        ticks.append([index for index, may_send in waiting.items() if may_send.done()])
+        for index in ticks[-1]:
+            del waiting[index]
     return ticks
 
 
@@ -80,16 +72,17 @@ def sizes(ticks: list[list[int]]) -> list[int]:
         (2 * REJECTIONS_PER_TICK + 3, [REJECTIONS_PER_TICK, REJECTIONS_PER_TICK, 3]),
     ],
 )
-def test_each_tick_releases_a_bounded_number_in_order(clock: Clock, number: int, expected: list[int]) -> None:
+async def test_each_tick_releases_a_bounded_number_in_order(clock: Clock, number: int, expected: list[int]) -> None:
     queue = RejectionQueue(max_waiting=1000)
     for _ in range(2):  # and again after a pause
-        ticks = released(queue, clock, number)
+        ticks = released(queue, clock, [MAX_DELAY_S] * number)
         assert [index for tick in ticks for index in tick] == list(range(number))
         assert sizes(ticks) == expected
 
 
-def test_rejections_above_the_maximum_are_sent_at_once(clock: Clock) -> None:
-    assert sizes(released(RejectionQueue(max_waiting=15), clock, 100)) == [85, REJECTIONS_PER_TICK, 5]
+async def test_rejections_above_the_maximum_are_sent_at_once(clock: Clock) -> None:
+    ticks = released(RejectionQueue(max_waiting=15), clock, [MAX_DELAY_S] * 100)
+    assert sizes(ticks) == [85, REJECTIONS_PER_TICK, 5]
 
 
 async def test_cancelled_requests_are_not_counted(clock: Clock) -> None:
@@ -102,13 +95,10 @@ async def test_cancelled_requests_are_not_counted(clock: Clock) -> None:
     assert not clock.due
 
 
-def test_rejection_with_the_earliest_limit_goes_first(clock: Clock) -> None:
-    queue = RejectionQueue(max_waiting=1000)
-    order: list[float] = []
-    for within_s in (2.0, 2.0, 0.5, 1.0, 9.0):
-        queue.add(lambda within_s=within_s: not order.append(within_s), within_s=within_s)
-    clock.tick()
-    assert order == [0.5, 1.0, 2.0, 2.0, 9.0]
+async def test_rejection_with_the_earliest_limit_goes_first(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rejection_queue, "REJECTIONS_PER_TICK", 1)
+    ticks = released(RejectionQueue(max_waiting=1000), clock, [2.0, 2.0, 0.5, 1.0, 9.0])
+    assert ticks == [[2], [3], [0], [1], [4]]
 
 
 @pytest.mark.parametrize(
