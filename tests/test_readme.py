@@ -1,6 +1,7 @@
 """Commands, flags, variables, targets, links, imports and metrics in documents exist."""
 
 import contextlib
+import importlib
 import io
 import re
 import shlex
@@ -154,3 +155,41 @@ def test_metrics_exist() -> None:
     for document in DOCUMENTS:
         if document != CHANGELOG:
             assert not set(re.findall(r"`(penstock_\w+)`", text_of(document))) - known, document.name
+
+
+LIMITS = [
+    ("limits", "errors", "MAX_RETRY_AFTER_S", "a Retry-After of 1 to {} whole"),
+    ("limits", "admission", "SMALL_BODY_BYTES", "memory of bodies above {kib} KiB"),
+    ("limits", "admission", "_BODIES_IN_MEMORY", "{} × `--max-body-bytes` (512 MiB)"),
+    ("limits", "admission", "_SMALL_RESPONSE_BYTES", "Responses of up to {mib} MiB are not counted"),
+    ("limits", "admission", "MAX_RESPONSE_BYTES", "one response (400) | {mib} MiB of JSON"),
+    ("limits", "admission", "_MAX_FETCHES", "{} for all"),
+    ("limits", "calls.images", "FETCHES_PER_REQUEST", "{} for one request"),
+    ("limits", "calls.images", "_SLICE_CHARS", "is decoded in parts of {kib} KiB"),
+    ("limits", "calls.sizes", "MAX_TOKENIZED_CHARS", "a request to tokenize (400) | {:,} characters"),
+    ("limits", "calls.sizes", "MAX_RESPONSE_TOKENS", "characters, {:,} tokens"),
+    ("limits", "calls.sizes", "MAX_DECODED_IDS", "a request to detokenize (400) | {:,} token ids"),
+    ("limits", "calls.sizes", "EXPECTED_ENTRIES", "sparse vectors beyond {},"),
+    ("limits", "calls.sizes", "_TOKEN_MEMORY", "{} bytes per token"),
+    ("limits", "http.http_server", "KEEP_ALIVE_S", "idle connection | {} s"),
+    ("limits", "http.image_fetcher", "FETCH_TIMEOUT_S", "one fetch (400) | {:g} s"),
+    ("limits", "http.image_fetcher", "MAX_REDIRECTS", "{} redirects"),
+    ("limits", "http.image_fetcher", "_MAX_HEAD_BYTES", "{kib} KiB of response headers"),
+    ("limits", "http.image_fetcher", "MAX_URL_CHARS", "a URL of {:,} characters"),
+    ("limits", "batches.service", "MAX_UNFINISHED", "unfinished batches of an API key | {} |"),
+    ("batch-jobs", "batches.input_lines", "MAX_LINES", "{:,} lines and"),
+    ("batch-jobs", "batches.input_lines", "MAX_INPUTS", "and {:,} texts to embed"),
+    ("batch-jobs", "batches.input_lines", "MAX_ERRORS", "the first {} errors"),
+    ("batch-jobs", "batches.line_limiter", "MAX_CONCURRENT_LINES", "{} lines at once"),
+    ("batch-jobs", "batches.line_limiter", "AHEAD_S", "so that they take {} s"),
+    ("batch-jobs", "schemas.batch_bodies", "MAX_HOURS", "from 1h to {}h"),
+    ("batch-jobs", "embed_jobs.input_file", "SHARD_ROWS", "shards of at most {:,} rows"),
+    ("batch-jobs", "embed_jobs.input_file", "SHARD_CHARS", "rows and {:,} characters"),
+]
+
+
+@pytest.mark.parametrize(("page", "module", "name", "text"), LIMITS)
+def test_documented_limit_is_that_of_the_code(page: str, module: str, name: str, text: str) -> None:
+    value = getattr(importlib.import_module(f"penstock.server.{module}"), name)
+    words = " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
+    assert text.format(value, kib=value / 1024, mib=value / 2**20).replace(".0 ", " ") in words
