@@ -50,6 +50,11 @@ _MAX_EDGE: Final = 4096
 _CLASS_SUFFIXES: Final = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
 _MUST_BE_OFF: Final = ("do_pad", "use_square_size", "do_flip_channel_order", "do_image_splitting", "do_thumbnail")
 
+_OVERRIDES: Final = (
+    *("size", "min_pixels", "max_pixels", "max_image_size", "max_num_patches", "crop_size", "do_center_crop"),
+    *("resample", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"),
+)
+"""Keys of --mm-processor-kwargs."""
 _MUST_BE_OFF_FOR_TILES: Final = ("use_square_size", "do_flip_channel_order", "do_thumbnail")
 
 
@@ -108,18 +113,19 @@ _KIND_OF_MODEL: Final = {"clip": "CLIP", "siglip": "Siglip", "siglip2": "Siglip2
 """By the beginning of model_type, for files that name no class."""
 
 
-def read_image_spec(folder: Path, config: Mapping[str, Any]) -> ImageSpec:
+def read_image_spec(folder: Path, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> ImageSpec:
     """Reads the preprocessing of the images of a CLIP, SigLIP or SigLIP 2 model.
 
     Args:
         folder: Folder with the files of the processor.
         config: config.json of the model, or of its vision tower.
+        overrides: Values that replace those of the files.
 
     Raises:
         UnsupportedModelError: There is no such file, or it has a value that penstock does not support.
         ModelLoadError: A file is not valid JSON.
     """
-    source = _Source.read(folder)
+    source = _Source.read(folder, overrides)
     kind = _kind(source, config)
     defaults = _KINDS[kind]
     values = source.with_defaults(defaults.values)
@@ -154,19 +160,22 @@ def read_image_spec(folder: Path, config: Mapping[str, Any]) -> ImageSpec:
     )
 
 
-def read_area_spec(folder: Path, config: Mapping[str, Any], max_model_len: int) -> ImageSpec:
+def read_area_spec(
+    folder: Path, config: Mapping[str, Any], overrides: Mapping[str, Any], max_model_len: int
+) -> ImageSpec:
     """Reads the preprocessing of the images of a language model with a Qwen2VLImageProcessor.
 
     Args:
         folder: Folder with the files of the processor.
         config: config.json of the model.
+        overrides: Values that replace those of the files.
         max_model_len: Tokens. An image with more blocks of patches is rejected.
 
     Raises:
         UnsupportedModelError: A value that penstock does not support.
         ModelLoadError: A file is not valid JSON.
     """
-    source = _Source.read(folder)
+    source = _Source.read(folder, overrides)
     names = [f"Qwen2VL{suffix}" for suffix in _CLASS_SUFFIXES[:3]]
     if (name := source.get("image_processor_type")) not in (None, *names):
         raise source.unsupported("image_processor_type", f"{names[0]}, not {name!r},")
@@ -194,18 +203,19 @@ def read_area_spec(folder: Path, config: Mapping[str, Any], max_model_len: int) 
     )
 
 
-def read_tile_spec(folder: Path, config: Mapping[str, Any]) -> ImageSpec:
+def read_tile_spec(folder: Path, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> ImageSpec:
     """Reads the preprocessing of the images of a language model with an Idefics3ImageProcessor.
 
     Args:
         folder: Folder with the files of the processor.
         config: config.json of the model.
+        overrides: Values that replace those of the files.
 
     Raises:
         UnsupportedModelError: A value that penstock does not support.
         ModelLoadError: A file is not valid JSON.
     """
-    source = _Source.read(folder)
+    source = _Source.read(folder, overrides)
     names = [f"Idefics3{suffix}" for suffix in _CLASS_SUFFIXES[:3]]
     if (name := source.get("image_processor_type")) not in (None, *names):
         raise source.unsupported("image_processor_type", f"{names[0]}, not {name!r},")
@@ -300,17 +310,29 @@ class _Source:
     values: Mapping[str, Any]
 
     @classmethod
-    def read(cls, folder: Path) -> _Source:
-        """Reads the file that transformers prefers: image_processor in processor_config.json."""
+    def read(cls, folder: Path, overrides: Mapping[str, Any]) -> _Source:
+        """Reads the file that transformers prefers: image_processor in processor_config.json.
+
+        Args:
+            folder: Folder of the model.
+            overrides: Values that replace those of the file.
+
+        Raises:
+            UnsupportedModelError: There is no such file, or a key in `overrides` is not supported.
+        """
+        if unknown := sorted(overrides.keys() - _OVERRIDES):
+            raise UnsupportedModelError(
+                f"--mm-processor-kwargs: {unknown[0]!r} is not supported; penstock supports {', '.join(_OVERRIDES)}."
+            )
         nested = read_object(folder / PROCESSOR_FILE).get("image_processor")
         if isinstance(nested, dict):
-            return cls(folder / PROCESSOR_FILE, nested)
+            return cls(folder / PROCESSOR_FILE, {**nested, **overrides})
         path = folder / IMAGE_PROCESSOR_FILE
         if not path.exists():
             raise UnsupportedModelError(
                 f"{path} is missing; penstock needs it to prepare images. Add it to the folder."
             )
-        return cls(path, read_object(path))
+        return cls(path, {**read_object(path), **overrides})
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> _Source:
         """Returns the values with those of transformers' class for missing ones and null."""

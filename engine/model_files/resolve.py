@@ -64,7 +64,10 @@ def resolve_model(config: EngineConfig) -> ModelInfo:
     with as_load_error(f"The folder {config.model} cannot be used"):
         root = locate_model(config.model, config.revision)
     with as_load_error(f"The JSON files of {root} cannot be used"):
-        return _resolve(root, config)
+        info = _resolve(root, config)
+    if config.mm_processor_kwargs and not info.reads_images:
+        raise ModelLoadError(f"--mm-processor-kwargs does not fit {info.name}, which reads texts only. Leave it out.")
+    return info
 
 
 def _resolve(root: Path, config: EngineConfig) -> ModelInfo:
@@ -93,7 +96,7 @@ def _resolve_files(root: Path, files: SentenceTransformersFiles | None, config: 
     config = dataclasses.replace(config, hf_overrides={})
     text = _resolve_part(root, path, towers.text, files, config)
     image = _resolve_part(root, path, towers.image, files, dataclasses.replace(config, max_model_len=None))
-    return with_image(text, image, read_image_spec(path, image.config))
+    return with_image(text, image, read_image_spec(path, image.config, config.mm_processor_kwargs))
 
 
 def _resolve_part(

@@ -55,11 +55,12 @@ def resolve_vision_language(draft: ModelDraft, folder: Path) -> None:
 
 
 def _image_spec(processor: ImageProcessor, folder: Path, draft: ModelDraft) -> ImageSpec:
-    part, limit = vision_part(draft.config), draft.fields["max_model_len"]
+    part, overrides = vision_part(draft.config), draft.engine.mm_processor_kwargs
     match processor:
         case ImageProcessor.QWEN2_VL:
-            return read_area_spec(folder, part, limit)
+            return read_area_spec(folder, part, overrides, draft.fields["max_model_len"])
         case ImageProcessor.SIGLIP:
-            return read_image_spec(folder, {"model_type": "siglip", "vision_config": part.get("vision_config")})
+            config = {"model_type": "siglip", "vision_config": part.get("vision_config")}
+            return read_image_spec(folder, config, overrides)
         case ImageProcessor.IDEFICS3:
-            return read_tile_spec(folder, part)
+            return read_tile_spec(folder, part, overrides)

@@ -454,6 +454,14 @@ class EngineConfig:
         "JSON",
         parse=json_object,
     )
+    mm_processor_kwargs: dict[str, Any] = setting(
+        {},
+        'Values that replace those of the image processor (preprocessor_config.json). {"max_pixels": 1843200} limits '
+        "an image of Qwen3-VL to 1,800 tokens.",
+        "Model",
+        "JSON",
+        parse=json_object,
+    )
     adapter: tuple[str, ...] = setting(
         (),
         "LoRA adapters of the model in folders of the peft library. Requests select one as MODEL:NAME.",

@@ -76,7 +76,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type, *, positional: str = 
 
 _NO_CACHE: Final = "memory is allocated as needed; --kv-cache-memory limits the memory for long inputs."
 _OWN_LOGS: Final = "requests are logged with --access-log only, statistics are in /metrics."
-_JSON_FLAGS: Final = ("--pooler-config", "--hf-overrides")
+_JSON_FLAGS: Final = ("--pooler-config", "--hf-overrides", "--mm-processor-kwargs")
 
 
 class _IgnoredFlag(NamedTuple):

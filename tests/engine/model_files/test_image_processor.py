@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from penstock.engine.images.preprocessing import preprocess
-from penstock.engine.model_files.image_processor import read_image_spec
+from penstock.engine.model_files.image_processor import read_area_spec, read_image_spec, read_tile_spec
 from penstock.engine.protocol.errors import UnsupportedModelError
 from penstock.engine.protocol.images import ImageResize, ImageSpec
 
@@ -26,7 +26,7 @@ def _read(
     folder: Path, values: dict[str, Any], config: dict[str, Any], file: str = "preprocessor_config.json"
 ) -> ImageSpec:
     (folder / file).write_text(json.dumps(values), encoding="utf-8")
-    return read_image_spec(folder, config)
+    return read_image_spec(folder, config, {})
 
 
 @pytest.mark.parametrize(
@@ -118,10 +118,72 @@ def test_unsupported_value_is_named(tmp_path: Path, values: dict[str, Any], mess
 
 def test_missing_file_or_kind_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"preprocessor_config\.json is missing"):
-        read_image_spec(tmp_path, _CLIP_CONFIG)
+        read_image_spec(tmp_path, _CLIP_CONFIG, {})
     with pytest.raises(
         UnsupportedModelError, match=r"names no image_processor_type, and model_type in config\.json is 'bert'"
     ):
         _read(tmp_path, {}, {"model_type": "bert"})
     with pytest.raises(UnsupportedModelError, match="image_size of the vision model is 'x'"):
         _read(tmp_path, {}, {"model_type": "clip", "vision_config": {"image_size": "x"}})
+
+
+_QWEN_CONFIG = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2}}
+_QWEN_VALUES = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216},
+    "patch_size": 16,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+}
+_TILE_CONFIG = {"vision_config": {"image_size": 512}}
+_TILE_VALUES = {"size": {"longest_edge": 2_048}, "max_image_size": {"longest_edge": 512}}
+
+
+def _read_area(folder: Path, values: dict[str, Any], overrides: dict[str, Any]) -> ImageSpec:
+    (folder / "preprocessor_config.json").write_text(json.dumps(values), encoding="utf-8")
+    return read_area_spec(folder, _QWEN_CONFIG, overrides, 8_192)
+
+
+def test_area_is_read_from_either_form_and_replaced_by_the_operator(tmp_path: Path) -> None:
+    spec = _read_area(tmp_path, _QWEN_VALUES, {})
+    assert (spec.min_pixels, spec.max_pixels, spec.max_patches) == (65_536, 16_777_216, 4 * 8_192)
+    assert (spec.patch_size, spec.merge_size, spec.mean) == (16, 2, (0.5, 0.5, 0.5))
+    assert spec.max_bytes(10, 10) < spec.max_bytes(4_000, 3_000) < 3 * 16_777_216 + 1
+    older = _read_area(tmp_path, _QWEN_VALUES | {"size": None, "min_pixels": 3_136, "max_pixels": 200_000}, {})
+    assert (older.min_pixels, older.max_pixels) == (3_136, 200_000)
+    assert _read_area(tmp_path, _QWEN_VALUES, {"max_pixels": 1_843_200}).max_patches == 7_200
+
+
+@pytest.mark.parametrize(
+    ("values", "overrides", "message"),
+    [
+        ({"patch_size": 14}, {}, "patch_size is 14; penstock supports the patch_size of config.json, 16"),
+        ({"size": {"shortest_edge": 9, "longest_edge": 4}}, {}, "shortest_edge and longest_edge, the limits"),
+        ({"image_processor_type": "CLIPImageProcessor"}, {}, "penstock supports Qwen2VLImageProcessor"),
+        ({}, {"fps": 1}, "--mm-processor-kwargs: 'fps' is not supported"),
+    ],
+)
+def test_unsupported_value_of_an_area_is_named(
+    tmp_path: Path, values: dict[str, Any], overrides: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        _read_area(tmp_path, _QWEN_VALUES | values, overrides)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"do_image_splitting": False}, "do_image_splitting is False; penstock supports true"),
+        ({"size": {"longest_edge": 5_000}}, "size is {'longest_edge': 5000}; penstock supports longest_edge, up to"),
+        ({"max_image_size": {"longest_edge": 364}}, "penstock supports the image_size of config.json, 512"),
+    ],
+)
+def test_tiles_are_read_or_the_unsupported_value_is_named(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(_TILE_VALUES), encoding="utf-8")
+    assert read_tile_spec(tmp_path, _TILE_CONFIG, {}).max_patches == 17
+    path.write_text(json.dumps(_TILE_VALUES | values), encoding="utf-8")
+    with pytest.raises(UnsupportedModelError) as error:
+        read_tile_spec(tmp_path, _TILE_CONFIG, {})
+    assert message in str(error.value)

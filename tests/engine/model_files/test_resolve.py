@@ -597,3 +597,55 @@ def test_images_and_texts_of_different_widths_are_rejected(tmp_path: Path) -> No
     write(tmp_path, {"config.json": {"model_type": "siglip", "text_config": TEXT_TOWER}})
     with pytest.raises(UnsupportedModelError, match="gives texts vectors of width 32, and images of width 768"):
         resolve(tmp_path)
+
+
+# Language models that read images -------------------------------------------------------------------------------------
+
+QWEN3_VL = {
+    "model_type": "qwen3_vl",
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "text_config": {"hidden_size": 32, "vocab_size": 64, "max_position_embeddings": 512, "num_hidden_layers": 1},
+    "vision_config": {"patch_size": 16},
+    "image_token_id": 5,
+}
+AREA = {"patch_size": 16, "min_pixels": 4_096, "max_pixels": 100_000}
+
+
+def test_language_model_with_image_processor_reads_chats_of_texts_and_images(tmp_path: Path) -> None:
+    info = resolve(write(tmp_path, {"config.json": QWEN3_VL, "preprocessor_config.json": AREA}))
+    assert (info.reads_images, info.mixes_images, info.is_causal) == (True, True, True)
+    assert info.sequence_pooling == (PoolingType.LAST,)
+    assert info.prompts[info.default_prompt_name or ""] == "Represent the user's input."
+    assert info.input_chat is not None
+    assert info.input_chat.arguments == {"add_generation_prompt": True}
+    (tmp_path / "preprocessor_config.json").unlink()
+    text = resolve(tmp_path)
+    assert (text.reads_images, text.input_chat, text.prompts) == (False, None, {})
+
+
+def test_model_of_pages_has_vectors_of_tokens_only(tmp_path: Path) -> None:
+    config = {"model_type": "colqwen2", "architectures": ["ColQwen2ForRetrieval"], "vlm_config": QWEN3_VL}
+    files = {"config.json": config | {"embedding_dim": 24}, "preprocessor_config.json": AREA | {"patch_size": 16}}
+    info = resolve(write(tmp_path, files))
+    assert (info.tasks, info.embedding_size) == ((PoolingTask.TOKEN_EMBED, PoolingTask.SCORE), 24)
+    assert (info.reads_images, info.mixes_images, info.vocab_size, info.max_model_len) == (True, False, 64, 512)
+    assert info.multi_vector is not None
+
+
+@pytest.mark.parametrize(
+    ("files", "settings", "message"),
+    [
+        ({"config.json": BERT}, {"mm_processor_kwargs": {"max_pixels": 9}}, "which reads texts only"),
+        (
+            {"config.json": QWEN3_VL, "preprocessor_config.json": AREA},
+            {"pooler_config": PoolerConfig(enable_chunked_processing=True)},
+            "enable_chunked_processing does not fit",
+        ),
+        ({"config.json": QWEN3_VL | {"model_type": "colpali", "embedding_dim": 0}}, {}, "embedding_dim of .* is 0"),
+    ],
+)
+def test_setting_that_does_not_fit_images_is_rejected(
+    tmp_path: Path, files: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ModelLoadError, UnsupportedModelError), match=message):
+        resolve(write(tmp_path, files), **settings)
