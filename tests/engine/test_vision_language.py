@@ -81,6 +81,8 @@ async def test_qwen3_vl_reranker_equals_transformers(default_model: Path, tmp_pa
     assert (await engine.score(["What?"], [long], cut)).num_tokens == [100]
     with pytest.raises(RequestTooLongError):
         await engine.score(["What?"], [long], PoolingParams(truncate_prompt_tokens=100, reject_too_long=True))
+    with pytest.raises(InvalidRequestError, match="input 0 has an image after a text that is longer"):
+        await engine.score(["What?"], [MixedInput(("word " * 200, images[0]))], cut)
     with pytest.raises(InvalidRequestError, match="stands for an image"):
         await engine.score(["What?"], ["<|image_pad|>"], PARAMS)
     await engine.close()
