@@ -119,7 +119,7 @@ class EngineCore:
         self._send = send
         self._on_ready = on_ready
         self._load_runner = load_runner
-        self._lock = threading.Lock()  # guards the scheduler and the three flags below
+        self._lock = threading.Lock()  # guards the scheduler and the last three flags below
         self._waker = waker or Waker()
         self._watch = StepWatch(config.step_timeout_s, on_stuck)
         self._scheduler: Scheduler
@@ -318,7 +318,9 @@ class EngineCore:
         self._running.remove(running)
         self._watch.in_flight.remove(running.step)
         chunks, step = running.batch.chunks, running.step
-        self._blocked_by_running &= not chunks
+        if chunks:
+            with self._lock:
+                self._blocked_by_running = False
         forwards: list[ChunkOutputs] = []
         failure: Exception | None = None
         try:

@@ -55,41 +55,40 @@ class FramedEncoder:
             add_special_tokens: Add the tokenizer's special tokens around a prompt.
         """
         if not self._frames.mixes and any(isinstance(item, MixedInput) for item in inputs):
-            raise InvalidRequestError("The model reads an image or a text, not both in one input.", param="input")
+            index = next(i for i, item in enumerate(inputs) if isinstance(item, MixedInput))
+            raise InvalidRequestError(
+                f"Input {index} has a text and an image, but the model reads one of them. Send two inputs.",
+                param="input",
+            )
         add_special_tokens = add_special_tokens and (is_rendered or self._frames.adds_special_tokens)
+        image_text = self._frames.placeholder if is_rendered else self._frames.image_text
         patches = await self._decode(inputs)
         encoded: dict[int, TokenizedInput] = {}
-        frame = Frame() if is_rendered else self._frames.text
-        texts = {i: item for i, item in enumerate(inputs) if not patches[i]}
-        if texts:
-            ends = await self._ends(frame, instruction, add_special_tokens=add_special_tokens)
-            tokenized = await self._encode(list(texts.values()), frame.beginning(instruction), ends, truncation)
-            encoded.update(zip(texts, tokenized, strict=True))
-        frame = Frame() if is_rendered else self._frames.image
-        for i, item in enumerate(inputs):
-            if patches[i]:
-                ends = await self._ends(frame, instruction, add_special_tokens=add_special_tokens)
-                limit = self._text_limit(truncation, patches[i], i)
-                text = self._text_of(item, self._frames.placeholder if is_rendered else self._frames.image_text)
-                (tokenized_text,) = await self._encode([text], frame.beginning(instruction), ends, limit)
-                encoded[i] = self._with_images(tokenized_text, patches[i], i, truncation)
-        return [encoded[i] if patches[i] else self._checked(encoded[i], i) for i in range(len(inputs))]
+        for frame, has_images in ((self._frames.text, False), (self._frames.image, True)):
+            indices = [i for i in range(len(inputs)) if bool(patches[i]) is has_images]
+            if not indices:
+                continue
+            frame = Frame() if is_rendered else frame
+            ends = await self._ends(frame, add_special_tokens=add_special_tokens)
+            for limit, positions in self._by_limit(truncation, patches, indices):
+                items = [self._text_of(inputs[i], image_text) if has_images else inputs[i] for i in positions]
+                tokenized = await self._encode(items, frame.beginning(instruction), ends, limit)
+                encoded.update(zip(positions, tokenized, strict=True))
+        return [self._with_images(encoded[i], patches[i], i, truncation) for i in range(len(inputs))]
 
     async def pairs(
         self, pairs: Sequence[tuple[TextOrImage, TextOrImage]], truncation: Truncation, instruction: str | None
     ) -> list[TokenizedInput]:
         """Returns each pair, such as a query and a document, as one sequence in the model's prompt for pairs."""
-        sides = list(dict.fromkeys(side for pair in pairs for side in pair))
-        patches = dict(zip(sides, await self._decode(sides), strict=True))
-        image_text = self._frames.image_text
-        encoded: list[TokenizedInput] = []
-        for i, (left, right) in enumerate(pairs):
-            own = (*patches[left], *patches[right])
-            text_pair = (self._text_of(left, image_text), self._text_of(right, image_text))
-            limit = self._text_limit(truncation, own, i)
-            (tokens,) = await self._tokenizer.encode_pairs([text_pair], limit, instruction=instruction)
-            encoded.append(self._with_images(tokens, own, i, truncation))
-        return encoded
+        texts_or_images = list(dict.fromkeys(item for pair in pairs for item in pair))
+        decoded = dict(zip(texts_or_images, await self._decode(texts_or_images), strict=True))
+        patches = [(*decoded[left], *decoded[right]) for left, right in pairs]
+        encoded: dict[int, TokenizedInput] = {}
+        for limit, positions in self._by_limit(truncation, patches, range(len(pairs))):
+            text_pairs = [(self._text_of(left), self._text_of(right)) for left, right in (pairs[i] for i in positions)]
+            tokenized = await self._tokenizer.encode_pairs(text_pairs, limit, instruction=instruction)
+            encoded.update(zip(positions, tokenized, strict=True))
+        return [self._with_images(encoded[i], patches[i], i, truncation) for i in range(len(pairs))]
 
     def with_images(self, prompt: str, images: Sequence[ImageInput]) -> MixedInput:
         """Returns a prompt with its images. Raises InvalidRequestError if it has another number of placeholders."""
@@ -116,9 +115,7 @@ class FramedEncoder:
             patches[i].append(image)
         return [tuple(own) for own in patches]
 
-    async def _ends(
-        self, frame: Frame, instruction: str, *, add_special_tokens: bool
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    async def _ends(self, frame: Frame, *, add_special_tokens: bool) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Returns the special tokens before a prompt, and the ids after the input."""
         (after,) = await self._tokenizer.token_ids([frame.after], add_special_tokens=False) if frame.after else ((),)
         special = self._tokenizer.special_tokens
@@ -138,7 +135,7 @@ class FramedEncoder:
         leading, trailing = ends
         num_reserved = len(leading) + len(trailing)
         if num_reserved >= truncation.max_num_tokens:
-            raise truncation.no_space_error(f"the model's prompt ends with {num_reserved} tokens")
+            raise truncation.no_space_error(f"the model's prompt and special tokens take {num_reserved} tokens")
         limit = replace(
             truncation,
             max_num_tokens=truncation.max_num_tokens - num_reserved,
@@ -153,29 +150,44 @@ class FramedEncoder:
             for item, tokens in zip(texts, tokenized, strict=True)
         ]
 
-    def _text_of(self, item: Input, image_text: str) -> str:
+    def _text_of(self, item: Input, image_text: str | None = None) -> str:
         if isinstance(item, str):
             return item
+        image_text = self._frames.image_text if image_text is None else image_text
         if isinstance(item, ImageInput):
             return image_text
         assert isinstance(item, MixedInput), "token ids have no images"
         return "".join(part if isinstance(part, str) else image_text for part in item.parts)
 
-    def _text_limit(self, truncation: Truncation, patches: Patches, index: int) -> Truncation:
-        """Returns the limit of a prompt with one placeholder for each image."""
-        added = sum(len(self._ids_of(image)) - 1 for image in patches)
-        if added and added + 1 >= truncation.max_num_tokens:
-            raise RequestTooLongError.over_limit(
-                f"the images of input {index} have {added + len(patches)} tokens",
-                "Please send fewer or smaller images.",
-                num_tokens=added + len(patches),
-                max_num_tokens=truncation.max_num_tokens,
-                limit_name=truncation.name,
-                param=truncation.param,
-            )
-        return replace(
-            truncation, max_num_tokens=truncation.max_num_tokens - added, num_reserved=added, first_index=index
-        )
+    def _by_limit(
+        self, truncation: Truncation, patches: Sequence[Patches], indices: Sequence[int]
+    ) -> list[tuple[Truncation, list[int]]]:
+        """Groups inputs by the limit of their prompts, in which each image is one placeholder.
+
+        Args:
+            truncation: Limit with all tokens of images.
+            patches: Images of each input.
+            indices: Inputs to group.
+        """
+        positions: dict[int, list[int]] = {}
+        for index in indices:
+            added = sum(len(self._ids_of(image)) - 1 for image in patches[index])
+            if added and added + 1 >= truncation.max_num_tokens:
+                num_tokens = added + len(patches[index])
+                raise RequestTooLongError.over_limit(
+                    f"the images of input {index} have {num_tokens} tokens",
+                    "Please send fewer or smaller images.",
+                    num_tokens=num_tokens,
+                    max_num_tokens=truncation.max_num_tokens,
+                    limit_name=truncation.name,
+                    param=truncation.param,
+                )
+            positions.setdefault(added, []).append(index)
+        limit = truncation.max_num_tokens
+        return [
+            (replace(truncation, max_num_tokens=limit - added, num_reserved=added, positions=own), own)
+            for added, own in positions.items()
+        ]
 
     def _with_images(
         self, tokens: TokenizedInput, patches: Patches, index: int, truncation: Truncation
@@ -183,9 +195,13 @@ class FramedEncoder:
         """Replaces the placeholder of each image by its tokens."""
         positions = np.flatnonzero(tokens.token_ids == self._frames.placeholder_id)
         if len(positions) < len(patches) and tokens.is_truncated:
-            raise truncation.no_space_error(f"input {index} has an image after a text that is longer")
+            raise truncation.no_space_error(f"truncation would remove an image of input {index}; shorten its text")
         if len(positions) != len(patches):
-            raise self._placeholder_error(index)
+            raise InvalidRequestError(
+                f"Input {index} contains the token {self._frames.placeholder}, which stands for an image. Remove it; "
+                "the server puts it in the place of each image.",
+                param="input",
+            )
         if not patches:
             return tokens
         parts = np.split(tokens.token_ids, positions)
@@ -198,18 +214,6 @@ class FramedEncoder:
         if tiles is None:
             return np.full(self._images.spec.num_tokens(image), placeholder_id, np.int32)
         return np.array(tiles.image_ids(image.grid, placeholder_id), np.int32)
-
-    def _checked(self, tokens: TokenizedInput, index: int) -> TokenizedInput:
-        if (tokens.token_ids == self._frames.placeholder_id).any():
-            raise self._placeholder_error(index)
-        return tokens
-
-    def _placeholder_error(self, index: int) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"Input {index} contains the token {self._frames.placeholder}, which stands for an image. Remove it; the "
-            "server puts it in the place of each image.",
-            param="input",
-        )
 
 
 def _images_of(item: Input) -> tuple[ImageInput, ...]:

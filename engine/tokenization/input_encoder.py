@@ -74,18 +74,30 @@ class InputEncoder:
         return params.clone(is_query=is_query)
 
     async def encode(
-        self, inputs: Sequence[Input], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
+        self,
+        inputs: Sequence[Input],
+        params: PoolingParams,
+        options: RequestOptions,
+        *,
+        param: str | None = "input",
+        positions: Sequence[int] | None = None,
     ) -> list[TokenizedInput]:
-        """Returns each input as one sequence. Short multi-vector queries are padded with the expansion token."""
+        """Returns each input as one sequence. Short multi-vector queries are padded with the expansion token.
+
+        Errors name an input by its index, or by its number in `positions`.
+        """
         if self._queries is not None and params.is_query:
             return await self._queries.encode(inputs, params, options, param=param)
         if self._framed is not None:
             return await self._encode_framed(self._framed, inputs, params, options, param=param)
         if self._images is not None and (found := images_in(inputs)):
             return await self._encode_with_images(inputs, found, self._images, params, options, param=param)
+        truncation = self._truncation(params, param=param)
+        if positions is not None:
+            truncation = replace(truncation, positions=positions)
         tokenized = await self._tokenizer.encode(
             self._texts(inputs),
-            self._truncation(params, param=param),
+            truncation,
             prompt=self._prompt(options, is_query=params.is_query),
             skip_prompt=not self._info.include_prompt,
             add_special_tokens=options.add_special_tokens,
@@ -99,7 +111,7 @@ class InputEncoder:
             ]
         if self._tokenizer.padding is not None:
             return [padded(tokens, self._tokenizer.padding) for tokens in tokenized]
-        return self._replace_empty(tokenized)
+        return self._replace_empty(tokenized, truncation)
 
     async def _encode_framed(
         self,
@@ -131,10 +143,11 @@ class InputEncoder:
         *,
         param: str | None,
     ) -> list[TokenizedInput]:
+        self._check_inputs(inputs, param)
         texts = {index: item for index, item in enumerate(inputs) if index not in images}
         encoded: dict[int, TokenizedInput] = {}
         if texts:
-            tokenized = await self.encode(list(texts.values()), params, options, param=param)
+            tokenized = await self.encode(list(texts.values()), params, options, param=param, positions=list(texts))
             encoded.update(zip(texts, tokenized, strict=True))
         patches = await encoder.encode(list(images.values()), list(images))
         for index, image in zip(images, patches, strict=True):
@@ -174,7 +187,7 @@ class InputEncoder:
             texts = self._text_pairs(pairs)
             tokenized = await self._tokenizer.encode_pairs(texts, truncation, instruction=options.instruction)
         self._report_truncated(tokenized, options)
-        return self._replace_empty(tokenized)
+        return self._replace_empty(tokenized, truncation)
 
     async def passages(
         self, queries: Sequence[TextOrImage], documents: Sequence[str], params: PoolingParams, options: RequestOptions
@@ -310,15 +323,15 @@ class InputEncoder:
                 param=param,
             )
 
-    def _replace_empty(self, tokenized: list[TokenizedInput]) -> list[TokenizedInput]:
+    def _replace_empty(self, tokenized: list[TokenizedInput], truncation: Truncation) -> list[TokenizedInput]:
         """Replaces inputs without tokens by the end token. Raises InvalidRequestError if the tokenizer has none."""
         for index, tokens in enumerate(tokenized):
             if len(tokens.token_ids):
                 continue
             if self._tokenizer.end_id is None:
                 raise InvalidRequestError(
-                    f"Input {index} is empty: the tokenizer of {self._info.name} returns no token for it, and has no "
-                    "end token to use instead. Send some text.",
+                    f"Input {truncation.position(index)} is empty: the tokenizer of {self._info.name} returns no token "
+                    "for it, and has no end token to use instead. Send some text.",
                     param="input",
                 )
             tokenized[index] = TokenizedInput(np.array([self._tokenizer.end_id], np.int32))

@@ -64,7 +64,7 @@ class Truncation:
         param: Request field to name in errors.
         name: The cause of the limit if it is not the model; see ModelInfo.limit_name.
         num_reserved: Tokens that are added to an input later, such as those of images, for messages.
-        first_index: Index of the first input in its request, for messages.
+        positions: Index of each input in its request, for messages; None: 0, 1, 2, ...
     """
 
     max_num_tokens: int
@@ -73,7 +73,7 @@ class Truncation:
     param: str | None = "input"
     name: str | None = None
     num_reserved: int = 0
-    first_index: int = 0
+    positions: Sequence[int] | None = None
 
     @property
     def first_chars(self) -> int:
@@ -98,19 +98,23 @@ class Truncation:
 
         Args:
             num_tokens: Tokens of the input.
-            index: Index of the input in the request.
+            index: Index of the input among those that are encoded.
             is_whole: Whether the whole input was tokenized. Otherwise it has more tokens.
         """
         at_least = "" if is_whole else "at least "
         num_tokens += self.num_reserved
-        self.reject_unless_truncated(f"input {self.first_index + index} has {at_least}{num_tokens} tokens", num_tokens)
+        self.reject_unless_truncated(f"input {self.position(index)} has {at_least}{num_tokens} tokens", num_tokens)
 
     def reject_unread_unless_truncated(self, num_chars: int, num_tokens: int, index: int) -> None:
         """Raises RequestTooLongError for an input that was only partly tokenized, unless it may be truncated."""
         self.reject_unless_truncated(
-            f"input {self.first_index + index} has {num_chars} characters, of which {self.max_chars} would be read",
+            f"input {self.position(index)} has {num_chars} characters, of which {self.max_chars} would be read",
             num_tokens,
         )
+
+    def position(self, index: int) -> int:
+        """Returns the index in its request of an encoded input."""
+        return index if self.positions is None else self.positions[index]
 
     def reject_unless_truncated(
         self,

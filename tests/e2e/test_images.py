@@ -92,6 +92,10 @@ def test_images_and_texts_equal_transformers_in_every_batch(
     whole = server.post("/v1/rerank", {"query": "gate", "documents": images, "max_chunks_per_doc": 3})
     assert whole.status_code == 200, whole.text
 
+    too_long = server.post("/v1/embeddings", {"input": [images[0], texts[0], images[1], {"text": "gate " * 900}]})
+    assert too_long.status_code == 400
+    assert "input 3 has" in too_long.json()["error"]["message"]
+
     for image, message in (
         ("data:image/png;base64,aGVsbG8=", "input[1].image is not an image in a supported format"),
         (uri(IMAGES[0])[:-40] + "AAAA", "input[1].image "),
