@@ -74,6 +74,12 @@ async def test_embedder_scores_by_cosine() -> None:
     assert core.sent[0][0].params.normalize is True
 
 
+@pytest.mark.parametrize(("given", "used"), [(None, -1), (4, 4)])
+async def test_passage_with_one_more_token_alone_is_truncated(given: int | None, used: int) -> None:
+    _, core = await score(["a"], ["b c"], params=PoolingParams(truncate_prompt_tokens=given), max_passages=3)
+    assert {request.params.truncate_prompt_tokens for request, _ in core.sent} == {used}
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
