@@ -229,7 +229,7 @@ class AsyncEngine:
         self, inputs: Sequence[Input], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> EmbeddingResult:
         """Returns one vector for each text or image; long-text mode supports texts of any length (long_text.py)."""
-        params = self._resolved(self._encoder.with_side(params, options), PoolingTask.EMBED)
+        params = self._resolved(self._encoder.with_query_flag(params, options), PoolingTask.EMBED)
         async with self._dispatcher.open(options, is_cacheable=True) as request:
             tokenized = await self._encoder.encode(inputs, params, options)
             windows = await self._encoder.windows(inputs, tokenized, options)

@@ -25,6 +25,7 @@ logger = logging.getLogger("penstock.engine")
 
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Both names of torch's variable, the newer one first. torch reads them when CUDA is first used."""
+_SET_UP_LIBRARY: Final = "Set --cpu-kernels auto, and build the library if it is missing (make native)."
 _FUSION_VARIABLE: Final = "TRITON_DEFAULT_FP_FUSION"
 """Whether triton fuses multiply and add. Triton 3.9 does so by default, and warns that later versions will not."""
 
@@ -85,10 +86,7 @@ def _load_two_towers(info: ModelInfo, image: ModelInfo, config: EngineConfig) ->
     text, library = choose_kernels(with_device(replace(info, image=None), "cpu", _dtype(config)), config)
     image = with_device(image, "cpu", text.dtype)
     if library is None or read_spec(image) is None:
-        raise MachineError(
-            f"{info.name} reads images, which only the native kernels support; set --cpu-kernels auto, and build the "
-            "kernels if they are missing (make native)."
-        )
+        raise MachineError(f"{info.name} reads images, which needs the C library. {_SET_UP_LIBRARY}")
     texts = ArrayRunner.load(text, library, config)
     image = replace(image, kernels=text.kernels, num_lanes=text.num_lanes, arithmetic=text.arithmetic)
     return RoutedRunner(texts, images=ArrayRunner.load(image, library, config, texts.tokenizer))
@@ -100,13 +98,10 @@ def _dtype(config: EngineConfig) -> str:
 
 def _load_static(info: ModelInfo, config: EngineConfig) -> Runner:
     """Loads a static embedding. It runs on the CPU in float32: it has no products that a GPU or int8 makes faster."""
-    info, machine = choose_kernels(with_device(info, "cpu", "float32"), replace(config, dtype="float32"))
-    if machine is None:
-        raise MachineError(
-            f"{info.name} is a static embedding, which only the native kernels run; set --cpu-kernels auto, and build "
-            "them if they are missing (make native)."
-        )
-    return ArrayRunner.load(info, machine, config)
+    info, library = choose_kernels(with_device(info, "cpu", "float32"), replace(config, dtype="float32"))
+    if library is None:
+        raise MachineError(f"{info.name} is a static embedding, which needs the C library. {_SET_UP_LIBRARY}")
+    return ArrayRunner.load(info, library, config)
 
 
 def _enable_expandable_segments() -> None:

@@ -67,6 +67,8 @@ class VisionLanguageFamily:
     pages: PagePrompts | None = None
 
 
+UNREADABLE: Final = "penstock reads images only with the families in docs/models.md, and no audio or video."
+"""Reason in errors about models with other inputs than text."""
 _QWEN_IMAGE: Final = "<|vision_start|><|image_pad|><|vision_end|>"
 NUM_EXPANSIONS: Final = 10
 """Tokens after a query of PagePrompts."""

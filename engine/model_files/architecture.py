@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 from ..families.registry import FAMILIES, family_with_kernels
-from ..families.vision_language import VISION_LANGUAGE
+from ..families.vision_language import UNREADABLE, VISION_LANGUAGE
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import Activation, ModelKind
 from ..protocol.tasks import PoolingTask
@@ -152,8 +152,7 @@ def _reject_other_inputs(draft: ModelDraft, architecture: str) -> None:
         reads_tokens = False
     if inputs and not reads_tokens:
         raise UnsupportedModelError(
-            f"{draft.name} (model_type {draft.fields['model_type']!r}) reads {' and '.join(inputs)}; "
-            "penstock supports only text."
+            f"{draft.name} (model_type {draft.fields['model_type']!r}) reads {' and '.join(inputs)}; {UNREADABLE}"
         )
 
 

@@ -26,8 +26,8 @@ MAX_BUDGET_REDUCTION: Final = 32
 """Divisor. The lowest token budget is the full budget divided by this, if sequences can run in chunks."""
 _STEPS_TO_RECOVER: Final = 32
 """Forwards after which a lowered budget is doubled again."""
-_MIN_QUEUED_PART: Final = 4
-"""Divisor. A batch is queued behind a running one if it has at least a full batch divided by this."""
+_QUEUED_BATCH_DIVISOR: Final = 4
+"""A batch is queued behind a running one if it is at least as large as a full batch divided by this."""
 _MIN_SHARED_BLOCKS: Final = 2
 """A short sequence uses the prefix cache if it has at least this many full blocks."""
 _POOL_PRESSURE: Final = 0.5
@@ -80,7 +80,7 @@ class Scheduler:
         self._finished: list[InputSequence] = []  # long sequences that finished since the last batch
         self._last_num_whole = 0  # whole sequences in the last batch
         self._waits_for_memory = False  # whether the next long sequence waits for memory
-        self._held: dict[PrefillChunk, tuple[Allocation, bool]] = {}  # memory of cancelled sequences that still run
+        self._held: dict[PrefillChunk, Allocation] = {}  # memory of cancelled sequences that still run
         self.requests: dict[int, Request] = {}
         self.waiting = FairQueue(self._full_budget)
         self.prefill = ChunkedPrefillManager(prefill_config, order=self.waiting.sort_key)
@@ -107,8 +107,10 @@ class Scheduler:
 
         Otherwise the waiting sequences run together with sequences that arrive until the device is free.
         """
-        has_tokens = self.waiting.num_tokens >= self.chunk_sizes.forward_tokens(self.token_budget) // _MIN_QUEUED_PART
-        has_seqs = self.waiting.num_seqs >= self._max_num_seqs // _MIN_QUEUED_PART
+        has_tokens = (
+            self.waiting.num_tokens >= self.chunk_sizes.forward_tokens(self.token_budget) // _QUEUED_BATCH_DIVISOR
+        )
+        has_seqs = self.waiting.num_seqs >= self._max_num_seqs // _QUEUED_BATCH_DIVISOR
         return has_tokens or has_seqs or self.prefill.peek() is not None
 
     def add(self, request: Request) -> None:
@@ -133,15 +135,15 @@ class Scheduler:
         for sequence in [] if request is None else [s for s in request.sequences if s.status is not Status.FINISHED]:
             if sequence.chunk is not None and sequence.allocation is not None and not sequence.is_long:
                 # Its forward may write the memory until it ends: `finish` frees it.
-                self._held[sequence.chunk] = sequence.allocation, drop_cached_blocks
+                self._held[sequence.chunk] = sequence.allocation
                 sequence.allocation = None
             self._release(sequence, Status.FINISHED, drop_cached_blocks=drop_cached_blocks)
         return request
 
     def schedule(self, now_s: float, free_tokens: int | None = None) -> Batch:
-        """Returns the next batch. It is empty if no sequence can start.
+        """Returns the next batch.
 
-        No sequence waits then, all have expired, or all need a running batch to end.
+        It is empty if no sequence waits, if all have expired, or if all need memory of a running batch.
 
         Args:
             now_s: Monotonic time in seconds, as in Request.arrival_s.
@@ -183,8 +185,7 @@ class Scheduler:
         for chunk in batch.chunks:
             sequence = chunk.sequence
             if chunk in self._held:
-                allocation, drop_cached_blocks = self._held.pop(chunk)
-                self._pool.free(allocation, drop_cached_blocks=drop_cached_blocks)
+                self._pool.free(self._held.pop(chunk))
             if not sequence.is_in_flight(chunk):
                 continue
             has_run = True

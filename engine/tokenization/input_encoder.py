@@ -64,7 +64,7 @@ class InputEncoder:
             limit = min(info.query.max_model_len, info.max_model_len)  # of one sequence in the scheduler
             self._queries = InputEncoder(replace(info.query, max_model_len=limit), tokenizer.query, config)
 
-    def with_side(self, params: PoolingParams, options: RequestOptions) -> PoolingParams:
+    def with_query_flag(self, params: PoolingParams, options: RequestOptions) -> PoolingParams:
         """Returns parameters with `is_query`, if the model distinguishes queries and documents."""
         if self._info.multi_vector is None and self._info.query is None:
             return params

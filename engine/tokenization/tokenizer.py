@@ -58,6 +58,8 @@ _TEXT_COST_CHARS: Final = 50
 _MIN_JOBS_PER_WORKER: Final = 8
 """Jobs. Fewer than this are not split between workers."""
 _Result = tuple[asyncio.Future[Any], Any, BaseException | None]
+_CHATS_CHARS: Final = LONG_JOB + 1
+"""Rendering chats counts as this many characters, so that it gets a thread of its own: a template may be slow."""
 _OLD_RATE_WEIGHT: Final = 0.8
 """Share of the old value in the running mean of the drain rate."""
 _MIN_MEASURED_CHARS: Final = 100_000
@@ -72,18 +74,15 @@ class TokenizerPool:
     Attributes:
         special_tokens: Tokens that the tokenizer adds around a text; None if it also changes texts in other ways.
         multi_vector_tokens: Special tokens of a multi-vector model.
-        end_id: See TokenizerSpec.
-        padding: See TokenizerSpec.
-        frames: See TokenizerSpec.
-        config: See TokenizerSpec.
         query: The tokenizer of ModelInfo.query; None if queries have no other model than documents.
+        end_id, padding, frames, config: As in `spec`.
 
     Args:
+        spec: The tokenizer of the model.
         vocab_size: Size of the vocabulary, for the check of token ids from callers.
         do_lower_case: Whether to lower-case texts (an option of sentence-transformers).
         max_chars: See TokenizerJobs.
         on_rejection: See TokenizerJobs.
-        query: See the attribute.
     """
 
     def __init__(
@@ -205,7 +204,7 @@ class TokenizerPool:
                 texts.append(renderer.render(conversation, options))
             return texts
 
-        return await self._jobs.run(work, LONG_JOB + 1)
+        return await self._jobs.run(work, _CHATS_CHARS)
 
     async def token_ids(
         self, texts: Sequence[str], *, add_special_tokens: bool, on_count: OnCount | None = None

@@ -92,7 +92,7 @@ async def test_static_texts_above_the_limit_are_rejected(backend: Tokenizer, tmp
         assert (await engine.embed(["a b c d e"], PARAMS)).num_tokens == [5]
         with pytest.raises(RequestTooLongError, match="has 6 tokens"):
             await engine.embed(["a b c d e f"], PARAMS)
-    with pytest.raises(MachineError, match="static embedding, which only the native kernels run"):
+    with pytest.raises(MachineError, match="static embedding, which needs the C library"):
         async with served(tmp_path, cpu_kernels="torch"):
             pass
 

@@ -512,7 +512,7 @@ TEXT_TOWER = {"hidden_size": 32, "vocab_size": 100, "num_attention_heads": 4}
 )
 def test_model_that_reads_no_text_is_rejected(config: dict[str, Any], inputs: str, tmp_path: Path) -> None:
     write(tmp_path, {"config.json": config})
-    message = f"model_type '{config['model_type']}'\\) reads {inputs}; penstock supports only text"
+    message = f"model_type '{config['model_type']}'\\) reads {inputs}; penstock reads images only with"
     with pytest.raises(UnsupportedModelError, match=message):
         resolve(tmp_path)
 

@@ -196,8 +196,8 @@ class CheckedScheduler:
 
     def allocations(self) -> list[Allocation]:
         sequences = [sequence for request in self.scheduler.requests.values() for sequence in request.sequences]
-        held = [allocation for allocation, _ in self.scheduler._held.values()]
-        return held + [sequence.allocation for sequence in sequences if sequence.allocation is not None]
+        held = self.scheduler._held.values()
+        return [*held] + [sequence.allocation for sequence in sequences if sequence.allocation is not None]
 
     def held_blocks(self) -> set[int]:
         return {block for allocation in self.allocations() for block in allocation.block_ids}

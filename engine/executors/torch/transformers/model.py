@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ....families.decoder import answer_head
+from ....families.vision_language import UNREADABLE
 from ....model_files.model_folder import one_line
 from ....protocol.errors import UnsupportedModelError, UnsupportedTaskError
 from ....protocol.model_info import ModelInfo, ModelKind
@@ -53,9 +54,12 @@ _CALL_ERRORS: Final = (
 class TransformersModel(PackedModel):
     """A PackedModel that transformers runs.
 
-    `forward` returns the hidden states of an embedding model; the logits of a token classifier as hidden states, which
-    `classify_tokens` returns unchanged; and of a sequence classifier hidden states if its head is one map of a single
-    row (`score`, or rows of the output embedding of a language model), otherwise logits.
+    Results of `forward`:
+
+    - Embedding model: hidden states [T, D].
+    - Token classifier: its logits [T, C] as hidden states, which `token_head` returns unchanged.
+    - Sequence classifier: hidden states [T, D] if `sequence_head` is set, otherwise logits [N, C]. It is set if the
+      head is one map of a single row: `score`, or rows of the output embedding of a language model.
 
     Args:
         trust_remote_code: Whether transformers may run code from the model folder.
@@ -93,7 +97,8 @@ class TransformersModel(PackedModel):
         """See PackedModel."""
         if need_attention:
             raise UnsupportedTaskError(
-                f"ATTENTION pooling needs a model of a native family; {self._name} runs through transformers.",
+                f"pooling_type is ATTENTION, but transformers runs {self._name} and returns no attention weights. Set "
+                "seq_pooling_type in --pooler-config to another type, such as MEAN.",
                 param="pooling_type",
             )
         if self._position_offset is not None:
@@ -266,7 +271,7 @@ def _cannot_run(info: ModelInfo, error: Exception, network: nn.Module) -> Unsupp
     logger.debug("transformers cannot run %s", info.name, exc_info=error)
     name = f"{info.name} (model_type {info.model_type!r})"
     if others := other_inputs(type(network)):
-        return UnsupportedModelError(f"{name} reads {others} in addition to text; penstock supports only text.")
+        return UnsupportedModelError(f"{name} reads {others} in addition to text; {UNREADABLE}")
     reason = (
         f"{type(network).__name__} does not run with only token ids (--log-level debug shows the traceback)"
         if isinstance(error, CODE_ERRORS)

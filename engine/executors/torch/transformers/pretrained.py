@@ -12,7 +12,7 @@ import transformers
 from safetensors import SafetensorError
 
 from ....checkpoint.files import quoted_names
-from ....families.vision_language import VISION_LANGUAGE
+from ....families.vision_language import UNREADABLE, VISION_LANGUAGE
 from ....model_files.model_folder import one_line, read_object
 from ....protocol.errors import UnsupportedModelError, WeightError
 from ....protocol.model_info import ModelInfo, ModelKind
@@ -114,9 +114,7 @@ def _reject_other_inputs(info: ModelInfo, auto_class: Any, config: Any) -> None:
         model_class = model_class[0]
     others = other_inputs(model_class)
     if others and model_class.main_input_name != "input_ids":
-        raise UnsupportedModelError(
-            f"{info.name} (model_type {info.model_type!r}) reads {others}; penstock supports only text."
-        )
+        raise UnsupportedModelError(f"{info.name} (model_type {info.model_type!r}) reads {others}; {UNREADABLE}")
 
 
 def _check_architecture(info: ModelInfo, *, trust_remote_code: bool) -> None:
