@@ -350,7 +350,7 @@ class ModelManager:
             entry.num_bytes = max(entry.num_bytes, engine.host_bytes())
             entry.loaded(engine, time.monotonic() - began_s, time.monotonic())
             logger.info("%s is ready as %s", engine.info.name, ", ".join(entry.model.names))
-            logger.debug("what was resolved:\n%s", format_table(resolved_table(engine.info)))
+            logger.debug("resolved settings:\n%s", format_table(resolved_table(engine.info)))
             if entry.is_idle:
                 self._became_idle(entry)
         finally:
@@ -370,7 +370,8 @@ class ModelManager:
             candidates = [other for other in self.entries if other.uses_memory and not other.model.is_pinned]
             if not candidates:
                 raise EngineUnavailableError(
-                    "There is no memory for it beside the pinned models.",
+                    f"{entry.name} does not fit beside the pinned models. Raise --model-memory or --max-loaded-models, "
+                    "or pin fewer models.",
                     reason=ServerRejectionReason.MODEL_MEMORY,
                 )
             loaded = [other for other in candidates if other.status is ModelStatus.LOADED]
@@ -380,7 +381,8 @@ class ModelManager:
                 await self._drain_and_unload(min(idle, key=lambda other: other.last_used_s), f"for {entry.name}")
             elif time.monotonic() >= ends_s:
                 raise EngineUnavailableError(
-                    "All models in memory are in use.", reason=ServerRejectionReason.MODEL_MEMORY
+                    f"{entry.name} does not fit beside the models that are in use. Please try again later.",
+                    reason=ServerRejectionReason.MODEL_MEMORY,
                 )
             elif past_min_time:
                 await self._drain_and_unload(min(past_min_time, key=lambda other: other.loaded_s), f"for {entry.name}")

@@ -254,7 +254,7 @@ async def test_least_recently_used_models_are_unloaded(engines: Engines, request
 async def test_request_is_rejected_if_pinned_models_take_all_space(engines: Engines) -> None:
     manager = engines.manager(engines.model("a", is_pinned=True), "b", max_loaded=1)
     await use(manager, manager.entries[0])
-    with pytest.raises(EngineUnavailableError, match=r"cannot be loaded now\. There is no memory for it beside"):
+    with pytest.raises(EngineUnavailableError, match=r"cannot be loaded now\. b does not fit beside the pinned"):
         await manager.acquire(manager.entries[1])
 
 
@@ -283,7 +283,7 @@ async def test_model_with_long_requests_stays_loaded(engines: Engines) -> None:
     for_b = asyncio.create_task(manager.load(b))
     await until(lambda: a.status is ModelStatus.LEAVING)
     for_a = asyncio.create_task(manager.acquire(a))
-    assert str(await for_b) == "All models in memory are in use."
+    assert str(await for_b).startswith("b does not fit beside the models that are in use.")
     assert await for_a is a.engine
     assert (states(manager), a.num_in_use, engines.started, engines.closed) == (["ready", "failed"], 2, ["a"], [])
     await manager.unload(b)
