@@ -649,3 +649,23 @@ def test_setting_that_does_not_fit_images_is_rejected(
 ) -> None:
     with pytest.raises((ModelLoadError, UnsupportedModelError), match=message):
         resolve(write(tmp_path, files), **settings)
+
+
+def test_chat_of_sentence_transformers_files_has_precedence(tmp_path: Path) -> None:
+    transformer = {
+        "modality_config": {"message": {"method": "forward", "format": "flat"}},
+        "processing_kwargs": {"chat_template": {"add_generation_prompt": False, "restore_suffix": True}},
+    }
+    files = {
+        "modules.json": [TRANSFORMER, POOLING],
+        "1_Pooling/config.json": {"word_embedding_dimension": 32, "pooling_mode_lasttoken": True},
+        "sentence_bert_config.json": transformer,
+        "config_sentence_transformers.json": {"prompts": {"query": "Find it."}},
+        "config.json": QWEN3_VL,
+        "preprocessor_config.json": AREA,
+    }
+    info = resolve(write(tmp_path, files))
+    assert info.input_chat is not None
+    assert (info.input_chat.is_structured, info.input_chat.arguments) == (False, {"add_generation_prompt": False})
+    assert (info.prompts, info.default_prompt_name) == ({"query": "Find it."}, None)
+    assert info.sequence_pooling == (PoolingType.LAST,)
