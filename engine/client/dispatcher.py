@@ -91,7 +91,7 @@ class OpenRequest:
         self._adapter = dispatcher.adapter_of(options.adapter)
         self._deadline = asyncio.timeout(options.timeout_s)
         self._is_lookup = is_cacheable and dispatcher.allows_lookups
-        self._was_full = False
+        self._was_full = False  # the engine was full when a request with a cache lookup arrived
         self._num_lookup_tokens = 0
 
     async def __aenter__(self) -> Self:
@@ -166,11 +166,13 @@ class OpenRequest:
             transform_name = "" if transform is None else transform.name
             return await cache.run(inputs, params, self._options.namespace, compute, transform_name)
         with self.admitted(inputs):
-            outputs = await self._dispatcher.router.run(inputs, params, self._options, self._remaining_s())
+            outputs = await self._dispatcher.backend.run(inputs, params, self._options, self._remaining_s())
         return outputs if transform is None else [transform.apply(output) for output in outputs]
 
     async def _run_admitted(self, inputs: Sequence[TokenizedInput], params: PoolingParams) -> list[Arrays]:
-        return await self._dispatcher.router.run(inputs, self._with_adapter(params), self._options, self._remaining_s())
+        return await self._dispatcher.backend.run(
+            inputs, self._with_adapter(params), self._options, self._remaining_s()
+        )
 
     def _with_adapter(self, params: PoolingParams) -> PoolingParams:
         """Returns parameters with the adapter of the request, unless they already name one."""
@@ -197,7 +199,7 @@ class Dispatcher:
         cache: The cache of vectors.
         replicas: The replicas with their requests.
         admission: The limits of all replicas together.
-        router: The only replica; ReplicaGroup replaces it by a ReplicaRouter for several replicas.
+        backend: Runs admitted requests: the only replica, or the ReplicaRouter that ReplicaGroup sets for several replicas.
         adapter_of: Returns the adapter of a request; see ModelInfo.adapter_of. Set when the model is known.
     """
 
@@ -219,7 +221,7 @@ class Dispatcher:
         self.stats.replicas = [] if is_only else [replica.stats for replica in self.replicas]
         rates = [replica.rate for replica in self.replicas]
         self.admission = QueueAdmission(self.stats, max_queued_tokens, max_queue_s, rates, max_request_tokens)
-        self.router: Replica | ReplicaRouter = self.replicas[0]
+        self.backend: Replica | ReplicaRouter = self.replicas[0]
         self.adapter_of: Callable[[str | None], str | None] = lambda requested: requested
         self._num_open = 0
         self._idle = asyncio.Event()
@@ -240,7 +242,11 @@ class Dispatcher:
         return self.cache is not None and self.cache.stats.is_open and not self.admission.lookups.is_exhausted
 
     def check(self, client: str) -> None:
-        """Raises the errors of QueueAdmission.check and counts a rejection as a lookup, if lookups are possible."""
+        """Raises the errors of QueueAdmission.check.
+
+        While the cache answers requests of a full engine, a rejection costs one lookup, so that a flood of requests
+        exhausts the rate limit of lookups.
+        """
         try:
             self.admission.check(client)
         except EngineOverloadedError:
@@ -277,7 +283,7 @@ class Dispatcher:
         Raises:
             EngineUnavailableError: No replica is running, or one ended.
         """
-        return await self.router.clear_prefixes()
+        return await self.backend.clear_prefixes()
 
 
 class Timing(NamedTuple):

@@ -166,7 +166,7 @@ class ReplicaGroup:
         self._supervisors: list[CoreSupervisor] = []
         self._loaded: ModelInfo | None = None
         if len(dispatcher.replicas) > 1:
-            dispatcher.router = ReplicaRouter(dispatcher.replicas)
+            dispatcher.backend = ReplicaRouter(dispatcher.replicas)
         for config, replica in zip(configs, dispatcher.replicas, strict=True):
             own, process = process, None
             self._supervisors.append(

@@ -290,7 +290,7 @@ class EngineCore:
             for request in batch.expired:
                 self._send_failure(request, DeadlineExceededError("The deadline passed before the result."))
             self._blocked_by_running = not batch.chunks and bool(self._running)
-        self._runner.forget(batch.finished)
+        self._runner.forget(batch.ended)
         for sequence, allocation in batch.preempted:
             self._preempt(sequence, allocation)
         step = Step.of(batch.chunks)

@@ -77,7 +77,7 @@ class Scheduler:
         self._max_seq_len, self._num_lanes, self._min_batch_tokens = max_seq_len, num_lanes, min_batch_tokens
         self._full_budget = max(token_budget, max_seq_len) if self._pool.is_empty else token_budget
         self._num_steps_without_oom = 0
-        self._finished: list[InputSequence] = []  # long sequences that finished since the last batch
+        self._ended: list[InputSequence] = []  # long sequences that ended since the last batch
         self._last_num_whole = 0  # whole sequences in the last batch
         self._waits_for_memory = False  # whether the next long sequence waits for memory
         self._held: dict[PrefillChunk, Allocation] = {}  # memory of cancelled sequences that still run
@@ -151,7 +151,7 @@ class Scheduler:
         """
         self.needs_idle_device = False
         config = self.prefill.config
-        batch, self._finished = Batch(finished=self._finished), []
+        batch, self._ended = Batch(ended=self._ended), []
         budget = ForwardBudget(self.chunk_sizes.forward_tokens(self.token_budget), self._max_num_seqs)
         if free_tokens is not None and config.is_dynamic:
             budget.num_tokens = min(budget.num_tokens, max(free_tokens, config.min_chunk_size))
@@ -421,7 +421,7 @@ class Scheduler:
             sequence.allocation = None
         if status is Status.FINISHED:
             if sequence.is_long:
-                self._finished.append(sequence)
+                self._ended.append(sequence)
             request = sequence.request
             request.num_unfinished -= 1
             if not request.num_unfinished:

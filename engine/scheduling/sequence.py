@@ -198,5 +198,5 @@ class Batch:
     num_long: int = 0  # chunks of long sequences
     expired: list[Request] = field(default_factory=list)  # ended because their deadline has passed
     preempted: list[tuple[InputSequence, Allocation]] = field(default_factory=list)  # with their former memory
-    finished: list[InputSequence] = field(default_factory=list)  # long sequences that ended since the last batch
+    ended: list[InputSequence] = field(default_factory=list)  # long sequences that ended since the last batch
     num_deferred: int = 0  # waiting sequences that did not fit into the batch

@@ -141,7 +141,7 @@ async def test_request_records_its_queue_and_inference_time(dispatcher: Dispatch
 @pytest.fixture
 def two() -> Dispatcher:
     dispatcher = Dispatcher(max_queued_tokens=100_000, num_replicas=2)
-    dispatcher.router = ReplicaRouter(dispatcher.replicas)
+    dispatcher.backend = ReplicaRouter(dispatcher.replicas)
     return dispatcher
 
 
