@@ -199,7 +199,7 @@ class Dispatcher:
         cache: The cache of vectors.
         replicas: The replicas with their requests.
         admission: The limits of all replicas together.
-        backend: Runs admitted requests: the only replica, or the ReplicaRouter that ReplicaGroup sets for several replicas.
+        backend: Runs admitted requests: the only replica. ReplicaGroup sets a ReplicaRouter for several replicas.
         adapter_of: Returns the adapter of a request; see ModelInfo.adapter_of. Set when the model is known.
     """
 
