@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from penstock.kernels.cpu import BatchBlocks, CpuForward, CpuLibrary, PagedKvCache
+from penstock.kernels.cpu import BatchBlocks, CpuForward, CpuLibrary, KeptRows, PagedKvCache
 
 from ..checkpoint.views import Floats
 from ..executors.cpu.array_encoder import ArrayEncoder, ArrayOutput
@@ -16,9 +16,10 @@ from ..executors.cpu.array_head import ArrayHead
 from ..executors.cpu.packed_arrays import PackedArrays
 from ..pooling import PoolingMetadata, TokenMaps
 from ..pooling.array_ops import array_pooler
-from ..protocol.batch_outputs import BatchOutputs
+from ..protocol.batch_outputs import BatchOutputs, OutputGroup, distinct_params
 from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec
+from ..protocol.tasks import PoolingType
 from ..scheduling import Allocation, InputSequence, PrefillChunk
 from .device.memory import MemoryGauge
 from .device.sequence_memory import KvSlots
@@ -36,6 +37,11 @@ from .runner import (
 )
 from .warm_up import warm_up
 
+_POOLED_ROWS: Final[Mapping[tuple[PoolingType, ...], KeptRows]] = {
+    (PoolingType.CLS,): KeptRows.FIRST,
+    (PoolingType.LAST,): KeptRows.LAST,
+}
+"""Rows that the pooling of a model reads; others need all rows."""
 _MIN_BATCH_PARTS: Final = 4
 """Smallest parts in a batch. Two lanes that share it then compute for twice as long as they read weights."""
 _MIN_BATCH_TOKENS: Final = 48
@@ -81,6 +87,9 @@ class ArrayRunner(PoolingRunner[Floats]):
         self.num_lanes = encoder.library.num_lanes
         self.limits = DeviceLimits(min_batch_tokens=max(_MIN_BATCH_PARTS * encoder.min_part_tokens, _MIN_BATCH_TOKENS))
         self._encoder = encoder
+        self._pooled_rows = KeptRows.ALL
+        if encoder.has_layers and encoder.attention_pool is None:
+            self._pooled_rows = _POOLED_ROWS.get(info.sequence_pooling, KeptRows.ALL)
         self._kv_cache: PagedKvCache | None = None
         self._times: list[ForwardTime] = []
         self._ended_s = 0.0  # end of the last forward
@@ -158,13 +167,25 @@ class ArrayRunner(PoolingRunner[Floats]):
         return times
 
     def _begin(self, chunks: Sequence[PrefillChunk], batch: PackedArrays, started_s: float) -> ArrayForward:
-        rows = batch if self._encoder.attention_pool is None else batch.pooled()
+        kept = self._pooled_rows
+        if kept is not KeptRows.ALL and not self._reads_pooled_rows_only(chunks, batch):
+            kept = KeptRows.ALL
+        is_pooled = kept is not KeptRows.ALL or self._encoder.attention_pool is not None
+        rows = batch.pooled() if is_pooled else batch
         metadata = self._pooling_metadata(chunks, rows, in_chunks=batch.kv_blocks is not None)
-        running = self._encoder.begin(batch, need_attention=self._pooler.needs_attention(metadata.params))
+        needs_attention = self._pooler.needs_attention(metadata.params)
+        running = self._encoder.begin(batch, need_attention=needs_attention, kept=kept)
         chunk_tokens = num_long_tokens(chunks)
         whole_tokens = batch.num_tokens - chunk_tokens
         finish = partial(self._finish, running, batch, metadata, started_s, chunk_tokens, whole_tokens)
         return ArrayForward(running, finish)
+
+    def _reads_pooled_rows_only(self, chunks: Sequence[PrefillChunk], batch: PackedArrays) -> bool:
+        """Returns whether all sequences are whole, and no task needs rows of tokens."""
+        if any(each is not None for each in (batch.kv_blocks, batch.adapters, batch.skip_tokens)):
+            return False
+        params = distinct_params([chunk.sequence.request.params for chunk in chunks])
+        return not any(group.is_token_level for each in params for group in OutputGroup.all_of(each))
 
     def _finish(
         self,

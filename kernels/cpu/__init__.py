@@ -15,7 +15,16 @@ from .encoder_weights import (
     NormWeights,
 )
 from .kv_cache import BatchBlocks, PagedKvCache
-from .library import ActivationCode, CpuKernelError, CpuLibrary, Format, PoolingCode, has_exact_products, shared_library
+from .library import (
+    ActivationCode,
+    CpuKernelError,
+    CpuLibrary,
+    Format,
+    KeptRows,
+    PoolingCode,
+    has_exact_products,
+    shared_library,
+)
 
 __all__ = [
     "ADAPTED_MAPS",
@@ -29,6 +38,7 @@ __all__ = [
     "DistanceWeights",
     "EncoderWeights",
     "Format",
+    "KeptRows",
     "LayerWeights",
     "LinearWeights",
     "LowRankWeights",

@@ -132,6 +132,7 @@ class Batch(Structure):
         ("hidden", c_void_p),
         ("first_weights", c_void_p),
         ("adapters", c_void_p),
+        ("kept", c_int64),
     ]
 
 

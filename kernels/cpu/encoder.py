@@ -27,7 +27,7 @@ from .encoder_weights import (
     NormWeights,
 )
 from .kv_cache import BatchBlocks
-from .library import CpuKernelError, CpuLibrary, Format, PackedProduct, address_of, aligned
+from .library import CpuKernelError, CpuLibrary, Format, KeptRows, PackedProduct, address_of, aligned
 
 _CALIBRATION_RUNS: Final = 5
 _CALIBRATION_TOKENS: Final = 48
@@ -86,8 +86,9 @@ class CpuForward:
         """Waits for the forward.
 
         Returns:
-            The hidden states, [T, D] float32, and the attention weights, [T, H] float32, or None if not requested. The
-            weights are those of the first token of each sequence for all its tokens in the last layer.
+            The hidden states, [T, D] float32 ([N, D] for one row per sequence), and the attention weights, [T, H]
+            float32, or None if not requested. The weights are those of the first token of each sequence for all its
+            tokens in the last layer.
 
         Raises:
             MemoryError: There was not enough memory.
@@ -202,6 +203,7 @@ class CpuEncoder:
         adapters_N: NDArray[np.int32] | None = None,
         need_attention: bool = False,
         kv_blocks: BatchBlocks | None = None,
+        kept: KeptRows = KeptRows.ALL,
     ) -> CpuForward:
         """Starts a forward. Several may run at once.
 
@@ -217,6 +219,8 @@ class CpuEncoder:
             need_attention: Also return the attention weights. Encoders only.
             kv_blocks: Blocks of chunks of sequences. Decoders only. None: all sequences are whole, and no keys or
                 values are stored.
+            kept: Rows of each sequence that are returned. With one row per sequence, most of the last layer runs for
+                these rows only. They have the same bits. ALL with adapters and attention weights.
 
         Raises:
             ValueError: An id, a position or a block is out of range, a sequence is longer than the tables of a layer,
@@ -247,7 +251,10 @@ class CpuEncoder:
             adapters_N.shape != lengths_N.shape or adapters_N.min() < -1 or adapters_N.max() >= len(self._adapters)
         ):
             raise ValueError(f"adapters_N must be {len(lengths_N)} numbers from -1 to {len(self._adapters) - 1}")
-        hidden_TD: Floats = aligned(num_tokens * self.hidden_size, np.float32).reshape(num_tokens, -1)
+        if kept is not KeptRows.ALL and (adapters_N is not None or need_attention or not self._struct.num_layers):
+            raise ValueError("kept must be ALL with adapters, with attention weights and without layers")
+        num_rows = num_tokens if kept is KeptRows.ALL else len(lengths_N)
+        hidden_TD: Floats = aligned(num_rows * self.hidden_size, np.float32).reshape(num_rows, -1)
         weights_TH = np.empty((num_tokens, self._num_heads), np.float32) if need_attention else None
         arrays = (
             np.ascontiguousarray(ids_T, np.int64),
@@ -269,6 +276,7 @@ class CpuEncoder:
             hidden=address_of(hidden_TD),
             first_weights=address_of(weights_TH),
             adapters=address_of(arrays[4]),
+            kept=kept,
         )
         handle = self._library.begin(self._struct, batch)
         return CpuForward(self._library, handle, hidden_TD, weights_TH, (self, arrays, blocks, block_arrays, kv_blocks))

@@ -49,6 +49,14 @@ class ActivationCode(IntEnum):
     TANH = 6
 
 
+class KeptRows(IntEnum):
+    """Rows of each sequence that a forward returns; enum Kept in types.h."""
+
+    ALL = 0
+    FIRST = 1
+    LAST = 2
+
+
 class PoolingCode(IntEnum):
     """Code of the pooling of a sequence; see csrc/types.h. The formulas are in penstock.kernels.pooling."""
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import AdapterWeights, CpuEncoder, CpuForward, CpuLibrary, Format
+from penstock.kernels.cpu import AdapterWeights, CpuEncoder, CpuForward, CpuLibrary, Format, KeptRows
 
 from ...checkpoint.views import ArrayWeights, Floats
 from ...families.registry import find_family
@@ -93,6 +93,7 @@ class ArrayEncoder:
         vocabulary_head: Maps hidden states [R, D] to vocabulary logits [R, V]; None unless ModelInfo.sparse needs it.
         cache_spec: Keys and values of the model; None if sequences cannot run in chunks.
         kv_itemsize: Bytes of a number in the KV blocks: 4 for float32, 2 for bfloat16.
+        has_layers: Whether there are layers; False for static embeddings.
         attention_pool: Pools the rows of each sequence to one row; None in a model without this step.
 
     Raises:
@@ -119,6 +120,7 @@ class ArrayEncoder:
         steps = read_head(spec, weights)
         head = None if steps is None else ArrayHead(library, steps)
         self.kv_itemsize = self._encoder.kv_itemsize
+        self.has_layers = bool(spec.layers)
         self._patches = read_patches(spec, info, weights, library)
         self.attention_pool = read_attention_pool(spec, weights, library)
         self.vocabulary_head: ArrayHead | None = None
@@ -137,12 +139,13 @@ class ArrayEncoder:
         """See CpuEncoder."""
         self._encoder.calibrate()
 
-    def begin(self, batch: PackedArrays, *, need_attention: bool = False) -> CpuForward:
+    def begin(self, batch: PackedArrays, *, need_attention: bool = False, kept: KeptRows = KeptRows.ALL) -> CpuForward:
         """Starts a forward. Several may run at once.
 
         Args:
             batch: Whole sequences, or chunks for a decoder.
             need_attention: Also return the attention weights.
+            kept: See CpuEncoder.begin.
 
         Raises:
             MemoryError: Memory is short.
@@ -157,6 +160,7 @@ class ArrayEncoder:
             adapters_N=batch.adapters,
             need_attention=need_attention,
             kv_blocks=batch.kv_blocks,
+            kept=kept,
         )
 
     def forward(self, batch: PackedArrays, *, need_attention: bool = False) -> ArrayOutput:

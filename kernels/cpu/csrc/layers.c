@@ -189,6 +189,28 @@ static void step_attention(LaneContext *context, const Layer *layer, int dot, in
     barrier(context);
 }
 
+/* Moves the kept row of each sequence to the front of the hidden states and of the attention's output. From here on the
+ * part has one row per sequence. */
+static void keep_rows(LaneContext *context, const Layer *layer) {
+    const Batch *batch = context->batch;
+    const Part *part = context->part;
+    size_t hidden = (size_t)context->encoder->width * 4;
+    size_t attended = (size_t)layer->attention_out.in * (keeps_bf16(&layer->attention_out) ? 2 : 4);
+    if (context->index == 0)
+        for (long s = part->first; s < part->last; s++) {
+            long to = s - part->first;
+            long from = (batch->kept == KEEP_FIRST ? batch->starts[s] : batch->starts[s + 1] - 1) - part->start;
+            if (from == to) continue;
+            memcpy((char *)context->rows.hidden + to * hidden, (char *)context->rows.hidden + from * hidden, hidden);
+            memcpy((char *)context->rows.attended + to * attended, (char *)context->rows.attended + from * attended,
+                   attended);
+        }
+    context->kept = *part;
+    context->kept.rows = part->last - part->first;
+    context->part = &context->kept;
+    barrier(context);
+}
+
 /* Adds the low-rank terms of the word embeddings to the rows from `first` to `last`. */
 static void embed_low_rank(LaneContext *context, float *to, long first, long last) {
     const Encoder *encoder = context->encoder;
@@ -261,6 +283,7 @@ static void run_layer(LaneContext *context, const Layer *layer, int is_last) {
     step_product(context, &layer->qkv, layer, MAP_QKV, x, 0, &qkv);
     if (has_row_norms) step_row_norms(context, layer);
     step_attention(context, layer, dot, bf16, is_last);
+    if (is_last && context->batch->kept != KEEP_ALL) keep_rows(context, layer);
     step_product(context, &layer->attention_out, layer, MAP_ATTENTION_OUT, rows->attended,
                  keeps_bf16(&layer->attention_out), &attended);
     if (layer->after_attention.weight) step_norm_add(context, &layer->after_attention, rows->sums, D, rows->hidden);
@@ -282,7 +305,8 @@ void run_part(LaneContext *context) {
     const Encoder *encoder = context->encoder;
     embed(context);
     for (long i = 0; i < encoder->num_layers; i++) run_layer(context, encoder->layers + i, i + 1 == encoder->num_layers);
-    float *to = context->batch->hidden + context->part->start * encoder->width;
+    long first = context->batch->kept == KEEP_ALL ? context->part->start : context->part->first;
+    float *to = context->batch->hidden + first * encoder->width;
     step_norm(context, &encoder->final_norm, context->rows.hidden, encoder->width, to);
 }
 

@@ -32,6 +32,7 @@ typedef struct {
     Job *job;           /* the joint job */
     const Part *part;
     Rows rows;
+    Part kept;             /* the rows of the part that are kept after the attention of the last layer */
     int index, members; /* of this lane in the joint job; 0 and 1 for a lane alone */
     char *scratch;         /* this lane's scratch for attention and products */
 } LaneContext;

@@ -145,6 +145,10 @@ typedef struct {
     const int64_t *slots;   /* [T] block * block size + row for a token's key and value; -1: not stored */
 } KvBlocks;
 
+/* Rows of each sequence that the caller needs: all, the first or the last. Others are left out after the attention of
+ * the last layer. */
+enum Kept { KEEP_ALL = 0, KEEP_FIRST = 1, KEEP_LAST = 2 };
+
 /* Input and output of one forward: T packed tokens of S sequences, or (decoders) of S chunks of sequences. */
 typedef struct {
     const int64_t *ids;       /* [T] */
@@ -154,9 +158,10 @@ typedef struct {
     const int32_t *visible;   /* [S] leading tokens that attention may read; NULL: all */
     int64_t num_seqs;
     const KvBlocks *kv_blocks; /* decoders; NULL: sequences are whole, and nothing is stored */
-    float *hidden;            /* [T, D] the result */
+    float *hidden;            /* [T, D] the result; [S, D] if `kept` is not KEEP_ALL */
     float *first_weights;     /* [T, H] attention weights of each sequence's first token, last layer; or NULL */
     const int32_t *adapters;  /* [S] index in Encoder.adapters, -1: no adapter; NULL: no sequence has one */
+    int64_t kept;             /* enum Kept; KEEP_ALL with adapters */
 } Batch;
 
 /* The low-rank terms of the rows of one product. */

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.cpu import BatchBlocks, CpuEncoder, CpuLibrary, Format, PagedKvCache
+from penstock.kernels.cpu import BatchBlocks, CpuEncoder, CpuLibrary, Format, KeptRows, PagedKvCache
 
 from ...conftest import ISAS
 from ..assertions import assert_close
@@ -93,6 +93,23 @@ def test_bits_do_not_depend_on_batch_and_lanes(three_lane_library: CpuLibrary, s
                     rows, weights = run(encoder, join([texts[i] for i in order]))
                     assert torch.equal(rows, torch.cat([alone[i][0] for i in order])), f"{num_lanes} lanes, {order}"
                     assert weights is None or torch.equal(weights, torch.cat([alone[i][1] for i in order]))
+
+
+@every_shape
+def test_kept_rows_have_the_bits_of_all_rows(three_lane_library: CpuLibrary, shape: Shape) -> None:
+    """One long text runs on all lanes jointly; each lane runs some of several texts."""
+    spec = make_spec(shape)
+    for form, attention in format_pairs(three_lane_library):
+        encoder = CpuEncoder(three_lane_library, spec, form, attention=attention)
+        for lengths in ([300], [1], [1, 1, 2], [70, 1, 33, 2, 200, 31, 150, 90]):
+            texts = make_texts(lengths, hides=not shape.is_decoder)
+            arguments = texts.ids, texts.positions, texts.starts
+            rows, _ = encoder.begin(*arguments, visible_N=texts.visible).result()
+            for kept, indices in ((KeptRows.FIRST, texts.starts[:-1]), (KeptRows.LAST, texts.starts[1:] - 1)):
+                actual, _ = encoder.begin(*arguments, visible_N=texts.visible, kept=kept).result()
+                assert np.array_equal(actual, rows[indices]), (form, lengths, kept)
+        with pytest.raises(ValueError, match="kept must be ALL with adapters"):
+            encoder.begin(*arguments, adapters_N=np.full(len(lengths), -1, np.int32), kept=KeptRows.LAST)
 
 
 def check_chunks(library: CpuLibrary, shape: Shape, size: int, block_size: int) -> None:
