@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.kernels.cpu import ActivationCode, CpuEncoder, CpuKernelError, CpuLibrary, Format
+from penstock.kernels.cpu import ActivationCode, CpuEncoder, CpuKernelError, CpuLibrary, Format, KeptRows
 
 from .chunked import ChunkedDecoder
 from .specs import DECODERS, LONGEST, SHAPES, format_pairs, make_spec, make_texts
@@ -54,6 +54,12 @@ def encode(path: Path, isa: str, numbers: np.random.Generator) -> None:
                 rows, _ = encoder.begin(
                     texts.ids, texts.positions, texts.starts, visible_N=texts.visible, need_attention=weighs
                 ).result()
+                kept, starts = KeptRows(int(numbers.integers(1, 3))), texts.starts
+                pooled, _ = encoder.begin(
+                    texts.ids, texts.positions, starts, visible_N=texts.visible, kept=kept
+                ).result()
+                if not np.array_equal(pooled, rows[starts[:-1] if kept is KeptRows.FIRST else starts[1:] - 1]):
+                    raise ArithmeticError(f"{library.isa}, {shape}, {form.name}: kept rows differ from all rows")
                 if not np.isfinite(rows).all():
                     raise ArithmeticError(f"{library.isa}, {shape}, {form.name}, {lengths}: not finite")
                 if shape.is_decoder and shape.window is not None and shape.window[1] == 0:
