@@ -102,6 +102,7 @@ def test_transformer_and_dense_folders_are_read(tmp_path: Path) -> None:
     assert (spec.in_features, spec.out_features, spec.bias, spec.activation) == (32, 8, False, "GELU")
     assert (info.max_model_len, info.do_lower_case, info.embedding_size, info.normalize) == (24, True, 8, False)
     assert info.sources["max_model_len"] == "0_Transformer/sentence_bert_config.json: max_seq_length"
+    assert info.sources["sequence_pooling"] == info.sources["include_prompt"] == "1_Pooling/config.json"
 
 
 def test_legacy_pooling_keys_are_read_in_order(tmp_path: Path) -> None:
@@ -409,7 +410,7 @@ def test_table_shows_values_in_short_lines(tmp_path: Path) -> None:
         ({"modules.json": [TRANSFORMER, NORMALIZE, POOLING]}, r"models\.Pooling \(1_Pooling\)"),
         (
             {"modules.json": [TRANSFORMER, POOLING], "1_Pooling/config.json": {"pooling_mode": "sum"}},
-            "pooling mode 'sum'",
+            r"1_Pooling/config\.json has the pooling mode 'sum'",
         ),
         *(
             ({"modules.json": [TRANSFORMER, POOLING, DENSE], "2_Dense/config.json": dense}, message)
