@@ -380,7 +380,7 @@ def test_results_equal_if_batches_with_cached_blocks_overlap(
     pool = overlapping.runner.sequence_pool
     assert (pool.num_allocations, list(overlapping.core._scheduler.requests)) == (1, [1, 2, 3, 4, 5, 6])
     overlapping.run_all()
-    assert max(nums_running) == 2
+    assert max(nums_running) >= 2
     assert_same([overlapping.rows_of(i) for i in range(1, 7)], [*expected[1:], expected[0]])
     assert pool.num_allocations == 0
 
