@@ -13,7 +13,7 @@ from ..waiting import wait_until
 def test_stopped_embed_command_continues(tmp_path: Path, penstock, run, server, http: httpx.Client) -> None:
     """A command that is killed, then terminated, then completed writes every row once and in order."""
     # The spaces fill shards, which are limited in characters, without tokens.
-    texts = [f"text number {i} about water and gates{', water and gates' * 10}{' ' * 6000}" for i in range(330)]
+    texts = [f"text number {i} about water and gates{', water and gates' * 5}{' ' * 6000}" for i in range(330)]
     source, output = tmp_path / "in.txt", tmp_path / "out.npy"
     source.write_text("\n".join(texts))
     embed = ("embed", str(source), "--output", str(output), "--dtype", "float32")

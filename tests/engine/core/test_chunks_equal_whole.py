@@ -118,8 +118,8 @@ class Loaded:
         name = "begin" if self.is_array_model else "forward"
         forward = getattr(self.model, name)
 
-        def run(batch: PackedBatch | PackedArrays, *, need_attention: bool = False) -> Any:
-            output = forward(batch, need_attention=need_attention)
+        def run(batch: PackedBatch | PackedArrays, **options: Any) -> Any:
+            output = forward(batch, **options)
             if isinstance(output, CpuForward):
                 output.result()
             check(batch)

@@ -188,7 +188,7 @@ async def test_pipelined_rejections_keep_their_order(engine: FakeEngine) -> None
 
 
 async def test_shutdown_sends_waiting_rejections(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rejection_queue, "TICK_S", 60.0)
+    monkeypatch.setattr(rejection_queue, "TICK_S", 0.3)
     async with served(engine) as (server, port):
         engine.failure = FULL
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -219,7 +219,7 @@ async def test_rejections_for_a_client_that_does_not_read_are_bounded(engine: Fa
 
 
 async def test_waiting_rejections_of_the_application_hold_no_body(engine: FakeEngine, monkeypatch) -> None:
-    monkeypatch.setattr(rejection_queue, "TICK_S", 60.0)
+    monkeypatch.setattr(rejection_queue, "TICK_S", 0.3)
     sent = request("/v1/embeddings", {"input": "z" * 900_000, "model": "fake-model"})
     options = {"timeout_graceful_shutdown": 0}
     async with served(engine, FakeEngine(), max_body_bytes=1_000_000, options=options) as (server, port):
