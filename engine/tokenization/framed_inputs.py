@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..images.encoder import ImageEncoder
 from ..protocol.errors import InvalidRequestError, RequestTooLongError
 from ..protocol.images import ImageInput, ImagePatches, MixedInput
-from ..protocol.request import Input, TextOrImage, TokenizedInput
+from ..protocol.request import Input, Text, TextOrImage, TokenizedInput
 from ..protocol.templates import Frame, InputFrames
 from .model_tokenizer import Truncation
 from .tokenizer import TokenizerPool
@@ -71,7 +71,7 @@ class FramedEncoder:
             frame = Frame() if is_rendered else frame
             ends = await self._ends(frame, add_special_tokens=add_special_tokens)
             for limit, positions in self._by_limit(truncation, patches, indices):
-                items = [self._text_of(inputs[i], image_text) if has_images else inputs[i] for i in positions]
+                items = [self._prompt_text(inputs[i], image_text) for i in positions]
                 tokenized = await self._encode(items, frame.beginning(instruction), ends, limit)
                 encoded.update(zip(positions, tokenized, strict=True))
         return [self._with_images(encoded[i], patches[i], i, truncation) for i in range(len(inputs))]
@@ -126,37 +126,62 @@ class FramedEncoder:
 
     async def _encode(
         self,
-        inputs: Sequence[Input],
+        inputs: Sequence[Text],
         before: str,
         ends: tuple[NDArray[np.int32], NDArray[np.int32]],
         truncation: Truncation,
     ) -> list[TokenizedInput]:
-        """Encodes texts with the prompt around them; token ids stay as they are."""
-        leading, trailing = ends
-        num_reserved = len(leading) + len(trailing)
-        if num_reserved >= truncation.max_num_tokens:
-            raise truncation.no_space_error(f"the model's prompt and special tokens take {num_reserved} tokens")
-        limit = replace(
-            truncation,
-            max_num_tokens=truncation.max_num_tokens - num_reserved,
-            num_reserved=truncation.num_reserved + num_reserved,
-        )
-        texts = [item for item in inputs if not isinstance(item, ImageInput | MixedInput)]
-        tokenized = await self._tokenizer.encode(texts, limit, prompt=before, add_special_tokens=False)
-        return [
-            replace(tokens, token_ids=np.concatenate([leading, tokens.token_ids, trailing]))
-            if isinstance(item, str)
-            else tokens
-            for item, tokens in zip(texts, tokenized, strict=True)
-        ]
+        """Encodes texts with the prompt around them, of which nothing is truncated; token ids stay as they are."""
+        token_ids = {i: item for i, item in enumerate(inputs) if not isinstance(item, str)}
+        encoded: dict[int, TokenizedInput] = {}
+        if token_ids:
+            unchanged = await self._tokenizer.encode(list(token_ids.values()), truncation.of(list(token_ids)))
+            encoded.update(zip(token_ids, unchanged, strict=True))
+        texts = {i: item for i, item in enumerate(inputs) if isinstance(item, str)}
+        if texts:
+            encoded.update(await self._encode_texts(texts, before, ends, truncation))
+        return [encoded[i] for i in range(len(inputs))]
 
-    def _text_of(self, item: Input, image_text: str | None = None) -> str:
+    async def _encode_texts(
+        self,
+        texts: dict[int, str],
+        before: str,
+        ends: tuple[NDArray[np.int32], NDArray[np.int32]],
+        truncation: Truncation,
+    ) -> dict[int, TokenizedInput]:
+        leading, trailing = ends
+        (before_ids,) = await self._tokenizer.token_ids([before], add_special_tokens=False) if before else ((),)
+        num_ends = len(leading) + len(trailing)
+        if num_ends + len(before_ids) >= truncation.max_num_tokens:
+            num_tokens = num_ends + len(before_ids)
+            raise truncation.no_space_error(f"the model's prompt and special tokens take {num_tokens} tokens")
+        limit = truncation.of(list(texts)).without(num_ends)
+        tokenized = await self._tokenizer.encode(list(texts.values()), limit, prompt=before, add_special_tokens=False)
+        encoded = dict(zip(texts, tokenized, strict=True))
+        if before and self._tokenizer.truncates_left(truncation):
+            # The beginning of the prompt was truncated with the text: keep it, and truncate the text alone.
+            for i in [i for i, tokens in encoded.items() if tokens.is_truncated]:
+                limit = truncation.of([i]).without(num_ends + len(before_ids))
+                (tokens,) = await self._tokenizer.encode([texts[i]], limit, add_special_tokens=False)
+                ids = np.concatenate([np.array(before_ids, np.int32), tokens.token_ids])
+                encoded[i] = replace(tokens, token_ids=ids, is_truncated=True)
+        return {
+            i: replace(tokens, token_ids=np.concatenate([leading, tokens.token_ids, trailing]))
+            for i, tokens in encoded.items()
+        }
+
+    def _prompt_text(self, item: Input, image_text: str) -> Text:
+        """Returns an input with a text for each image; token ids stay as they are."""
+        if isinstance(item, ImageInput | MixedInput):
+            return self._text_of(item, image_text)
+        return item
+
+    def _text_of(self, item: TextOrImage, image_text: str | None = None) -> str:
         if isinstance(item, str):
             return item
         image_text = self._frames.image_text if image_text is None else image_text
         if isinstance(item, ImageInput):
             return image_text
-        assert isinstance(item, MixedInput), "token ids have no images"
         return "".join(part if isinstance(part, str) else image_text for part in item.parts)
 
     def _by_limit(
@@ -183,11 +208,7 @@ class FramedEncoder:
                     param=truncation.param,
                 )
             positions.setdefault(added, []).append(index)
-        limit = truncation.max_num_tokens
-        return [
-            (replace(truncation, max_num_tokens=limit - added, num_reserved=added, positions=own), own)
-            for added, own in positions.items()
-        ]
+        return [(truncation.of(own).without(added), own) for added, own in positions.items()]
 
     def _with_images(
         self, tokens: TokenizedInput, patches: Patches, index: int, truncation: Truncation

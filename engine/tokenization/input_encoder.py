@@ -123,15 +123,16 @@ class InputEncoder:
         param: str | None,
     ) -> list[TokenizedInput]:
         self._check_inputs(inputs, param)
+        truncation = self._truncation(params, param=param)
         tokenized = await encoder.encode(
             inputs,
-            self._truncation(params, param=param),
+            truncation,
             instruction=self._prompt(options),
             is_rendered=options.is_rendered,
             add_special_tokens=options.add_special_tokens,
         )
         self._report_truncated(tokenized, options)
-        return tokenized
+        return self._replace_empty(tokenized, truncation)
 
     async def _encode_with_images(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -111,6 +111,15 @@ class Truncation:
             f"input {self.position(index)} has {num_chars} characters, of which {self.max_chars} would be read",
             num_tokens,
         )
+
+    def of(self, indices: Sequence[int]) -> Truncation:
+        """Returns the truncation of some of the inputs."""
+        return replace(self, positions=[self.position(index) for index in indices])
+
+    def without(self, num_tokens: int) -> Truncation:
+        """Returns the truncation of an input to which `num_tokens` tokens are added later."""
+        limit, reserved = self.max_num_tokens - num_tokens, self.num_reserved + num_tokens
+        return replace(self, max_num_tokens=limit, num_reserved=reserved)
 
     def position(self, index: int) -> int:
         """Returns the index in its request of an encoded input."""

@@ -105,6 +105,17 @@ def test_qwen3_vl_embeddings_equal_transformers(
     instructed = chat("A dam.").replace("Represent the user's input.", "Find dams.")
     assert np.abs(embed(["A dam."], instruction="Find dams") - vector(instructed)).max() < TOLERANCE
 
+    # Only the text is truncated, at either end, and token ids have no prompt.
+    limit = arguments(chat(""), [])["input_ids"].shape[1] + 2
+    words = "dam gate river wall"
+    for side, left in (("left", "river wall"), ("right", "dam gate")):
+        found = embed([words], truncate_prompt_tokens=limit, truncation_side=side)
+        assert np.abs(found - vector(chat(left))).max() < TOLERANCE
+    no_space = server.post("/v1/embeddings", {"input": words, "truncate_prompt_tokens": limit - 2})
+    assert no_space.status_code == 400
+    assert "prompt and special tokens take" in no_space.text
+    assert embed([[5] * limit], truncate_prompt_tokens=limit).shape == expected[:1].shape
+
     scored = server.post("/v1/rerank", {"query": "A dam.", "documents": inputs[1:]}).json()["results"]
     scores = {row["index"]: row["relevance_score"] for row in scored}
     assert np.abs([scores[i] for i in range(4)] - expected[1:] @ expected[0]).max() < TOLERANCE
