@@ -1,7 +1,7 @@
 """Routes, their properties, and the table of all routes.
 
-A route declares its dialect, the key that it needs, and whether it runs a model. Middleware, load shedding, batches,
-error handlers and the OpenAPI document read these properties instead of having lists of paths.
+A route declares its dialect, the key that it needs, and whether it runs a model. Middleware, batches, error
+handlers and the OpenAPI document read these properties instead of having lists of paths.
 """
 
 from __future__ import annotations

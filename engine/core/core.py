@@ -329,7 +329,9 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
             failure = error
         if failure is not None:
-            forwards = self._run_halves(chunks, failure, ran_alone=running.ran_alone)
+            # Without order, batches that started later may have taken the memory.
+            ran_alone = running.ran_alone and (self._runner.keeps_order or not self._running)
+            forwards = self._run_halves(chunks, failure, ran_alone=ran_alone)
         ended_s = time.monotonic()
         if failure is None:
             started_s = max(running.started_s, self._ended_s) if self._runner.keeps_order else running.started_s

@@ -175,6 +175,8 @@ def read_area_spec(
         UnsupportedModelError: A value that penstock does not support.
         ModelLoadError: A file is not valid JSON.
     """
+    if "size" in overrides:  # min_pixels and max_pixels of the file would take precedence
+        overrides = {"min_pixels": None, "max_pixels": None, **overrides}
     source = _Source.read(folder, overrides)
     names = [f"Qwen2VL{suffix}" for suffix in _CLASS_SUFFIXES[:3]]
     if (name := source.get("image_processor_type")) not in (None, *names):

@@ -42,7 +42,8 @@ class Scheduler:
     `needs_idle_device` is set; such batches are finished in order. Cancel failed chunks, or pass them to `retry`,
     before `finish`.
     Invariants: a batch exceeds `token_budget` only if it is one sequence that must run whole, and never the maximum
-    number of sequences. Only `_release` frees the memory of a sequence.
+    number of sequences. Only `_release` frees the memory of a sequence, and `finish` that of a cancelled one
+    that still ran.
 
     Args:
         max_wait_s: Seconds after which a waiting sequence runs before sequences that fit the batch better.

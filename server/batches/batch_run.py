@@ -209,7 +209,9 @@ class BatchRun:
         async with self._context.lone_line if num_crashes else contextlib.nullcontext(), self._context.reading_file:
             await self._set_lone_line(CHECK_LINE)
             try:
-                return await asyncio.to_thread(self._input.check)
+                result = await asyncio.to_thread(self._input.check)
+                self.batch.num_crashes.pop(CHECK_LINE, None)
+                return result
             finally:
                 await self._set_lone_line(None)
 

@@ -122,11 +122,11 @@ class Batches:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            try:
-                for run, _ in runs:
+            for run, _ in runs:
+                try:
                     await run.record_clean_stop()
-            except StorageError as error:
-                logger.error("running lines will run one at a time after the next start: %s", error)
+                except StorageError as error:
+                    logger.error("running lines will run one at a time after the next start: %s", error)
             await self._store.close()
             self._data.close()
 

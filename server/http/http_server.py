@@ -23,6 +23,8 @@ from ..settings import ServerSettings
 from .connection import Connection, ConnectionState
 from .connection_limits import NO_LIMITS, ConnectionLimits, TransferLimits
 
+logger = logging.getLogger(__name__)
+
 # Longer than the idle time of clients' pools (Go: 90 s): clients do not retry a POST on a closed connection.
 KEEP_ALIVE_S: Final = 120
 RELOAD_MESSAGE: Final = "SIGHUP: API keys and the certificate are read again; SIGTERM stops the server"
@@ -290,6 +292,3 @@ def freeze_gc() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER, 20, 20)
-
-
-logger = logging.getLogger(__name__)

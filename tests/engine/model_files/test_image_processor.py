@@ -152,6 +152,9 @@ def test_area_is_read_from_either_form_and_replaced_by_the_operator(tmp_path: Pa
     older = _read_area(tmp_path, _QWEN_VALUES | {"size": None, "min_pixels": 3_136, "max_pixels": 200_000}, {})
     assert (older.min_pixels, older.max_pixels) == (3_136, 200_000)
     assert _read_area(tmp_path, _QWEN_VALUES, {"max_pixels": 1_843_200}).max_patches == 7_200
+    size = {"size": {"shortest_edge": 4_096, "longest_edge": 100_000}}
+    replaced = _read_area(tmp_path, _QWEN_VALUES | {"min_pixels": 3_136, "max_pixels": 200_000}, size)
+    assert (replaced.min_pixels, replaced.max_pixels) == (4_096, 100_000)
 
 
 @pytest.mark.parametrize(
