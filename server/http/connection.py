@@ -20,7 +20,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, Self, cast
 
 import httptools
 from starlette.types import Scope
@@ -33,6 +33,8 @@ MAX_OVERHEAD_BYTES: Final = 64 * 1024
 """Maximum bytes of a head, of trailers, or of chunk framing between two parts of a body."""
 CONNECTION_LOST: Final = "penstock.connection_lost"
 """Scope key of a future that is done when the connection has ended. Other ASGI servers do not set it."""
+DISCARD_BODY: Final = "penstock.discard_body"
+"""Scope key of a function that frees the received bytes of the body and discards later ones. Other servers lack it."""
 SLOW_BODY: Final = "penstock.slow_body"
 """Scope key of the error message for a slow body. The next read of the body raises the error."""
 _UPGRADE_HEADERS: Final = frozenset((b"upgrade", b"http2-settings"))
@@ -81,6 +83,13 @@ class ConnectionState(ServerState):
     def __init__(self) -> None:
         super().__init__()
         self.num_closed: Counter[CloseReason] = Counter(dict.fromkeys(CloseReason, 0))
+
+
+class _DiscardedBody(bytearray):
+    """The buffer of a body that nobody reads: it stays empty."""
+
+    def __iadd__(self, _part: object) -> Self:
+        return self
 
 
 class Connection(HttpToolsProtocol):
@@ -201,7 +210,7 @@ class Connection(HttpToolsProtocol):
         """Prepares the scope of the next request."""
         super().on_message_begin()
         scope: Any = self.scope
-        scope[CONNECTION_LOST] = self._connection_lost
+        scope[CONNECTION_LOST], scope[DISCARD_BODY] = self._connection_lost, self._discard_body
 
     def on_headers_complete(self) -> None:
         """Starts a request. A head that offers an upgrade is parsed again without the offer."""
@@ -233,6 +242,11 @@ class Connection(HttpToolsProtocol):
         self._num_body += len(body)
         if not self._is_ending:
             super().on_body(body)
+
+    def _discard_body(self) -> None:
+        """Frees the body of the running request. Its missing bytes are discarded when they arrive."""
+        if self._running_cycle is not None:
+            self._running_cycle.body = _DiscardedBody()
 
     def on_message_complete(self) -> None:
         """Completes a request."""
@@ -268,6 +282,8 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Continues with the next request, or closes the connection after the last one."""
         self._writer.flush()
+        if self._running_cycle is not None:
+            self._running_cycle.body = bytearray()  # an unread body would stay until the next request
         super().on_response_complete()
         self._parse_buffered()
 

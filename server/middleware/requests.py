@@ -36,6 +36,7 @@ from ..admission import note_rejection
 from ..calls.context import ClientWatch
 from ..dialects import DIALECT, dialect_of
 from ..errors import HIDDEN_MESSAGE, TRACE_ID, quote, request_fields
+from ..http.connection import DISCARD_BODY
 from ..http.json_bodies import BodyParser, JsonBody
 from ..http.json_reader import check_media, receive_part
 from ..http.json_responses import PART_BYTES
@@ -122,6 +123,8 @@ class RequestMiddleware:
             self.observers.observe(record)
 
     async def _wait_for_release(self, scope: Scope) -> None:
+        if (discard_body := scope.get(DISCARD_BODY)) is not None:
+            discard_body()
         try:
             within_s = max_delay_s(scope)
         except InvalidRequestError:  # an invalid header on a route that does not check it

@@ -259,3 +259,28 @@ async def test_too_large_body_gets_413_from_a_full_server(engine: FakeEngine) ->
         engine.failure = FULL
         ((status, _, _),) = await ask(port, request("/v1/embeddings", {"input": "z" * 1_000}))
     assert status == 413
+
+
+async def test_unread_bodies_of_rejected_requests_are_freed(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rejection_queue, "TICK_S", 0.3)
+    long = request("/v1/embeddings", {"input": "z" * 100_000}, "api-key: one")
+    async with served(engine, api_key=("one",)) as (server, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(long.replace(b"api-key: one", b"api-key: two"))
+        assert (await read_answer(reader)).status == 401
+        (connection,) = server.server_state.connections
+        await until(lambda: not connection._is_in_body)
+        assert not connection.cycle.body
+        engine.failure = FULL
+        writer.write(long[:50_000])
+        connection = await busy_connection(server)
+        await until(lambda: connection._num_body and not connection.cycle.body)
+        writer.write(long[50_000:])
+        await until(lambda: not connection._is_in_body)
+        assert not connection.is_between_requests
+        assert not connection.cycle.body
+        assert (await read_answer(reader)).status == 429
+        engine.failure = None
+        writer.write(long)
+        assert (await read_answer(reader)).status == 200
+        writer.close()
