@@ -105,10 +105,10 @@ def warm_up(
     tokens = TokenizedInput(np.array(tokenizer.sample_ids[-info.max_model_len :], np.int32))
     if info.image_spec is not None:
         image = info.image_spec.gray()
-        if tokenizer.frames is None:
+        if tokenizer.input_prompts is None:
             tokens = TokenizedInput.of_image(image, info.image_spec.num_class_rows)
         else:
-            tiles, token_id = tokenizer.frames.tiles, tokenizer.frames.placeholder_id
+            tiles, token_id = tokenizer.input_prompts.tiles, tokenizer.input_prompts.placeholder_id
             num_rows = info.image_spec.num_tokens(image) if tiles is None else tiles.num_rows
             placeholders = np.full(num_rows, token_id, np.int32)
             tokens = TokenizedInput(np.concatenate([tokens.token_ids, placeholders, tokens.token_ids]), images=(image,))

@@ -14,7 +14,7 @@ from .errors import ModelNotFoundError
 from .images import ImageSpec
 from .multi_vector import MultiVector, MultiVectorTokens, SparsePooling, TokenHeads
 from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType
-from .templates import ChatTemplate, InputFrames, ScoreTemplate
+from .templates import ChatTemplate, InputPrompts, ScoreTemplate
 
 KV_CACHE_SOURCE: Final = "size of the KV cache"
 """Source of max_model_len if the sequence pool lowers it: a sequence must fit into the pool."""
@@ -330,7 +330,7 @@ class TokenizerSpec:
         dropped_id: Id of tokens that the model ignores; None if there is none.
         chars_per_token: A text that may be truncated is first cut to this many characters per token of the limit, as in
             model2vec; None: it is not.
-        frames: The prompts around inputs of texts and images; None for other models.
+        input_prompts: The prompts around inputs of texts and images; None for other models.
         padding: Padding of texts, which the model reads like other tokens; None: no padding.
         query: The tokenizer of ModelInfo.query.
         config: tokenizer_class and arguments, as in tokenizer_config.json.
@@ -347,6 +347,6 @@ class TokenizerSpec:
     dropped_id: int | None = None
     chars_per_token: int | None = None
     padding: TextPadding | None = None
-    frames: InputFrames | None = None
+    input_prompts: InputPrompts | None = None
     query: TokenizerSpec | None = None
     config: dict[str, Any] = field(default_factory=dict)

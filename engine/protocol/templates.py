@@ -123,7 +123,7 @@ def escaped(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class PromptTemplate:
     """The text around an input.
 
     Attributes:
@@ -144,12 +144,12 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputFrames:
+class InputPrompts:
     """The prompts of a language model that reads texts and images.
 
     Attributes:
-        text: Frame of an input without images.
-        image: Frame of an input with images.
+        text: Prompt of an input without images.
+        image: Prompt of an input with images.
         image_text: Text of one image.
         placeholder: The token in `image_text` that the tokens of the image replace.
         placeholder_id: Its id. An image is this token once for each of its rows, unless there are tiles.
@@ -158,8 +158,8 @@ class InputFrames:
         adds_special_tokens: The tokenizer's special tokens are added around prompts.
     """
 
-    text: Frame
-    image: Frame
+    text: PromptTemplate
+    image: PromptTemplate
     image_text: str
     placeholder: str
     placeholder_id: int

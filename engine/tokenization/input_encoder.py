@@ -19,10 +19,10 @@ from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, expanded
 from ..protocol.params import PoolingParams
 from ..protocol.request import Input, RequestOptions, Text, TextOrImage, TokenizedInput
 from ..protocol.tasks import PoolingTask
-from .framed_inputs import FramedEncoder
 from .late_chunking import JoinedText, LateChunking, verify_late_chunking
 from .long_text import MIN_PASSAGE_TOKENS, LongText, Passages, Windows
 from .model_tokenizer import Truncation, truncate_chars
+from .prompt_encoder import PromptEncoder
 from .tokenizer import TokenizerPool
 
 _SPARE_TOKENS: Final = 4
@@ -56,9 +56,9 @@ class InputEncoder:
         self._rejects_empty = config.empty_input == "error"
         self._max_queued_tokens = config.scheduler.max_queued_tokens
         self._long_text = LongText.of(info, tokenizer.special_tokens)
-        self._framed: FramedEncoder | None = None
-        if tokenizer.frames is not None and images is not None:
-            self._framed = FramedEncoder(tokenizer.frames, tokenizer, images)
+        self._prompt_encoder: PromptEncoder | None = None
+        if tokenizer.input_prompts is not None and images is not None:
+            self._prompt_encoder = PromptEncoder(tokenizer.input_prompts, tokenizer, images)
         self._queries: InputEncoder | None = None
         if info.query is not None and tokenizer.query is not None:
             limit = min(info.query.max_model_len, info.max_model_len)  # of one sequence in the scheduler
@@ -88,8 +88,8 @@ class InputEncoder:
         """
         if self._queries is not None and params.is_query:
             return await self._queries.encode(inputs, params, options, param=param)
-        if self._framed is not None:
-            return await self._encode_framed(self._framed, inputs, params, options, param=param)
+        if self._prompt_encoder is not None:
+            return await self._encode_prompts(self._prompt_encoder, inputs, params, options, param=param)
         if self._images is not None and (found := images_in(inputs)):
             return await self._encode_with_images(inputs, found, self._images, params, options, param=param)
         truncation = self._truncation(params, param=param)
@@ -113,9 +113,9 @@ class InputEncoder:
             return [padded(tokens, self._tokenizer.padding) for tokens in tokenized]
         return self._replace_empty(tokenized, truncation)
 
-    async def _encode_framed(
+    async def _encode_prompts(
         self,
-        encoder: FramedEncoder,
+        encoder: PromptEncoder,
         inputs: Sequence[Input],
         params: PoolingParams,
         options: RequestOptions,
@@ -157,9 +157,9 @@ class InputEncoder:
 
     def with_images(self, prompt: str, images: Sequence[ImageInput]) -> MixedInput:
         """See AsyncEngine.with_images."""
-        if self._framed is None:
+        if self._prompt_encoder is None:
             raise InvalidRequestError(f"{self._info.name} reads no images in chats.", param="messages")
-        return self._framed.with_images(prompt, images)
+        return self._prompt_encoder.with_images(prompt, images)
 
     async def windows(
         self, inputs: Sequence[Input], tokenized: list[TokenizedInput], options: RequestOptions
@@ -181,9 +181,9 @@ class InputEncoder:
     ) -> list[TokenizedInput]:
         """Returns each pair, such as a query and a document, as one sequence."""
         truncation = self._truncation(params, param=param)
-        if self._framed is not None:
+        if self._prompt_encoder is not None:
             self._check_pairs(pairs)
-            tokenized = await self._framed.pairs(pairs, truncation, options.instruction)
+            tokenized = await self._prompt_encoder.pairs(pairs, truncation, options.instruction)
         else:
             texts = self._text_pairs(pairs)
             tokenized = await self._tokenizer.encode_pairs(texts, truncation, instruction=options.instruction)
@@ -227,8 +227,8 @@ class InputEncoder:
     ) -> list[TokenizedInput]:
         """Returns the tokens beside a passage: of each query or, for embedding tasks, of the prompt."""
         if params.task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED):
-            if self._framed is not None:
-                return await self._encode_framed(self._framed, ["a"], params, options, param=None)
+            if self._prompt_encoder is not None:
+                return await self._encode_prompts(self._prompt_encoder, ["a"], params, options, param=None)
             return await self._tokenizer.encode(["a"], truncation, prompt=self._prompt(options))
         pairs = self._text_pairs([(query, "a") for query in queries])
         return await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)

@@ -75,7 +75,7 @@ class TokenizerPool:
         special_tokens: Tokens that the tokenizer adds around a text; None if it also changes texts in other ways.
         multi_vector_tokens: Special tokens of a multi-vector model.
         query: The tokenizer of ModelInfo.query; None if queries have no other model than documents.
-        end_id, padding, frames, config: As in `spec`.
+        end_id, padding, input_prompts, config: As in `spec`.
 
     Args:
         spec: The tokenizer of the model.
@@ -109,7 +109,7 @@ class TokenizerPool:
         self.multi_vector_tokens = spec.multi_vector_tokens
         self.end_id = spec.end_id
         self.padding = spec.padding
-        self.frames = spec.frames
+        self.input_prompts = spec.input_prompts
         self.config = spec.config
         self._pairs = PairEncoder(self._tokenizer, spec.score_template, uses_token_types=spec.uses_token_types)
         self._chat_template = spec.chat_template

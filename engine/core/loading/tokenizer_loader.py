@@ -21,7 +21,7 @@ from ...tokenization.long_text import LongText
 from ...tokenization.model_tokenizer import SpecialTokens
 from .chat_score_template import chat_score_template
 from .gguf_tokenizer import build_gguf_tokenizer
-from .input_frames import input_frames
+from .input_prompts import input_prompts
 from .load_errors import needs_torch
 from .tokenizer_classes import NotBuiltHereError
 from .tokenizer_files import LoadedTokenizer, read_static_tokenizer, read_tokenizer, unknown_id
@@ -116,7 +116,7 @@ def load_tokenizer(
         multi_vector_tokens=find_multi_vector_tokens(tokenizer, info),
         end_id=info.vocab_size if is_static else _end_id(tokenizer, info.vocab_size),  # StaticTable's row of zeros
         padding=_padding(tokenizer, info),
-        frames=input_frames(info, backend, template, tokenizer.special_tokens_map),
+        input_prompts=input_prompts(info, backend, template, tokenizer.special_tokens_map),
         dropped_id=unknown_id(backend) if info.model_type == MODEL2VEC else None,
         chars_per_token=_median_length(backend) if info.model_type == MODEL2VEC else None,
         config=_config(tokenizer),

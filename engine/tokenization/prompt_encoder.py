@@ -12,27 +12,27 @@ from ..images.encoder import ImageEncoder
 from ..protocol.errors import InvalidRequestError, RequestTooLongError
 from ..protocol.images import ImageInput, ImagePatches, MixedInput
 from ..protocol.request import Input, Text, TextOrImage, TokenizedInput
-from ..protocol.templates import Frame, InputFrames
+from ..protocol.templates import InputPrompts, PromptTemplate
 from .model_tokenizer import Truncation
 from .tokenizer import TokenizerPool
 
 Patches = tuple[ImagePatches, ...]
 
 
-class FramedEncoder:
+class PromptEncoder:
     """Encodes the inputs of one model. Safe to use from many tasks of one event loop.
 
     Every method raises the errors of TokenizerPool and of ImageEncoder, RequestTooLongError for images above the limit,
     and InvalidRequestError for a text with the placeholder of images.
 
     Args:
-        frames: Prompts of the model.
+        prompts: Prompts of the model.
         tokenizer: Its tokenizer.
         images: Decodes images.
     """
 
-    def __init__(self, frames: InputFrames, tokenizer: TokenizerPool, images: ImageEncoder) -> None:
-        self._frames = frames
+    def __init__(self, prompts: InputPrompts, tokenizer: TokenizerPool, images: ImageEncoder) -> None:
+        self._prompts = prompts
         self._tokenizer = tokenizer
         self._images = images
 
@@ -54,25 +54,25 @@ class FramedEncoder:
             is_rendered: Inputs are whole prompts, such as rendered chats.
             add_special_tokens: Add the tokenizer's special tokens around a prompt.
         """
-        if not self._frames.mixes and any(isinstance(item, MixedInput) for item in inputs):
+        if not self._prompts.mixes and any(isinstance(item, MixedInput) for item in inputs):
             index = next(i for i, item in enumerate(inputs) if isinstance(item, MixedInput))
             raise InvalidRequestError(
                 f"Input {index} has a text and an image, but the model reads one of them. Send two inputs.",
                 param="input",
             )
-        add_special_tokens = add_special_tokens and (is_rendered or self._frames.adds_special_tokens)
-        image_text = self._frames.placeholder if is_rendered else self._frames.image_text
+        add_special_tokens = add_special_tokens and (is_rendered or self._prompts.adds_special_tokens)
+        image_text = self._prompts.placeholder if is_rendered else self._prompts.image_text
         patches = await self._decode(inputs)
         encoded: dict[int, TokenizedInput] = {}
-        for frame, has_images in ((self._frames.text, False), (self._frames.image, True)):
+        for template, has_images in ((self._prompts.text, False), (self._prompts.image, True)):
             indices = [i for i in range(len(inputs)) if bool(patches[i]) is has_images]
             if not indices:
                 continue
-            frame = Frame() if is_rendered else frame
-            ends = await self._ends(frame, add_special_tokens=add_special_tokens)
+            template = PromptTemplate() if is_rendered else template
+            ends = await self._ends(template, add_special_tokens=add_special_tokens)
             for limit, positions in self._by_limit(truncation, patches, indices):
                 items = [self._prompt_text(inputs[i], image_text) for i in positions]
-                tokenized = await self._encode(items, frame.beginning(instruction), ends, limit)
+                tokenized = await self._encode(items, template.beginning(instruction), ends, limit)
                 encoded.update(zip(positions, tokenized, strict=True))
         return [self._with_images(encoded[i], patches[i], i, truncation) for i in range(len(inputs))]
 
@@ -92,10 +92,11 @@ class FramedEncoder:
 
     def with_images(self, prompt: str, images: Sequence[ImageInput]) -> MixedInput:
         """Returns a prompt with its images. Raises InvalidRequestError if it has another number of placeholders."""
-        texts = prompt.split(self._frames.placeholder)
+        placeholder = self._prompts.placeholder
+        texts = prompt.split(placeholder)
         if len(texts) != len(images) + 1:
             raise InvalidRequestError(
-                f"The chat template renders {len(texts) - 1} placeholders {self._frames.placeholder} for {len(images)} "
+                f"The chat template renders {len(texts) - 1} placeholders {placeholder} for {len(images)} "
                 "images. Remove the placeholder from texts; the server puts it in the place of each image.",
                 param="messages",
             )
@@ -115,9 +116,13 @@ class FramedEncoder:
             patches[i].append(image)
         return [tuple(own) for own in patches]
 
-    async def _ends(self, frame: Frame, *, add_special_tokens: bool) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    async def _ends(
+        self, template: PromptTemplate, *, add_special_tokens: bool
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Returns the special tokens before a prompt, and the ids after the input."""
-        (after,) = await self._tokenizer.token_ids([frame.after], add_special_tokens=False) if frame.after else ((),)
+        (after,) = (
+            await self._tokenizer.token_ids([template.after], add_special_tokens=False) if template.after else ((),)
+        )
         special = self._tokenizer.special_tokens
         ids = np.array(after, np.int32)
         if special is None or not add_special_tokens:
@@ -179,7 +184,7 @@ class FramedEncoder:
     def _text_of(self, item: TextOrImage, image_text: str | None = None) -> str:
         if isinstance(item, str):
             return item
-        image_text = self._frames.image_text if image_text is None else image_text
+        image_text = self._prompts.image_text if image_text is None else image_text
         if isinstance(item, ImageInput):
             return image_text
         return "".join(part if isinstance(part, str) else image_text for part in item.parts)
@@ -214,12 +219,12 @@ class FramedEncoder:
         self, tokens: TokenizedInput, patches: Patches, index: int, truncation: Truncation
     ) -> TokenizedInput:
         """Replaces the placeholder of each image by its tokens."""
-        positions = np.flatnonzero(tokens.token_ids == self._frames.placeholder_id)
+        positions = np.flatnonzero(tokens.token_ids == self._prompts.placeholder_id)
         if len(positions) < len(patches) and tokens.is_truncated:
             raise truncation.no_space_error(f"truncation would remove an image of input {index}; shorten its text")
         if len(positions) != len(patches):
             raise InvalidRequestError(
-                f"Input {index} contains the token {self._frames.placeholder}, which stands for an image. Remove it; "
+                f"Input {index} contains the token {self._prompts.placeholder}, which stands for an image. Remove it; "
                 "the server puts it in the place of each image.",
                 param="input",
             )
@@ -231,7 +236,7 @@ class FramedEncoder:
 
     def _ids_of(self, image: ImagePatches) -> NDArray[np.int32]:
         """Returns the tokens of an image."""
-        placeholder_id, tiles = self._frames.placeholder_id, self._frames.tiles
+        placeholder_id, tiles = self._prompts.placeholder_id, self._prompts.tiles
         if tiles is None:
             return np.full(self._images.spec.num_tokens(image), placeholder_id, np.int32)
         return np.array(tiles.image_ids(image.grid, placeholder_id), np.int32)

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
-from penstock.engine.core.loading.input_frames import input_frames
+from penstock.engine.core.loading.input_prompts import input_prompts
 from penstock.engine.protocol.errors import UnsupportedModelError
 from penstock.engine.protocol.images import ImageResize, ImageSpec
 from penstock.engine.protocol.model_info import PairChat
@@ -33,13 +33,13 @@ def tokenizer(*tokens: str) -> Tokenizer:
 def test_instruction_becomes_a_system_message_with_braces_kept() -> None:
     info = make_info(model_type="qwen3_vl", image_spec=SPEC, input_chat=CHAT, config={"image_token_id": 1})
     template = ChatTemplate(source="{{ '{a}' }}" + QWEN3_VL_TEMPLATE)
-    frames = input_frames(info, tokenizer("<|image_pad|>"), template, {})
-    assert frames is not None
-    assert frames.text is frames.image
-    assert frames.text.beginning("") == "{a}<|im_start|>user\n"
-    assert frames.text.beginning("{b}") == "{a}<|im_start|>system\n{b}<|im_end|>\n<|im_start|>user\n"
-    assert frames.text.after == "<|im_end|>\n"
-    assert input_frames(make_info(), tokenizer(), template, {}) is None
+    prompts = input_prompts(info, tokenizer("<|image_pad|>"), template, {})
+    assert prompts is not None
+    assert prompts.text is prompts.image
+    assert prompts.text.beginning("") == "{a}<|im_start|>user\n"
+    assert prompts.text.beginning("{b}") == "{a}<|im_start|>system\n{b}<|im_end|>\n<|im_start|>user\n"
+    assert prompts.text.after == "<|im_end|>\n"
+    assert input_prompts(make_info(), tokenizer(), template, {}) is None
 
 
 @pytest.mark.parametrize(
@@ -55,24 +55,24 @@ def test_model_without_a_usable_template_or_token_is_rejected(source: str | None
     info = make_info(model_type="qwen3_vl", image_spec=SPEC, input_chat=CHAT, config={"image_token_id": token_id})
     template = None if source is None else ChatTemplate(source=source)
     with pytest.raises(UnsupportedModelError, match=message):
-        input_frames(info, tokenizer("<|image_pad|>"), template, {})
+        input_prompts(info, tokenizer("<|image_pad|>"), template, {})
 
 
 def test_prefixes_of_pages_and_queries_come_from_the_processor(tmp_path: Path) -> None:
     info = make_info(model_type="colpali", image_spec=SPEC, path=str(tmp_path))
     words, special_tokens = tokenizer("<image>"), {"pad_token": "<pad>", "bos_token": "<bos>"}
-    frames = input_frames(info, words, None, special_tokens)
-    assert frames is not None
-    assert (frames.text.before, frames.text.after) == ("<bos>Question: ", "<pad>" * 10 + "\n")
-    assert (frames.image.before, frames.image.after) == ("", "<bos>Describe the image.\n")
-    assert (frames.mixes, frames.adds_special_tokens) == (False, False)
+    prompts = input_prompts(info, words, None, special_tokens)
+    assert prompts is not None
+    assert (prompts.text.before, prompts.text.after) == ("<bos>Question: ", "<pad>" * 10 + "\n")
+    assert (prompts.image.before, prompts.image.after) == ("", "<bos>Describe the image.\n")
+    assert (prompts.mixes, prompts.adds_special_tokens) == (False, False)
     settings = {"query_prefix": "Q: ", "visual_prompt_prefix": "Page."}
     (tmp_path / "processor_config.json").write_text(json.dumps(settings))
-    own = input_frames(info, words, None, special_tokens)
+    own = input_prompts(info, words, None, special_tokens)
     assert own is not None
     assert (own.text.before, own.image.after) == ("<bos>Q: ", "<bos>Page.\n")
     with pytest.raises(UnsupportedModelError, match="has no pad_token"):
-        input_frames(info, words, None, {})
+        input_prompts(info, words, None, {})
 
 
 def test_tokens_between_tiles_name_rows_and_columns() -> None:

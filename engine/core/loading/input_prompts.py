@@ -19,7 +19,7 @@ from ...model_files.image_processor import PROCESSOR_FILE
 from ...model_files.model_folder import read_object
 from ...protocol.errors import InvalidRequestError, UnsupportedModelError
 from ...protocol.model_info import ModelInfo, PairChat
-from ...protocol.templates import ChatOptions, ChatTemplate, Frame, InputFrames, TileTokens, escaped
+from ...protocol.templates import ChatOptions, ChatTemplate, InputPrompts, PromptTemplate, TileTokens, escaped
 from ...tokenization.chat_renderer import ChatRenderer
 
 # Characters of the private use area: templates do not contain them.
@@ -28,9 +28,9 @@ _CONTENT: Final = "\ue0a2"
 _GENERATES: Final = "add_generation_prompt"
 
 
-def input_frames(
+def input_prompts(
     info: ModelInfo, backend: Tokenizer, template: ChatTemplate | None, special_tokens: Mapping[str, str]
-) -> InputFrames | None:
+) -> InputPrompts | None:
     """Returns the prompts of a language model that reads images; None for other models.
 
     Args:
@@ -54,10 +54,10 @@ def input_frames(
             f"image_token_id in config.json is {expected}."
         )
     if family.pages is not None:
-        text, image = _page_frames(info, family.pages, family.image_text, special_tokens)
+        text, image = _page_prompts(info, family.pages, family.image_text, special_tokens)
     else:
-        text = image = Frame() if info.input_chat is None else _chat_frame(info, info.input_chat, template)
-    return InputFrames(
+        text = image = PromptTemplate() if info.input_chat is None else _chat_prompt(info, info.input_chat, template)
+    return InputPrompts(
         text=text,
         image=image,
         image_text=family.image_text,
@@ -69,10 +69,10 @@ def input_frames(
     )
 
 
-def _page_frames(
+def _page_prompts(
     info: ModelInfo, pages: PagePrompts, image_text: str, special_tokens: Mapping[str, str]
-) -> tuple[Frame, Frame]:
-    """Returns the frames of a query and of a page, with the prefixes of processor_config.json."""
+) -> tuple[PromptTemplate, PromptTemplate]:
+    """Returns the prompts of a query and of a page, with the prefixes of processor_config.json."""
     settings = read_object(Path(info.path) / PROCESSOR_FILE)
     expansion = pages.expansion or special_tokens.get("pad_token")
     if expansion is None:
@@ -85,8 +85,8 @@ def _page_frames(
         raise UnsupportedModelError(
             f"visual_prompt_prefix of {info.name} is {prefix!r}; penstock supports a prompt with one {image_text}."
         )
-    text = Frame(before=query, after=expansion * NUM_EXPANSIONS + pages.after_query)
-    return text, Frame(before=before, after=after)
+    text = PromptTemplate(before=query, after=expansion * NUM_EXPANSIONS + pages.after_query)
+    return text, PromptTemplate(before=before, after=after)
 
 
 def _tile_tokens(info: ModelInfo, backend: Tokenizer) -> TileTokens:
@@ -112,7 +112,7 @@ def _tile_tokens(info: ModelInfo, backend: Tokenizer) -> TileTokens:
     )
 
 
-def _chat_frame(info: ModelInfo, chat: PairChat, template: ChatTemplate | None) -> Frame:
+def _chat_prompt(info: ModelInfo, chat: PairChat, template: ChatTemplate | None) -> PromptTemplate:
     if template is None:
         raise UnsupportedModelError(
             f"{info.name} reads inputs as chats, but has no chat template. Add chat_template.jinja to {info.path}."
@@ -133,7 +133,7 @@ def _chat_frame(info: ModelInfo, chat: PairChat, template: ChatTemplate | None) 
     before_instructed, found_instructed, after_instructed = instructed.partition(_CONTENT)
     if not found or not found_instructed or after != after_instructed or before_instructed.count(_INSTRUCTION) != 1:
         raise _unsupported(info, "it changes the texts")
-    return Frame(
+    return PromptTemplate(
         before=before,
         instructed=_with_instruction(before_instructed),
         after=after,
