@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,6 +22,8 @@ from .input_file import BadRow, InputFile, JsonLines, ParquetRows, Row, plain, r
 from .job_folder import COLUMN, ShardVectors, replace_file, write_npy_header
 
 ROWS_AT_ONCE: Final = 1024
+CHARS_AT_ONCE: Final = 1 << 26
+"""Maximum characters of the rows that are written to Parquet together, unless one row has more."""
 
 
 def writer_for(output: Path) -> Writer:
@@ -224,8 +225,18 @@ def _tables(source: InputFile, results: Results, schema: Any) -> Iterator[tuple[
         return
     rows = _good_rows(source.full_rows(), results.rejected)
     record = operator.attrgetter("record") if results.columns is None else results.columns.record
-    while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
-        yield [number for number, _ in block], pa.Table.from_pylist([record(row) for _, row in block], schema=schema)
+    numbers: list[int] = []
+    records: list[Mapping[str, Any]] = []
+    num_chars = 0
+    for number, row in rows:
+        numbers.append(number)
+        records.append(record(row))  # without the decoded image
+        num_chars += len(row.raw) or sum(map(len, row.record.values()))
+        if len(numbers) == ROWS_AT_ONCE or num_chars >= CHARS_AT_ONCE:
+            yield numbers, pa.Table.from_pylist(records, schema=schema)
+            numbers, records, num_chars = [], [], 0
+    if numbers:
+        yield numbers, pa.Table.from_pylist(records, schema=schema)
 
 
 def _good_rows(rows: Iterator[Row | BadRow], rejected: Collection[int]) -> Iterator[tuple[int, Row]]:

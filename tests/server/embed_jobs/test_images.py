@@ -13,7 +13,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from penstock.engine.protocol.images import ImageInput
-from penstock.server.embed_jobs import input_file as input_module, run as run_module
+from penstock.server.embed_jobs import input_file as input_module, output_file as output_module, run as run_module
 from penstock.server.embed_jobs.input_file import Row, open_input
 from penstock.server.settings import CommandError, UsageError
 
@@ -86,6 +86,20 @@ def test_jsonl_has_paths_data_uris_and_objects(run, fake, folder: Path, tmp_path
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["id"], row["picture"]) for row in rows] == list(enumerate(values))
     check(fake, rows)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_parquet_output_holds_few_large_rows_at_once(run, fake, tmp_path: Path, suffix: str, monkeypatch) -> None:
+    values = [f"data:;base64,{base64.b64encode(data).decode()}" for data in FILES]
+    monkeypatch.setattr(output_module, "CHARS_AT_ONCE", len(values[0]) + len(values[1]))
+    source, output = tmp_path / f"in.{suffix}", tmp_path / "out.parquet"
+    lines = [json.dumps({"picture": value}) if suffix == "jsonl" else f'"{value}"' for value in values]
+    source.write_text("\n".join(lines if suffix == "jsonl" else ["picture", *lines]))
+    run(source, output, image_field="picture")
+    with parquet.ParquetFile(output) as file:
+        groups = [file.read_row_group(group).to_pylist() for group in range(file.num_row_groups)]
+    assert [[row["picture"] for row in group] for group in groups] == [values[:2], values[2:]]
+    check(fake, [row for group in groups for row in group])
 
 
 @pytest.mark.parametrize("form", ["bytes", "struct", "path"])
