@@ -251,6 +251,20 @@ def test_images_are_compared_with_texts(page: Page, server) -> None:
     assert page.value("document.querySelector('#rerank-documents').required")
 
 
+def test_images_added_together_are_kept_beside_unreadable_ones(page: Page, server) -> None:
+    stub(page, models("embedding", ("embed",), ("dense",), modalities=["text", "image"]))
+    page.open(server.url, READY)
+    page.value("""(() => {
+        const type = "image/png", file = (name) => new File(["data"], name, { type });
+        const lost = { name: "gone.png", type };  // The browser rejects an object that is not a file.
+        return Promise.all([addImages("embed", [file("a.png"), lost]), addImages("embed", [file("b.png")])]);
+    })()""")
+    assert sorted(page.texts("#embed .thumbs .one-line")) == ["a.png", "b.png"]
+    assert page.text("#embed .images [role=alert]") == "Not added\nThe browser cannot read gone.png."
+    page.value("addImages('embed', [])")
+    assert page.texts("#embed .images [role=alert]") == []
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_shown_commands_repeat_the_request(page: Page, server) -> None:
     def output_of(program: str) -> str:

@@ -50,12 +50,17 @@ async function asThumb(file) {
 }
 
 async function addImages(task, files) {
+  const box = document.querySelector(`#${task} .images`);
+  box.querySelectorAll(".error").forEach((node) => node.remove());
   const found = [...files].filter((file) => file.type.startsWith("image/"));
   const added = found.map(async (file) => {
     return { name: file.name, uri: await asDataUri(file), thumb: await asThumb(file) };
   });
-  pictures[task] = [...(pictures[task] ?? []), ...await Promise.all(added)];
+  const results = await Promise.allSettled(added);  // Other images may be added or removed meanwhile.
+  pictures[task] = [...(pictures[task] ?? []), ...results.flatMap(({ value }) => value ?? [])];
   showImages(task);
+  const lost = found.filter((_, i) => results[i].status === "rejected").map(({ name }) => name);
+  if (lost.length) box.append(complaint("Not added", `The browser cannot read ${lost.join(", ")}.`));
 }
 
 function showImages(task) {
