@@ -19,7 +19,7 @@ from penstock.engine.llm import LLM
 from penstock.engine.logs import configure_logging
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..embed_jobs.input_file import ParquetRows
+from ..embed_jobs.input_file import BadRow, ParquetRows
 from ..embed_jobs.job_folder import JobFolder, Shard
 from ..embed_jobs.output_file import append_vectors
 from ..settings import CommandError
@@ -81,10 +81,12 @@ class Embedder:
             return ""
         from pyarrow import parquet
 
-        table = ParquetRows(Path(shard.path), self._config.field).table(shard)
+        source = ParquetRows(Path(shard.path), self._config.field)
+        table = source.table(shard)
         texts = table.column(self._config.field).to_pylist()
-        if (bad := next((row for row, text in enumerate(texts) if not isinstance(text, str)), None)) is not None:
-            return self._bad_row(shard, bad, f"the column {self._config.field!r} has no text")
+        found = (source.row(row, text, {}) for row, text in enumerate(texts))
+        if (bad := next((row for row in found if isinstance(row, BadRow)), None)) is not None:
+            return self._bad_row(shard, bad.line, bad.reason)
         try:
             vectors = self._embed(texts)
         except InvalidRequestError:

@@ -6,20 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from .input_file import BadRowError, InputFile, Row
+from .input_file import KINDS, BadRowError, InputFile, Row
 
 _EXACT: Final = 1 << 53
 """Integers up to here are exact as float64."""
 _MAX_DEPTH: Final = 64
 """Maximum nesting of lists and objects in a column."""
-_KINDS: Final[dict[type, str]] = {
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    str: "a string",
-    list: "a list",
-    dict: "an object",
-}
 
 
 class ColumnError(Exception):
@@ -58,7 +50,7 @@ class ColumnType:
         """Adds a value. Raises ColumnError if earlier values have another type."""
         if value is None:
             return
-        kind = _KINDS[type(value)]
+        kind = KINDS[type(value)]
         if not self._kind:
             self._kind, self._line = kind, line
         elif self._kind != kind:
@@ -92,11 +84,11 @@ class ColumnType:
             return pa.null()
         if self._items is not None:
             return pa.list_(self._items.arrow())
-        if self._kind == _KINDS[dict]:
+        if self._kind == KINDS[dict]:
             if not self._fields:
                 raise ColumnError(self._line, self._column, "holds only empty objects ({}), which Parquet cannot store")
             return pa.struct(self.fields())
-        return {_KINDS[bool]: pa.bool_(), _KINDS[str]: pa.string()}.get(self._kind) or self._number()
+        return {KINDS[bool]: pa.bool_(), KINDS[str]: pa.string()}.get(self._kind) or self._number()
 
     def fields(self) -> list[Any]:
         """Returns the pyarrow fields of objects in order of first appearance."""

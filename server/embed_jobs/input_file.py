@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -34,7 +34,16 @@ SHARD_CHARS: Final = 200_000
 IMAGE_CHARS: Final = 800
 """Work for an image, as characters of text: about 200 tokens."""
 _BYTES_PER_CHAR: Final = 320
-"""Bytes of a large image that count as a character, so that a shard has at most 64 MiB of images."""
+"""Bytes of a large image that count as a character: a shard has at most 64 MiB of images, unless one has more."""
+KINDS: Final[Mapping[type, str]] = {
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+"""Types of JSON values, for messages."""
 FILE_FIELD: Final = "file"
 """Field of a folder's rows with the path of the image."""
 
@@ -124,7 +133,9 @@ class InputFile(ABC):
         """Returns the row with a value of the field."""
         if not self.has_images:
             if not isinstance(value, str):
-                return BadRow(line, f"the {self.part} {self.field!r} has no text")
+                kind = KINDS.get(type(value), f"a value of type {type(value).__name__}")
+                reason = "has no text" if value is None else f"has {kind}, not a text"
+                return BadRow(line, f"the {self.part} {self.field!r} {reason}")
             return Row(line, value, len(value), record, raw)
         try:
             image = read_image_value(value, self.image_folder)

@@ -43,7 +43,7 @@ BAD = {
     5: "no field 'text'; it has id; see --field",
     6: "not valid JSON",
     8: "102 tokens; the limit of the model is 64; --auto-truncate",
-    10: "the field 'text' has no text",
+    10: "the field 'text' has a number, not a text",
 }
 
 
