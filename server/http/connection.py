@@ -353,6 +353,8 @@ class Connection(HttpToolsProtocol):
             return PendingTransfer(TransferPart.RESPONSE, self.cycle, self._writer.num_written - num_left)
         if self._is_ending:
             return PendingTransfer(TransferPart.BODY, self.scope, self._num_received)
+        if self._is_in_body and self.is_between_requests:  # the response was sent during the body
+            return PendingTransfer(TransferPart.BODY, self.cycle, self._num_received)
         if self.is_between_requests:
             is_timed = self.timeout_keep_alive_task is not None
             return None if is_timed else PendingTransfer(TransferPart.HEAD, self.cycle, self._num_received)

@@ -151,6 +151,32 @@ async def test_slow_body_gets_a_408_and_a_closed_connection(path: str, num_bytes
         assert b'penstock_rejected_requests_total{reason="slow_transfer"} 1.0' in metrics.body
 
 
+async def test_body_after_an_early_response_needs_the_rate_only() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 429, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    async with running(app, timeout_keep_alive=600) as (server, port):
+        clock = Clock()
+        limits = ConnectionLimits(server.server_state.connections, LIMITS, now=clock)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000\r\n\r\n")
+        assert (await read_answer(reader)).status == 429
+        connection = await waiting_for(server, TransferPart.BODY)
+        await limits.enforce()
+        writer.write(b"z" * 2_000_000)
+        await until(lambda: connection.pending_transfer().progress > 2_000_000)
+        for clock.now_s in (70.0, 90.0):
+            await limits.enforce()
+            assert not connection.transport.is_closing()
+        clock.now_s = 110.0
+        await limits.enforce()
+        await until(lambda: not server.server_state.connections)
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+
+
 async def test_body_that_waits_for_100_continue_is_not_slow() -> None:
     started = asyncio.Event()
 

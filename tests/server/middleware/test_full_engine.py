@@ -261,7 +261,7 @@ async def test_too_large_body_gets_413_from_a_full_server(engine: FakeEngine) ->
     assert status == 413
 
 
-async def test_unread_bodies_of_rejected_requests_are_freed(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unread_bodies_of_rejected_requests_are_freed(engine: FakeEngine, monkeypatch) -> None:
     monkeypatch.setattr(rejection_queue, "TICK_S", 0.3)
     long = request("/v1/embeddings", {"input": "z" * 100_000}, "api-key: one")
     async with served(engine, api_key=("one",)) as (server, port):
