@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -47,6 +47,9 @@ from ..routing import Route, RouteTable, route_of
 from .rejection_queue import MAX_DELAY_S, RejectionQueue, max_delay_s
 
 logger = logging.getLogger(__name__)
+
+PEEK_S: Final = 0.5
+"""Maximum seconds for the first part of the body of a request that a full engine rejects."""
 
 
 class RequestMiddleware:
@@ -235,7 +238,7 @@ class JsonDispatcher:
                 if handler is None:
                     raise
                 response = await handler(request, error)
-                if body is None and any(name == b"expect" for name, _ in scope["headers"]):
+                if body is None and _expects_continue(scope):
                     response.headers["connection"] = "close"  # the client may send its body or not
             finally:
                 body = None  # free it: the client may read the response slowly
@@ -281,14 +284,25 @@ async def _peek_at_body(request: Request, route: Route) -> None:
     """Finds the dialect of a request of a full engine, without reading all of its body.
 
     Searches the first part of the body for the keys of dialects. A key in a string value does not match, because its
-    quotes are escaped. Raises LimitError 413 if the body is too large.
+    quotes are escaped. The route's dialect applies if the first part takes more than PEEK_S seconds, or if the client
+    waits for `100 Continue`. Raises LimitError 413 if the body is too large.
     """
     request.app.state.context.admission.content_length(request.scope)
-    if route.by_key:
-        part, _ = await receive_part(request.scope, request.receive)
-        for key, dialect in route.by_key.items():
-            if re.search(rb'"%b"\s*:' % key.encode(), part):
-                request.scope[DIALECT] = dialect
+    if not route.by_key or _expects_continue(request.scope):
+        return
+    try:
+        async with asyncio.timeout(PEEK_S):
+            part, _ = await receive_part(request.scope, request.receive)
+    except TimeoutError:
+        return
+    for key, dialect in route.by_key.items():
+        if re.search(rb'"%b"\s*:' % key.encode(), part):
+            request.scope[DIALECT] = dialect
+
+
+def _expects_continue(scope: Scope) -> bool:
+    """Returns whether the client may wait for `100 Continue` before it sends its body."""
+    return any(name == b"expect" for name, _ in scope["headers"])
 
 
 async def _read_body(request: Request, route: Route, parser: BodyParser) -> Any:

@@ -122,8 +122,9 @@ async def test_invalid_head_gets_400_from_a_full_server(engine: FakeEngine, old:
         assert status == 400
 
 
-async def test_rejected_expect_100_closes_the_connection(engine: FakeEngine) -> None:
-    head = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 500000\r\nExpect: 100-continue\r\n\r\n"
+@pytest.mark.parametrize("path", [b"/v1/embeddings", b"/invocations"])
+async def test_rejected_expect_100_closes_the_connection(engine: FakeEngine, path: bytes) -> None:
+    head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 500000\r\nExpect: 100-continue\r\n\r\n" % path
     async with served(engine) as (server, port):
         engine.failure = FULL
         for late in (b"", b"z" * 500_000, b"z" * 100):
@@ -236,20 +237,22 @@ async def test_waiting_rejections_of_the_application_hold_no_body(engine: FakeEn
     assert {answer.headers["retry-after"] for answer in answers} == {"3"}
 
 
-async def test_late_body_of_a_rejected_request_is_awaited(engine: FakeEngine) -> None:
+@pytest.mark.parametrize(("path", "num_late"), [("/v1/embeddings", 3), ("/invocations", len('{"input": "a"}'))])
+async def test_late_body_of_a_rejected_request_is_awaited(engine: FakeEngine, path: str, num_late: int) -> None:
     async with served(engine, options={"timeout_keep_alive": 60}) as (server, port):
+        sent = request(path, {"input": "a"})
         engine.failure = FULL
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(EMBED[:-3])
+        writer.write(sent[:-num_late])
         assert (await read_answer(reader)).status == 429
         (connection,) = server.server_state.connections
         timer = connection.timeout_keep_alive_task
         assert timer is not None
-        writer.write(EMBED[-3:])
+        writer.write(sent[-num_late:])
         await until(timer.cancelled)
         assert connection.timeout_keep_alive_task is not None
         engine.failure = None
-        writer.write(EMBED)
+        writer.write(sent)
         assert (await read_answer(reader)).status == 200
         writer.close()
 
