@@ -80,6 +80,10 @@ class RerankerPreset:
     template: ScoreTemplate
 
 
+_QWEN3_BEGINNING: Final = (
+    _SYSTEM_OPEN + "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".' + _USER_OPEN
+)
 # Model card of Qwen/Qwen3-Reranker-0.6B, "Transformers Usage": the user message is tokenized as one text and truncated,
 # then the tokens before and after it are added.
 QWEN3_RERANKER: Final = RerankerPreset(
@@ -90,8 +94,7 @@ QWEN3_RERANKER: Final = RerankerPreset(
     method=ClassifierMethod.FROM_2_WAY_SOFTMAX,
     template=ScoreTemplate(
         parts=(
-            _SYSTEM_OPEN + "Judge whether the Document meets the requirements based on the Query and the Instruct "
-            'provided. Note that the answer can only be "yes" or "no".' + _USER_OPEN,
+            _QWEN3_BEGINNING,
             "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}",
             _ASSISTANT_OPEN + "<think>\n\n</think>\n\n",
         ),
@@ -107,8 +110,7 @@ QWEN3_VL_RERANKER: Final = RerankerPreset(
     method=ClassifierMethod.FROM_2_WAY_SOFTMAX,
     template=ScoreTemplate(
         parts=(
-            _SYSTEM_OPEN + "Judge whether the Document meets the requirements based on the Query and the Instruct "
-            'provided. Note that the answer can only be "yes" or "no".' + _USER_OPEN,
+            _QWEN3_BEGINNING,
             "<Instruct>: {instruction}<Query>:{query}\n<Document>:{document}",
             _ASSISTANT_OPEN,
         ),

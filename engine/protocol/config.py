@@ -525,7 +525,7 @@ class EngineConfig:
     image_memory: int = setting(
         IMAGE_MEMORY,
         "Memory for images of this model that are being decoded, such as 512MiB; others wait. An image takes 12 to 20 "
-        "bytes per pixel. One that needs more is decoded alone. Each process of --api-workers N takes 1/N of it.",
+        "bytes per pixel. A larger image is decoded alone. Each process of --api-workers N takes 1/N of it.",
         "Memory",
         "SIZE",
         above=0,

@@ -91,8 +91,8 @@ class ImageSpec:
         std: Divides red, green and blue after `mean` is subtracted.
         max_patches: Patches of the largest image.
         num_class_rows: Rows that the model puts before the patches: 1 for a class embedding, otherwise 0.
-        merge_size: Edge in patches of a block, whose patches follow each other in ImagePatches.pixels. In a language
-            model a block is one token.
+        merge_size: Edge of a block in patches. ImagePatches.pixels has the patches of a block one after another. In a
+            language model a block is one token.
         min_pixels: AREA: smallest area after the resize.
         max_pixels: AREA: largest area after the resize.
     """

@@ -98,7 +98,7 @@ class Truncation:
 
         Args:
             num_tokens: Tokens of the input.
-            index: Index of the input among those that are encoded.
+            index: Index of the input in this call of the tokenizer.
             is_whole: Whether the whole input was tokenized. Otherwise it has more tokens.
         """
         at_least = "" if is_whole else "at least "
@@ -113,16 +113,16 @@ class Truncation:
         )
 
     def of(self, indices: Sequence[int]) -> Truncation:
-        """Returns the truncation of some of the inputs."""
+        """Returns the truncation for the inputs at `indices`."""
         return replace(self, positions=[self.position(index) for index in indices])
 
     def without(self, num_tokens: int) -> Truncation:
-        """Returns the truncation of an input to which `num_tokens` tokens are added later."""
+        """Returns the truncation of an input if the caller adds `num_tokens` tokens later."""
         limit, reserved = self.max_num_tokens - num_tokens, self.num_reserved + num_tokens
         return replace(self, max_num_tokens=limit, num_reserved=reserved)
 
     def position(self, index: int) -> int:
-        """Returns the index in its request of an encoded input."""
+        """Returns the index of an input in its request. `index`: its index in this call."""
         return index if self.positions is None else self.positions[index]
 
     def reject_unless_truncated(

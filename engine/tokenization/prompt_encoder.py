@@ -136,7 +136,7 @@ class PromptEncoder:
         ends: tuple[NDArray[np.int32], NDArray[np.int32]],
         truncation: Truncation,
     ) -> list[TokenizedInput]:
-        """Encodes texts with the prompt around them, of which nothing is truncated; token ids stay as they are."""
+        """Adds the prompt around texts and never truncates it. Token ids stay as they are."""
         token_ids = {i: item for i, item in enumerate(inputs) if not isinstance(item, str)}
         encoded: dict[int, TokenizedInput] = {}
         if token_ids:

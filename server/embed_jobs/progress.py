@@ -41,7 +41,7 @@ class Progress:
 
     Args:
         sizes: Size of a row in characters to number of rows.
-        info: The model, whose maximum length limits the weight of a row.
+        info: The model. Its maximum length limits the weight of a row.
         is_terminal: Whether to draw a bar. None: draw it if stderr is a terminal.
     """
 

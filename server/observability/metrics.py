@@ -29,7 +29,7 @@ _ENGINE_GAUGES: Final = {
     "num_requests": ("penstock_engine_requests", "Running and waiting requests of the engine."),
     "num_tokens": ("penstock_engine_queued_tokens", "Running and waiting tokens of the engine."),
     "num_waiting": ("penstock_engine_waiting_inputs", "Inputs that waited when the last forward ended."),
-    "num_waiting_tokens": ("penstock_engine_waiting_tokens", "Tokens of these inputs."),
+    "num_waiting_tokens": ("penstock_engine_waiting_tokens", "Tokens of the waiting inputs."),
     "token_budget": (
         "penstock_engine_token_budget",
         "Largest number of tokens in one forward; lowered if forwards are slow or memory is short.",
@@ -75,7 +75,7 @@ _CACHE_COUNTERS: Final = {
         "Long inputs that were preempted for an earlier input.",
     ),
     "chunks.completed_chunks": ("penstock_engine_chunks", "Chunks of long inputs that went through the model."),
-    "chunks.completed_tokens": ("penstock_engine_chunk_tokens", "Tokens of these chunks."),
+    "chunks.completed_tokens": ("penstock_engine_chunk_tokens", "Tokens of the completed chunks."),
     "chunks.run_s": ("penstock_engine_chunk_run_seconds", "Seconds that these chunks ran."),
     "chunks.failed_chunks": ("penstock_engine_chunk_failures", "Chunks that failed, for example for lack of memory."),
     "chunks.completed_requests": ("penstock_engine_chunked_inputs_completed", "Long inputs that completed."),

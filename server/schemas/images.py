@@ -45,7 +45,7 @@ class ImageChat:
 
     Attributes:
         path: Place in the field of the body, such as `[2]`; "" for the whole field.
-        messages: The messages. Parts of type "image" stand for images.
+        messages: The messages. A part of type "image" marks the position of an image.
         images: The images, in order.
         is_single: The chat holds one image and no text.
     """

@@ -60,7 +60,7 @@ class Kernel:
         return y, final
 
     def expect(self, case: Any, inputs: Any, has_states: bool = True) -> tuple[Tensor, Tensor]:
-        """What the call returns, from the reference."""
+        """Returns the rows and the final states of the reference."""
         y, final = self.reference(**self._arguments(case, inputs, has_states))
         return y, final
 
