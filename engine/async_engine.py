@@ -20,8 +20,8 @@ from .client.shared_engine import EngineClient
 from .client.stats import DispatcherStats
 from .client.vector_cache.cache import VectorCache
 from .client.vector_cache.model_cache import ModelCache
-from .images.encoder import ImageEncoder
 from .images.image_file import ImageLimits
+from .images.preprocessor import ImagePreprocessor
 from .protocol.config import EngineConfig
 from .protocol.images import ImageInput, MixedInput
 from .protocol.messages import ModelReady
@@ -70,7 +70,7 @@ class AsyncEngine:
         tokenizer: TokenizerPool,
         dispatcher: Dispatcher,
         group: ReplicaGroup | EngineClient,
-        images: ImageEncoder | None = None,
+        images: ImagePreprocessor | None = None,
     ) -> None:
         self.info = info
         self.tokenizer_config = tokenizer.config
@@ -150,7 +150,7 @@ class AsyncEngine:
 
         reader, images = ready.info.image or ready.info, None
         if reader.image_spec is not None:
-            images = ImageEncoder(
+            images = ImagePreprocessor(
                 reader.image_spec,
                 num_workers=config.tokenizer_workers,
                 limits=ImageLimits(max_pixels=config.max_image_pixels),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ..images.encoder import ImageStats
+from ..images.preprocessor import ImageStats
 from ..protocol.messages import CacheUse, StepResults
 
 _STEP_TOKENS: Final = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)

@@ -1,4 +1,4 @@
-"""The error of one image. ImageEncoder adds the place of the image."""
+"""The error of one image. ImagePreprocessor adds the place of the image."""
 
 from __future__ import annotations
 

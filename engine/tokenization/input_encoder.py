@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from ..images.encoder import ImageEncoder
+from ..images.preprocessor import ImagePreprocessor
 from ..protocol.config import EngineConfig
 from ..protocol.errors import CUT_TO_FIT, InvalidRequestError, RequestTooLongError
 from ..protocol.images import ImageInput, MixedInput
@@ -47,7 +47,7 @@ class InputEncoder:
     """
 
     def __init__(
-        self, info: ModelInfo, tokenizer: TokenizerPool, config: EngineConfig, images: ImageEncoder | None = None
+        self, info: ModelInfo, tokenizer: TokenizerPool, config: EngineConfig, images: ImagePreprocessor | None = None
     ) -> None:
         self._info = info
         self._tokenizer = tokenizer
@@ -138,7 +138,7 @@ class InputEncoder:
         self,
         inputs: Sequence[Input],
         images: dict[int, ImageInput],
-        encoder: ImageEncoder,
+        preprocessor: ImagePreprocessor,
         params: PoolingParams,
         options: RequestOptions,
         *,
@@ -150,9 +150,9 @@ class InputEncoder:
         if texts:
             tokenized = await self.encode(list(texts.values()), params, options, param=param, positions=list(texts))
             encoded.update(zip(texts, tokenized, strict=True))
-        patches = await encoder.encode(list(images.values()), list(images))
+        patches = await preprocessor.preprocess(list(images.values()), list(images))
         for index, image in zip(images, patches, strict=True):
-            encoded[index] = TokenizedInput.of_image(image, encoder.spec.num_class_rows)
+            encoded[index] = TokenizedInput.of_image(image, preprocessor.spec.num_class_rows)
         return [encoded[index] for index in range(len(inputs))]
 
     def with_images(self, prompt: str, images: Sequence[ImageInput]) -> MixedInput:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..images.encoder import ImageEncoder
+from ..images.preprocessor import ImagePreprocessor
 from ..protocol.errors import InvalidRequestError, RequestTooLongError
 from ..protocol.images import ImageInput, ImagePatches, MixedInput
 from ..protocol.request import Input, Text, TextOrImage, TokenizedInput
@@ -22,8 +22,8 @@ Patches = tuple[ImagePatches, ...]
 class PromptEncoder:
     """Encodes the inputs of one model. Safe to use from many tasks of one event loop.
 
-    Every method raises the errors of TokenizerPool and of ImageEncoder, RequestTooLongError for images above the limit,
-    and InvalidRequestError for a text with the placeholder of images.
+    Every method raises the errors of TokenizerPool and of ImagePreprocessor, RequestTooLongError for images above the
+    limit, and InvalidRequestError for a text with the placeholder of images.
 
     Args:
         prompts: Prompts of the model.
@@ -31,7 +31,7 @@ class PromptEncoder:
         images: Decodes images.
     """
 
-    def __init__(self, prompts: InputPrompts, tokenizer: TokenizerPool, images: ImageEncoder) -> None:
+    def __init__(self, prompts: InputPrompts, tokenizer: TokenizerPool, images: ImagePreprocessor) -> None:
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._images = images
@@ -110,7 +110,7 @@ class PromptEncoder:
         images = [(i, image) for i, item in enumerate(inputs) for image in _images_of(item)]
         if not images:
             return [()] * len(inputs)
-        found = await self._images.encode([image for _, image in images], [i for i, _ in images])
+        found = await self._images.preprocess([image for _, image in images], [i for i, _ in images])
         patches: list[list[ImagePatches]] = [[] for _ in inputs]
         for (i, _), image in zip(images, found, strict=True):
             patches[i].append(image)

@@ -45,7 +45,7 @@ class ImageStats:
     num_failures: int = 0
 
 
-class ImageEncoder:
+class ImagePreprocessor:
     """Decodes and preprocesses the images of one model. Safe to use from many tasks of one event loop.
 
     A request occupies each worker with at most one image at a time, so that the images of other requests run in
@@ -82,7 +82,9 @@ class ImageEncoder:
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="images")
         self._is_closed = False
 
-    async def encode(self, images: Sequence[ImageInput], positions: Sequence[int] | None = None) -> list[ImagePatches]:
+    async def preprocess(
+        self, images: Sequence[ImageInput], positions: Sequence[int] | None = None
+    ) -> list[ImagePatches]:
         """Returns the patches of each image.
 
         Args:
@@ -93,24 +95,24 @@ class ImageEncoder:
         Raises:
             InvalidRequestError: An image has an unsupported format, is corrupt, or exceeds a limit. The message names
                 its place.
-            EngineUnavailableError: The encoder is closed.
+            EngineUnavailableError: The preprocessor is closed.
         """
         patches: list[ImagePatches | None] = [None] * len(images)
         has_ended = threading.Event()
         indices = iter(range(len(images)))
 
-        async def encode_next() -> None:
+        async def preprocess_next() -> None:
             for index in indices:
                 position = index if positions is None else positions[index]
                 patches[index] = await self._run(images[index], position, has_ended.is_set)
 
         try:
             if len(images) == 1:
-                await encode_next()
+                await preprocess_next()
             else:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(min(self._num_workers, len(images))):
-                        group.create_task(encode_next())
+                        group.create_task(preprocess_next())
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:

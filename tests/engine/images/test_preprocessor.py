@@ -1,4 +1,4 @@
-"""ImageEncoder: order, errors of one image, memory, cancellation and shutdown."""
+"""ImagePreprocessor: order, errors of one image, memory, cancellation and shutdown."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from penstock.engine.images.encoder import TRIM_BYTES, ImageEncoder
 from penstock.engine.images.image_file import ImageFile, ImageLimits, read_image_file
+from penstock.engine.images.preprocessor import TRIM_BYTES, ImagePreprocessor
 from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError, MachineError
 from penstock.engine.protocol.images import ImageInput, ImagePatches, ImageResize, ImageSpec
 
@@ -50,7 +50,7 @@ class _Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> _Gate:
     gate = _Gate()
-    monkeypatch.setattr("penstock.engine.images.encoder._load_process", lambda spec: gate)
+    monkeypatch.setattr("penstock.engine.images.preprocessor._load_process", lambda spec: gate)
     return gate
 
 
@@ -60,23 +60,25 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 async def test_patches_come_in_the_order_of_the_images() -> None:
-    encoder = ImageEncoder(_SPEC, num_workers=3)
+    preprocessor = ImagePreprocessor(_SPEC, num_workers=3)
     images = _images(7)
-    together = await encoder.encode(images)
+    together = await preprocessor.preprocess(images)
     for image, patches in zip(images, together, strict=True):
-        (alone,) = await encoder.encode([image])
+        (alone,) = await preprocessor.preprocess([image])
         np.testing.assert_array_equal(patches.pixels, alone.pixels)
         assert patches.grid == (2, 2)
     assert len({patches.pixels.tobytes() for patches in together}) == 7
-    assert await encoder.encode([]) == []
-    encoder.close()
+    assert await preprocessor.preprocess([]) == []
+    preprocessor.close()
 
 
 async def test_corrupt_image_fails_its_request_only() -> None:
-    encoder = ImageEncoder(_SPEC, num_workers=2)
+    preprocessor = ImagePreprocessor(_SPEC, num_workers=2)
     images = _images(4)
     broken = [*images[:3], ImageInput(b'<svg width="1"/>')]
-    failed, succeeded = await asyncio.gather(encoder.encode(broken), encoder.encode(images), return_exceptions=True)
+    failed, succeeded = await asyncio.gather(
+        preprocessor.preprocess(broken), preprocessor.preprocess(images), return_exceptions=True
+    )
     assert isinstance(failed, InvalidRequestError)
     assert failed.param == "input"
     assert failed.message == (
@@ -84,39 +86,39 @@ async def test_corrupt_image_fails_its_request_only() -> None:
         "'<svg width=\"'."
     )
     assert isinstance(succeeded, list)
-    assert encoder.stats.num_failures == 1
-    assert encoder.stats.num_images >= 4
-    assert encoder.stats.decoding_s > 0
-    encoder.close()
+    assert preprocessor.stats.num_failures == 1
+    assert preprocessor.stats.num_images >= 4
+    assert preprocessor.stats.decoding_s > 0
+    preprocessor.close()
 
 
 async def test_error_names_the_place_of_the_image() -> None:
-    encoder = ImageEncoder(_SPEC, num_workers=1)
+    preprocessor = ImagePreprocessor(_SPEC, num_workers=1)
     image = ImageInput(b"", "documents[1].content[0].image_url.url")
     with pytest.raises(InvalidRequestError, match=r"^documents\[1\]\.content\[0\]\.image_url\.url is empty") as caught:
-        await encoder.encode([*_images(1), image])
+        await preprocessor.preprocess([*_images(1), image])
     assert caught.value.param == "documents"
-    encoder.close()
+    preprocessor.close()
 
 
 async def test_image_above_pixel_limit_is_rejected() -> None:
-    encoder = ImageEncoder(_SPEC, num_workers=1, limits=ImageLimits(max_pixels=62))
+    preprocessor = ImagePreprocessor(_SPEC, num_workers=1, limits=ImageLimits(max_pixels=62))
     with pytest.raises(
         InvalidRequestError, match=r"^Input 0 has 9 x 7 pixels; .* at most 62 in all \(--max-image-pixels\)"
     ):
-        await encoder.encode(_images(1))
-    encoder.close()
+        await preprocessor.preprocess(_images(1))
+    preprocessor.close()
 
 
 @pytest.mark.parametrize(("limit", "most_running"), [(1, 1), (2 * 9 * 7 * 12, 2), (1 << 20, 3)])
 async def test_memory_limits_images_that_run_at_once(gate: _Gate, limit: int, most_running: int) -> None:
-    encoder = ImageEncoder(_SPEC, num_workers=3, max_decoding_bytes=limit)
-    task = asyncio.create_task(encoder.encode(_images(9)))
+    preprocessor = ImagePreprocessor(_SPEC, num_workers=3, max_decoding_bytes=limit)
+    task = asyncio.create_task(preprocessor.preprocess(_images(9)))
     await _until(lambda: gate.num_begun == most_running)
     gate.is_open.set()
     assert len(await task) == 9
     assert gate.most_running == most_running
-    encoder.close()
+    preprocessor.close()
 
 
 @pytest.mark.parametrize(("edge", "num_trims"), [(100, 0), (2000, 1)])
@@ -124,55 +126,55 @@ async def test_memory_returns_to_the_system_after_large_images(
     monkeypatch: pytest.MonkeyPatch, gate: _Gate, edge: int, num_trims: int
 ) -> None:
     trims = list[int]()
-    monkeypatch.setattr("penstock.engine.images.encoder.trim_heap", lambda: trims.append(1))
-    encoder = ImageEncoder(_SPEC, num_workers=2)
+    monkeypatch.setattr("penstock.engine.images.preprocessor.trim_heap", lambda: trims.append(1))
+    preprocessor = ImagePreprocessor(_SPEC, num_workers=2)
     images = [ImageInput(encoded(Image.new("RGB", (edge, edge)), "PNG"))] * 2
     assert (read_image_file(images[0].data, ImageLimits()).num_bytes > TRIM_BYTES) == bool(num_trims)
-    large = asyncio.create_task(encoder.encode(images))
+    large = asyncio.create_task(preprocessor.preprocess(images))
     await _until(lambda: gate.num_begun == 2)  # the memory is free when both have ended
     gate.is_open.set()
     await large
-    await encoder.encode(_images(1))
+    await preprocessor.preprocess(_images(1))
     assert len(trims) == num_trims
-    encoder.close()
+    preprocessor.close()
 
 
 async def test_request_leaves_workers_to_others_between_images(gate: _Gate) -> None:
-    encoder = ImageEncoder(_SPEC, num_workers=1)
-    large = asyncio.create_task(encoder.encode(_images(50)))
+    preprocessor = ImagePreprocessor(_SPEC, num_workers=1)
+    large = asyncio.create_task(preprocessor.preprocess(_images(50)))
     await _until(lambda: gate.num_begun == 1)
-    small = asyncio.create_task(encoder.encode(_images(1)))
+    small = asyncio.create_task(preprocessor.preprocess(_images(1)))
     await asyncio.sleep(0)
     gate.is_open.set()
     await small
     assert gate.num_begun < 50
     await large
-    encoder.close()
+    preprocessor.close()
 
 
 async def test_cancelled_request_decodes_no_further_image(gate: _Gate) -> None:
-    encoder = ImageEncoder(_SPEC, num_workers=2)
-    task = asyncio.create_task(encoder.encode(_images(9)))
+    preprocessor = ImagePreprocessor(_SPEC, num_workers=2)
+    task = asyncio.create_task(preprocessor.preprocess(_images(9)))
     await _until(lambda: gate.num_begun == 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     gate.is_open.set()
-    assert len(await encoder.encode(_images(1))) == 1
+    assert len(await preprocessor.preprocess(_images(1))) == 1
     assert gate.num_begun == 3
-    encoder.close()
+    preprocessor.close()
 
 
 async def test_closed_encoder_rejects_waiting_and_new_requests(gate: _Gate) -> None:
-    encoder = ImageEncoder(_SPEC, num_workers=1)
-    running = asyncio.create_task(encoder.encode(_images(1)))
+    preprocessor = ImagePreprocessor(_SPEC, num_workers=1)
+    running = asyncio.create_task(preprocessor.preprocess(_images(1)))
     await _until(lambda: gate.num_begun == 1)
-    waiting = asyncio.create_task(encoder.encode(_images(1)))
+    waiting = asyncio.create_task(preprocessor.preprocess(_images(1)))
     await asyncio.sleep(0)
-    encoder.close()
+    preprocessor.close()
     gate.is_open.set()
     assert await running == [_PATCHES]
-    for request in (waiting, encoder.encode(_images(2))):
+    for request in (waiting, preprocessor.preprocess(_images(2))):
         with pytest.raises(EngineUnavailableError, match="shutting down"):
             await request
 
@@ -181,20 +183,20 @@ async def test_missing_threads_are_a_temporary_error(monkeypatch: pytest.MonkeyP
     def fail(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    encoder = ImageEncoder(_SPEC, num_workers=1)
+    preprocessor = ImagePreprocessor(_SPEC, num_workers=1)
     monkeypatch.setattr(threading.Thread, "start", fail)
     with pytest.raises(EngineUnavailableError, match="cannot decode images at the moment: can't start new thread"):
-        await encoder.encode(_images(1))
+        await preprocessor.preprocess(_images(1))
     monkeypatch.undo()
-    encoder.close()
+    preprocessor.close()
 
 
 async def test_format_that_pillow_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("PIL.features.check", lambda name: False)
-    encoder = ImageEncoder(_SPEC, num_workers=1)
+    preprocessor = ImagePreprocessor(_SPEC, num_workers=1)
     with pytest.raises(InvalidRequestError, match="Input 0 is a WEBP image, which this server's Pillow cannot read"):
-        await encoder.encode([ImageInput(encoded(picture("RGB", 9, 7), "WEBP"))])
-    encoder.close()
+        await preprocessor.preprocess([ImageInput(encoded(picture("RGB", 9, 7), "WEBP"))])
+    preprocessor.close()
 
 
 def test_missing_pillow_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,4 +204,4 @@ def test_missing_pillow_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch)
     for name in ("decoding", "preprocessing"):
         monkeypatch.delitem(sys.modules, f"penstock.engine.images.{name}", raising=False)
     with pytest.raises(MachineError, match=r"needs Pillow .* Run pip install 'penstock\[images\]'"):
-        ImageEncoder(_SPEC, num_workers=1)
+        ImagePreprocessor(_SPEC, num_workers=1)
