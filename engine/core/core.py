@@ -300,7 +300,7 @@ class EngineCore:
                 forward = self._runner.begin(batch.chunks) if batch.chunks else CompletedForward(BatchOutputs.of(0, ()))
             except DeviceLostError:
                 raise
-            except Exception as error:  # noqa: BLE001 - `_run_halves` finds the sequences that caused it
+            except Exception as error:  # noqa: BLE001 - `_run_again` finds the sequences that caused it
                 clear_frames(error.__traceback__)  # the frames refer to tensors of the forward
                 forward = CompletedForward(error)
         self._running.append(RunningBatch(batch, forward, started_s, step, ran_alone=not self._running))
@@ -314,7 +314,7 @@ class EngineCore:
         while running.batch.num_long and running in self._running and self._running[0] is not running:
             self._finish(self._running[0])
         if running not in self._running:
-            return  # an earlier batch ran out of memory and finished this one; see `_run_halves`
+            return  # an earlier batch ran out of memory and finished this one; see `_divide`
         self._running.remove(running)
         self._watch.in_flight.remove(running.step)
         chunks, step = running.batch.chunks, running.step
@@ -331,7 +331,7 @@ class EngineCore:
         if failure is not None:
             # Without order, batches that started later may have taken the memory.
             ran_alone = running.ran_alone and (self._runner.keeps_order or not self._running)
-            forwards = self._run_halves(chunks, failure, ran_alone=ran_alone)
+            forwards = self._run_again(chunks, failure, ran_alone=ran_alone)
         ended_s = time.monotonic()
         if failure is None:
             started_s = max(running.started_s, self._ended_s) if self._runner.keeps_order else running.started_s
@@ -359,10 +359,26 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - an error of one request must not end the loop
             self._fail(sequence, error)
 
-    def _run_halves(
+    def _run_again(self, chunks: list[PrefillChunk], failure: Exception, *, ran_alone: bool) -> list[ChunkOutputs]:
+        """Runs the parts of a failed batch until only the failing sequences fail. Returns the outputs of the others."""
+        forwards: list[ChunkOutputs] = []
+        parts = self._divide(chunks, failure, ran_alone=ran_alone)
+        while parts:
+            with self._lock:
+                part = [chunk for chunk in parts.pop(0) if chunk.sequence.is_in_flight(chunk)]
+            if not part:
+                continue
+            try:
+                with self._watch.during(Step.of(part)):
+                    forwards.append((part, self._runner.execute(part)))
+            except Exception as error:  # noqa: BLE001 - as in `_finish`
+                parts = self._divide(part, error) + parts
+        return forwards
+
+    def _divide(
         self, chunks: list[PrefillChunk], failure: Exception, *, ran_alone: bool = True
-    ) -> list[ChunkOutputs]:
-        """Runs the halves of a failed batch, so that only the failing sequences fail. Returns the outputs.
+    ) -> list[list[PrefillChunk]]:
+        """Returns the parts of a failed batch that run again: usually its halves. Fails a sequence that was alone.
 
         A batch that ran out of memory while other batches ran first runs again alone.
         """
@@ -373,12 +389,12 @@ class EngineCore:
         if followed:  # later chunks of the same prompts are already running
             for chunk in followed:
                 self._fail(chunk.sequence, failure)
-            return self._run_again([chunk for chunk in chunks if chunk not in followed])
+            return [[chunk for chunk in chunks if chunk not in followed]]
         if isinstance(failure, DeviceMemoryError):
             if not ran_alone:
                 while self._running:
                     self._finish(self._running[0])
-                return self._run_again(chunks)
+                return [chunks]
             num_tokens = sum(chunk.num_tokens for chunk in chunks)
             with self._lock:
                 self._scheduler.lower_budget(num_tokens // 2)
@@ -388,23 +404,10 @@ class EngineCore:
             logger.warning("out of memory at %d tokens; the budget is now %d.", num_tokens, budget)
         if len(chunks) > 1:
             middle = len(chunks) // 2
-            return self._run_again(chunks[:middle]) + self._run_again(chunks[middle:])
+            return [chunks[:middle], chunks[middle:]]
         for chunk in chunks:
             self._fail(chunk.sequence, failure)
         return []
-
-    def _run_again(self, chunks: list[PrefillChunk]) -> list[ChunkOutputs]:
-        """Runs chunks of a failed batch again, without those of cancelled sequences; see `_run_halves`."""
-        with self._lock:
-            chunks = [chunk for chunk in chunks if chunk.sequence.is_in_flight(chunk)]
-        if not chunks:
-            return []
-        try:
-            with self._watch.during(Step.of(chunks)):
-                return [(chunks, self._runner.execute(chunks))]
-        except Exception as error:  # noqa: BLE001 - as in `_finish`
-            failure = error
-        return self._run_halves(chunks, failure)
 
     def _fail(self, sequence: InputSequence, error: Exception) -> None:
         if not isinstance(error, EngineError):

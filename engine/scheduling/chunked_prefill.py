@@ -57,8 +57,8 @@ class ChunkedPrefillManager:
             priority.
 
     Attributes:
-        requests: The sequences of the prompts by id. The public name is fixed; the values of Scheduler.requests are
-            Requests.
+        requests: The InputSequence of each prompt by its id. The specification sets this name. Scheduler.requests has
+            the requests of clients.
     """
 
     def __init__(

@@ -272,23 +272,21 @@ class Scheduler:
             budget.add(chunk.num_tokens)
 
     def _chunk_budget(self, window: list[InputSequence], token_budget: int) -> ForwardBudget:
-        """Returns the tokens and sequences that chunks may take in the next forward."""
-        others_wait = bool(window) or self._last_num_whole > 0
-        num_tokens = self.chunk_sizes.chunk_tokens(token_budget, self.prefill.config, others_wait=others_wait)
-        short = self._short_budget(window, token_budget)
-        return ForwardBudget(min(num_tokens, token_budget - short.num_tokens), self._max_num_seqs - short.num_seqs)
+        """Returns the tokens and sequences that chunks may take in the next forward.
 
-    def _short_budget(self, window: list[InputSequence], token_budget: int) -> ForwardBudget:
-        """Returns the tokens and sequences that waiting short sequences take from chunks: up to half of the forward.
-
-        A short sequence that does not fit beside the smallest chunk alternates with chunks: it runs first if the last
-        batch had no short sequence.
+        Waiting short sequences take their tokens from chunks, up to half of the forward. A short sequence that does not
+        fit beside the smallest chunk alternates with chunks: it runs first if the last batch had no short sequence.
         """
-        num_tokens = min(sum([sequence.num_tokens for sequence in window]), token_budget // 2)
-        num_seqs = min(len(window), self._max_num_seqs // 2)
+        config = self.prefill.config
+        short_tokens = min(sum([sequence.num_tokens for sequence in window]), token_budget // 2)
+        short_seqs = min(len(window), self._max_num_seqs // 2)
         if window and not self._last_num_whole:
-            return ForwardBudget(max(num_tokens, window[0].num_tokens), max(num_seqs, 1))
-        return ForwardBudget(min(num_tokens, token_budget - self.prefill.config.min_chunk_size), num_seqs)
+            short_tokens, short_seqs = max(short_tokens, window[0].num_tokens), max(short_seqs, 1)
+        else:
+            short_tokens = min(short_tokens, token_budget - config.min_chunk_size)
+        others_wait = bool(window) or self._last_num_whole > 0
+        chunk_tokens = self.chunk_sizes.chunk_tokens(token_budget, config, others_wait=others_wait)
+        return ForwardBudget(min(chunk_tokens, token_budget - short_tokens), self._max_num_seqs - short_seqs)
 
     def _should_start(self, sequence: InputSequence, max_tokens: int) -> bool:
         """Returns True if running prompts do not use all tokens, or the prompt sorts before all of them."""

@@ -47,7 +47,7 @@ class ModelStatus(StrEnum):
     UNLOADED = "unloaded"
     LOADING = "loading"
     LOADED = "loaded"
-    LEAVING = "leaving"
+    LEAVING = "leaving"  # its last requests run; then it is unloaded
     FAILED = "failed"
 
 
