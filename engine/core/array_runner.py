@@ -14,7 +14,7 @@ from ..checkpoint.views import Floats
 from ..executors.cpu.array_encoder import ArrayEncoder, ArrayOutput
 from ..executors.cpu.array_head import ArrayHead
 from ..executors.cpu.packed_arrays import PackedArrays
-from ..pooling import PoolingMetadata, TokenMaps
+from ..pooling import PoolingMetadata, TokenHeads
 from ..pooling.array_ops import array_pooler
 from ..protocol.batch_outputs import BatchOutputs, OutputGroup, distinct_params
 from ..protocol.config import EngineConfig
@@ -23,7 +23,7 @@ from ..protocol.tasks import PoolingType
 from ..scheduling import Allocation, InputSequence, PrefillChunk
 from .device.memory import MemoryGauge
 from .device.sequence_memory import KvSlots
-from .loading.cpu_kernels import load_array_dense, load_array_encoder, load_array_maps
+from .loading.cpu_kernels import load_array_dense, load_array_encoder, load_array_token_heads
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
 from .runner import (
@@ -70,7 +70,7 @@ class ArrayRunner(PoolingRunner[Floats]):
     """Runs an encoder or a decoder on a CPU. See Runner.
 
     Args:
-        maps: Token heads; None if the model has none.
+        token_heads: Token heads; None if the model has none.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class ArrayRunner(PoolingRunner[Floats]):
         encoder: ArrayEncoder,
         config: EngineConfig,
         dense: Sequence[ArrayHead] = (),
-        maps: TokenMaps[Floats] | None = None,
+        token_heads: TokenHeads[Floats] | None = None,
     ) -> None:
-        super().__init__(info, tokenizer, array_pooler(info, encoder, dense, maps), config, MemoryGauge())
+        super().__init__(info, tokenizer, array_pooler(info, encoder, dense, token_heads), config, MemoryGauge())
         self.keeps_order = False
         self.num_lanes = encoder.library.num_lanes
         self.limits = DeviceLimits(min_batch_tokens=max(_MIN_BATCH_PARTS * encoder.min_part_tokens, _MIN_BATCH_TOKENS))
@@ -117,7 +117,7 @@ class ArrayRunner(PoolingRunner[Floats]):
             )
             encoder, dense = load_array_encoder(info, library), load_array_dense(info, library)
             encoder.calibrate()
-            return cls(info, tokenizer, encoder, config, dense, load_array_maps(info, tokenizer, library))
+            return cls(info, tokenizer, encoder, config, dense, load_array_token_heads(info, tokenizer, library))
 
     @property
     def has_capacity(self) -> bool:
@@ -199,12 +199,13 @@ class ArrayRunner(PoolingRunner[Floats]):
         try:
             output = ArrayOutput(*running.result())
             if self._encoder.attention_pool is not None:
-                pooled = self._encoder.attention_pool(output.hidden_states, batch.cu_seqlens)
-                output = output._replace(hidden_states=pooled)
-            outputs = self._pooler.pool(output, metadata, self._chunks).to_host()
+                rows = self._encoder.attention_pool(output.hidden_states, batch.cu_seqlens)
+                output = output._replace(hidden_states=rows)
+            pooled = self._pooler.pool(output, metadata, self._chunks)
+            outputs = pooled.to_host()
         except MemoryError as error:
             raise DeviceMemoryError(str(error)) from error
-        self._chunks.commit(metadata)
+        self._chunks.commit(metadata, pooled.states)
         now_s = time.perf_counter()
         # The time of overlapping forwards counts from the end of the previous one.
         self._times.append(ForwardTime(chunk_tokens, whole_tokens, now_s - max(started_s, self._ended_s)))

@@ -14,8 +14,8 @@ import torch
 from ..executors.torch.base import PackedModel
 from ..executors.torch.model_heads import Dense
 from ..executors.torch.packed_batch import PackedBatch
-from ..pooling import TokenMaps
-from ..pooling.output import OutputCopy
+from ..pooling import TokenHeads
+from ..pooling.model_pooler import OutputCopy
 from ..pooling.tensor_ops import tensor_pooler
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
@@ -30,7 +30,7 @@ from .host import threads_of
 from .loading.cpu_dtype import load_fastest
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
-from .loading.weights_loader import load_dense, load_model, load_token_maps, torch_dtype
+from .loading.weights_loader import load_dense, load_model, load_token_heads, torch_dtype
 from .runner import CompletedForward, ForwardTime, PoolingRunner, check_allocations, num_long_tokens
 from .warm_up import GpuWarmUp, SampleBatches, warm_up
 
@@ -72,7 +72,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
     """Runs a model on torch. See Runner.
 
     Args:
-        maps: Token heads; None if the model has none.
+        token_heads: Token heads; None if the model has none.
         gauge: Measures the largest forward before the memory of chunks is sized. None: the gauge of a GPU; no
             measurement on a CPU.
         stream: Stream of the forwards; None: the stream of the model's device.
@@ -85,12 +85,13 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
         model: PackedModel,
         dense: Sequence[Dense],
         config: EngineConfig,
-        maps: TokenMaps[torch.Tensor] | None = None,
+        token_heads: TokenHeads[torch.Tensor] | None = None,
         gauge: MemoryGauge | None = None,
         stream: DeviceStream | None = None,
     ) -> None:
         self._device = torch.device(info.device)
-        super().__init__(info, tokenizer, tensor_pooler(info, model, dense, maps), config, gauge_of(self._device))
+        pooler = tensor_pooler(info, model, dense, token_heads)
+        super().__init__(info, tokenizer, pooler, config, gauge_of(self._device))
         self._model = model
         self._memory: ChunkMemory | None = None
         self._stream = stream or stream_of(self._device)
@@ -127,7 +128,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
                 info, model = load_fastest(info, tokenizer, trust_remote_code=config.trust_remote_code)
             else:
                 model = load_model(info, trust_remote_code=config.trust_remote_code)
-            return cls(info, tokenizer, model, load_dense(info), config, load_token_maps(info, tokenizer))
+            return cls(info, tokenizer, model, load_dense(info), config, load_token_heads(info, tokenizer))
 
     @property
     def has_capacity(self) -> bool:
@@ -201,7 +202,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
         pooled = self._pooler.pool(output, metadata, self._chunks)
         result = pooled.begin_copy(self._stream.to_host) if self._stream.is_asynchronous else pooled.to_host()
         if self._memory is not None and cache is not None:
-            self._chunks.commit(metadata)
+            self._chunks.commit(metadata, pooled.states)
             self._memory.advance(chunks)
         ended = self._timer.end(chunk_tokens, batch.num_tokens - chunk_tokens)
         if chunk_tokens:

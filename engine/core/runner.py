@@ -250,16 +250,16 @@ class PoolingRunner(Runner, Generic[R]):
         """Returns the pooling metadata of a batch. `in_chunks`: whether a sequence of the batch has an allocation."""
         sequences = [chunk.sequence for chunk in chunks]
         params = [sequence.request.params for sequence in sequences]
+        queries = [sequence.prompt.query for sequence in sequences]
         metadata = PoolingMetadata.for_batch(
             batch,
             params,
             seq_ids=sequences if in_chunks else None,
             starts=[chunk.start for chunk in chunks] if in_chunks else None,
             prompt_lens=[sequence.num_tokens for sequence in sequences] if in_chunks else None,
+            queries=queries if any(query is not None for query in queries) else None,
         )
-        if any(sequence.prompt.query is not None for sequence in sequences):
-            metadata.queries = [sequence.prompt.query for sequence in sequences]
-        return metadata
+        return self._chunks.schedule(metadata)
 
 
 def check_allocations(chunks: Sequence[PrefillChunk]) -> bool:

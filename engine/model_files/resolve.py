@@ -17,7 +17,7 @@ from ..families.vision_language import VISION_LANGUAGE
 from ..protocol.config import EngineConfig, PoolerConfig
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import AdapterSpec, DenseSpec, ModelInfo, ModelKind, PairChat
-from ..protocol.multi_vector import MultiVector, SparsePooling, TokenHeads
+from ..protocol.multi_vector import MultiVector, SparsePooling, TokenHeadFiles
 from ..protocol.tasks import PoolingTask, PoolingType, listed
 from ..protocol.templates import ScoreTemplate
 from .adapters import base_config, resolve_adapters
@@ -346,7 +346,7 @@ def _shown(value: Any) -> str:
         return ", ".join(f"{name}: {text!r}" for name, text in value.items())
     if isinstance(value, ScoreTemplate):
         return " + ".join(map(repr, value.parts))
-    if isinstance(value, MultiVector | SparsePooling | TokenHeads):
+    if isinstance(value, MultiVector | SparsePooling | TokenHeadFiles):
         return ", ".join(f"{name} {_shown(part)}" for name, part in dataclasses.asdict(value).items() if part)
     if isinstance(value, ModelInfo):
         return f"{value.architecture} in {value.path}"

@@ -15,7 +15,15 @@ from typing import Any, Final
 from ..families.static import SPARSE_STATIC
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import DenseSpec, ModelKind
-from ..protocol.multi_vector import DOCUMENT, QUERY, MultiVector, QueryExpansion, SparseKind, SparsePooling, TokenHeads
+from ..protocol.multi_vector import (
+    DOCUMENT,
+    QUERY,
+    MultiVector,
+    QueryExpansion,
+    SparseKind,
+    SparsePooling,
+    TokenHeadFiles,
+)
 from ..protocol.tasks import PoolingTask
 from .draft import ModelDraft
 from .length_limits import resolve_max_model_len
@@ -229,7 +237,7 @@ def resolve_sparse(draft: ModelDraft, root: Path) -> None:
     if not any(found) or not draft.fields["sequence_pooling"] or draft.fields["dense"] or draft.fields["is_causal"]:
         return
     source = next(name for name in found if name)
-    draft.set("token_heads", TokenHeads(weights_file=found[0], vectors_file=found[1]), source)
+    draft.set("token_heads", TokenHeadFiles(weights_file=found[0], vectors_file=found[1]), source)
     if found[0]:
         draft.set("sparse", SparsePooling(kind=SparseKind.TOKEN_WEIGHTS), _WEIGHTS_FILE)
         draft.set("tasks", (*draft.fields["tasks"], PoolingTask.SPARSE_EMBED), f"{draft.sources['tasks']}, {source}")

@@ -13,8 +13,7 @@ from ..protocol.tasks import PoolingStrategy
 from .chunked_manager import ChunkedPoolingManager
 from .heads import ClassifierPoolerHead, EmbeddingPoolerHead
 from .metadata import PoolingCursor, PoolingMetadata
-from .model_pooler import ModelPooler, TokenMaps
-from .output import PoolerOutput
+from .model_pooler import ModelPooler, PoolerOutput, TokenHeads
 from .states import PoolingStates
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ __all__ = [
     "PoolingStrategy",
     "SequencePooler",
     "StepPooler",
-    "TokenMaps",
+    "TokenHeads",
     "TokenPooler",
     "WeightedMeanPooler",
 ]

@@ -20,7 +20,7 @@ from ..executors.cpu.array_head import ArrayHead
 from ..protocol.model_info import Activation, ModelInfo
 from ..protocol.tasks import PoolingType
 from .metadata import IntArray, PickedRows, PoolingMetadata, prefix_sums
-from .model_pooler import ModelPooler, TokenMaps
+from .model_pooler import ModelPooler, TokenHeads
 from .row_ops import VectorTransform
 
 _POOLINGS: Final = {
@@ -171,7 +171,7 @@ class ArrayOps:
 
 
 def array_pooler(
-    info: ModelInfo, encoder: ArrayEncoder, dense: Sequence[ArrayHead], maps: TokenMaps[Floats] | None = None
+    info: ModelInfo, encoder: ArrayEncoder, dense: Sequence[ArrayHead], token_heads: TokenHeads[Floats] | None = None
 ) -> ModelPooler[Floats]:
     """Returns the pooler of a model of the C library. See ModelPooler."""
     return ModelPooler(
@@ -180,7 +180,7 @@ def array_pooler(
         encoder.classify,
         encoder.classify_tokens,
         dense,
-        maps,
+        token_heads,
         vocabulary_head=encoder.vocabulary_head,
         block_rows=_BLOCK_ROWS,
     )

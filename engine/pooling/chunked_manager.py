@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, cast
 
@@ -14,7 +14,7 @@ from ..protocol.tasks import PoolingType
 from .heads import token_rows
 from .metadata import PoolingCursor, PoolingMetadata, prefix_sums
 from .row_ops import R, RowOps
-from .states import PoolingStates, Strategy, finalize_states, update_states
+from .states import PoolingStates, Strategy, update_states
 
 if TYPE_CHECKING:
     import torch
@@ -210,7 +210,10 @@ class ChunkedPoolingManager(Generic[R]):
                 raise ValueError(
                     f"sequence {seq_id!r} is incomplete: {cursor.remaining} of {cursor.prompt_len} tokens remain"
                 )
-            row = self._no_rows() if states is None else states.finalize()
+            if states is None:
+                row = self._ops.rows_of(np.zeros((0, self._hidden_dim), np.float32))
+            else:
+                row = states.finalize()
             del self._running[seq_id]
             return row
 
@@ -226,42 +229,47 @@ class ChunkedPoolingManager(Generic[R]):
 
     # A runner calls `schedule`, `process_batch` and, if nothing failed, `commit` for each batch, on one thread.
 
-    def schedule(self, metadata: PoolingMetadata) -> None:
-        """Sets `metadata.cursors` for the parts of sequences in a batch. Whole sequences get no cursor."""
+    def schedule(self, metadata: PoolingMetadata) -> PoolingMetadata:
+        """Returns the metadata of a batch with the tokens of its sequences that were pooled before.
+
+        Parts of sequences also get a cursor, whole sequences do not.
+        """
         chunks = metadata.chunks
         if chunks is None:
-            return
-        bounds = prefix_sums(metadata.seq_lens)
+            return metadata
+        bounds, num_pooled = prefix_sums(metadata.seq_lens), np.zeros(metadata.num_seqs, np.int64)
         is_part = (chunks.starts > 0) | (chunks.ends < chunks.prompt_lens)
+        cursors = {}
         for index, seq_id in enumerate(chunks.seq_ids):
             sequence = self._running.get(seq_id)
             if sequence is None and not is_part[index]:
                 continue
-            chunks.num_pooled[index] = 0 if sequence is None else sequence.cursor.num_pooled
-            metadata.cursors[index] = PoolingCursor(
+            cursors[index] = cursor = PoolingCursor(
                 prompt_len=int(chunks.prompt_lens[index]),
-                num_pooled=int(chunks.num_pooled[index]),
+                num_pooled=0 if sequence is None else sequence.cursor.num_pooled,
                 global_start=int(bounds[index]),
                 chunk_len=metadata.seq_lens[index],
             )
+            num_pooled[index] = cursor.num_pooled
+        return replace(metadata, chunks=replace(chunks, num_pooled=num_pooled), cursors=cursors)
 
     def process_batch(
         self, metadata: PoolingMetadata, hidden_states: R, attention_weights: R | None, indices: Sequence[int]
-    ) -> tuple[list[int], R]:
+    ) -> dict[int, PoolingStates[R]]:
         """Adds chunks to copies of their sequences' states, with one kernel call for each pooling type.
 
         Skips rows that were pooled before a preemption. LAST alone allows a gap, which a prefix cache leaves; every
         other type needs all rows.
 
         Args:
-            metadata: Metadata of a batch of chunks. `metadata.states` stores the copies until `commit`.
+            metadata: Metadata of a batch of chunks, from `schedule`.
             hidden_states: [T, D] of the batch. Not modified.
             attention_weights: ATTENTION: [C + T] float32. For each sequence the weights of the C_i tokens before its
                 chunk, then those of the chunk. Used for sequences that end in this batch.
             indices: The sequences to pool, ascending.
 
         Returns:
-            The complete sequences, and their pooled rows [N, W] float32.
+            The new state of each sequence by index, for `finalize_states` and `commit`.
 
         Raises:
             ValueError: Rows before a chunk are missing.
@@ -288,16 +296,16 @@ class ChunkedPoolingManager(Generic[R]):
             skips[picked].astype(np.int64),
             weights,
         )
-        metadata.states = dict(zip(indices, states, strict=True))
-        done = [i for i in indices if chunks.is_complete[i]]
-        if not done:
-            return [], self._no_rows()
-        return done, finalize_states([metadata.states[i] for i in done])
+        return dict(zip(indices, states, strict=True))
 
-    def commit(self, metadata: PoolingMetadata) -> None:
-        """Stores the cursors and states of a batch, and removes complete sequences.
+    def commit(self, metadata: PoolingMetadata, states: Mapping[int, PoolingStates[R]]) -> None:
+        """Stores the progress of a batch, and removes complete sequences.
 
         Before this call the manager has not changed, so that a failed batch can run again.
+
+        Args:
+            metadata: Metadata of the batch, from `schedule`.
+            states: New states by index, from `process_batch`: PoolerOutput.states.
         """
         if metadata.chunks is None:
             return
@@ -307,7 +315,7 @@ class ChunkedPoolingManager(Generic[R]):
             if cursor.is_complete:
                 self._running.pop(seq_ids[index], None)
             else:
-                self._running[seq_ids[index]] = _Sequence(cursor, metadata.states.get(index))
+                self._running[seq_ids[index]] = _Sequence(cursor, states.get(index))
 
     def _new_states(self) -> PoolingStates[R] | None:
         return None if self._types[0].is_token_level else self._states_of(None)
@@ -318,9 +326,6 @@ class ChunkedPoolingManager(Generic[R]):
         if sequence is None or sequence.states is None:
             return PoolingStates.initialize(self._hidden_dim, self._types, self._ops)
         return sequence.states.copy()
-
-    def _no_rows(self) -> R:
-        return self._ops.rows_of(np.zeros((0, self._hidden_dim), np.float32))
 
     def _selected_rows(self, rows: R, token_ids: Any) -> R:
         num_rows = rows.shape[0]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from ..executors.cpu.packed_arrays import PackedArrays
     from ..executors.torch.packed_batch import PackedBatch
-    from .states import PoolingStates
 
 IntArray = NDArray[np.int64]
 PickedRows = slice | IntArray
@@ -71,7 +70,7 @@ class PoolingCursor:
         self.num_pooled = self.global_start = self.chunk_len = 0
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkSpans:
     """The position of each chunk of a batch in its sequence.
 
@@ -80,8 +79,8 @@ class ChunkSpans:
         starts: [N], position of the chunk's first token in its sequence.
         ends: [N], position after its last token.
         prompt_lens: [N], tokens of the whole sequence.
-        num_pooled: [N], tokens that were pooled before this batch; `ChunkedPoolingManager.schedule` sets it. More than
-            `starts` if rows are computed again after a preemption, less after a prefix cache hit.
+        num_pooled: [N], tokens that were pooled before this batch. More than `starts` if rows are computed again after
+            a preemption, less after a prefix cache hit.
     """
 
     seq_ids: Sequence[Hashable]
@@ -148,9 +147,12 @@ class ChunkSpans:
         return bounds
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolingMetadata:
     """One batch of N sequences and T packed rows.
+
+    The runner creates it with `for_batch`. In a batch of chunks, `ChunkedPoolingManager.schedule` then returns it with
+    the cursors and the tokens that were pooled before.
 
     Attributes:
         params: N resolved parameters; tasks may be mixed.
@@ -159,8 +161,7 @@ class PoolingMetadata:
         token_ids: [T] int64 on the host; None if no result depends on tokens.
         skip_tokens: [N] int32 on the host, tokens at the start of each sequence to leave out; None: no tokens.
         chunks: The position of each chunk in its sequence; None if the batch has only whole sequences.
-        cursors: Cursors of partial sequences by index; `ChunkedPoolingManager.schedule` sets them.
-        states: Running states by index; `ChunkedPoolingManager.commit` stores them.
+        cursors: Cursors of partial sequences by index, before this batch. `ChunkedPoolingManager.commit` advances them.
         queries: [Q, W] float32 on the host for each sequence: query vectors to compare its vectors with, or None. None
             if no sequence has query vectors.
     """
@@ -171,8 +172,7 @@ class PoolingMetadata:
     token_ids: NDArray[np.int64] | None = None
     skip_tokens: NDArray[np.int32] | None = None
     chunks: ChunkSpans | None = None
-    cursors: dict[int, PoolingCursor] = field(default_factory=dict)
-    states: dict[int, PoolingStates[Any]] = field(default_factory=dict)
+    cursors: Mapping[int, PoolingCursor] = field(default_factory=dict)
     queries: Sequence[NDArray[np.float32] | None] | None = None
 
     @classmethod
@@ -184,6 +184,7 @@ class PoolingMetadata:
         seq_ids: Sequence[Hashable] | None = None,
         starts: Sequence[int] | None = None,
         prompt_lens: Sequence[int] | None = None,
+        queries: Sequence[NDArray[np.float32] | None] | None = None,
     ) -> PoolingMetadata:
         """Returns the metadata of a batch.
 
@@ -193,6 +194,7 @@ class PoolingMetadata:
             seq_ids: Keys of the sequences in the ChunkedPoolingManager; None for whole sequences.
             starts: Position of each chunk in its sequence; None: all begin at 0.
             prompt_lens: Tokens of each whole sequence; None: each sequence ends with its chunk.
+            queries: See the attribute.
 
         Raises:
             ValueError: The lists have different lengths, or a chunk is not within its sequence.
@@ -210,6 +212,7 @@ class PoolingMetadata:
             token_ids=batch.token_ids,
             skip_tokens=batch.skip_tokens,
             chunks=chunks,
+            queries=queries,
         )
 
     @classmethod

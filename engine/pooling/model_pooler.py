@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..protocol.batch_outputs import OutputArray, OutputGroup, by_group, distinct_params
+from ..protocol.batch_outputs import Arrays, BatchOutputs, OutputArray, OutputGroup, by_group, distinct_params
 from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..protocol.multi_vector import SparseKind
 from ..protocol.params import PoolingParams
@@ -19,9 +20,12 @@ from ..protocol.tasks import PoolingType
 from .chunked_manager import ChunkedPoolingManager
 from .heads import ClassifierPoolerHead, EmbeddingPoolerHead, VectorFilter, check_attention_head, compare, token_rows
 from .metadata import ChunkSpans, PoolingMetadata, check_gap, rows_between
-from .output import PoolerOutput
-from .row_ops import R, RowMap, RowOps, VectorTransform
+from .row_ops import R, RowMap, RowOps, Rows, VectorTransform
 from .sparse import SparsePooler
+from .states import PoolingStates, finalize_states
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -45,13 +49,86 @@ class ForwardOutput(Protocol[R_co]):
         ...
 
 
+class PoolerOutput(Generic[R]):
+    """The results of one batch, by sequence and name. They stay on the device until a method returns arrays.
+
+    Args:
+        batch_size: Sequences in the batch, complete or not.
+        arrays: A sequence is in at most one array of each name.
+        states: New states of the sequences in chunks, by index, for ChunkedPoolingManager.commit.
+    """
+
+    def __init__(
+        self, batch_size: int, arrays: Sequence[OutputArray[R]], states: Mapping[int, PoolingStates[R]] | None = None
+    ) -> None:
+        self.batch_size = batch_size
+        self.arrays = tuple(arrays)
+        self.states = states or {}
+        self._on_host: BatchOutputs | None = None
+
+    def to_host(self) -> BatchOutputs:
+        """Returns the results on the host. Copies them only from a device, and then waits; see `begin_copy`."""
+        if self._on_host is None:
+            arrays = [array.with_values(_to_host(array.values)) for array in self.arrays]
+            self._on_host = BatchOutputs.of(self.batch_size, arrays)
+        return self._on_host
+
+    def begin_copy(self: PoolerOutput[Tensor], to_host: Callable[[Sequence[Tensor]], list[Tensor]]) -> OutputCopy:
+        """Starts to copy the results to the host, with a flag for each array whether its values are finite.
+
+        Args:
+            to_host: See DeviceStream.to_host.
+        """
+        values = [array.values for array in self.arrays]
+        copies = to_host([*values, *map(_is_finite, values)])
+        return OutputCopy(self, copies[: len(values)], copies[len(values) :])
+
+    def to_numpy(self) -> list[Arrays]:
+        """Returns the arrays of each sequence by name; see BatchOutputs.split."""
+        return self.to_host().split()
+
+    def get_embedding(self, idx: int) -> NDArray[np.float32]:
+        """Returns the embedding [D] of one sequence.
+
+        Raises:
+            KeyError: The sequence has no embedding: it has another task, or continues after this batch.
+        """
+        arrays = self.to_numpy()[idx]
+        if "embedding" not in arrays:
+            raise KeyError(f"sequence {idx} has no embedding; it has {', '.join(arrays) or 'no results yet'}")
+        return arrays["embedding"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputCopy:
+    """A running copy of the results of one batch to the host.
+
+    Attributes:
+        output: The results on the device.
+        values: The copies of the arrays. Read them after the copy has ended.
+        are_finite: The copies of one bool per array: whether all values are finite.
+    """
+
+    output: PoolerOutput[Tensor]
+    values: Sequence[Tensor]
+    are_finite: Sequence[Tensor]
+
+    def arrived(self) -> BatchOutputs:
+        """Returns the results, views of the copies. Call it after the copy has ended."""
+        pairs = zip(self.output.arrays, self.values, strict=True)
+        arrays = tuple(array.with_values(values.numpy()) for array, values in pairs)
+        if not all(is_finite.item() for is_finite in self.are_finite):
+            return BatchOutputs.of(self.output.batch_size, arrays)  # finds the sequences with NaN or inf
+        return BatchOutputs(self.output.batch_size, arrays, np.ones(self.output.batch_size, np.bool_))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenMaps(Generic[R]):
-    """Token heads, except for class scores.
+class TokenHeads(Generic[R]):
+    """The heads for vectors and weights of single tokens, and the tokens that they leave out.
 
     Attributes:
         vectors: Maps token rows [R, D] to vectors, for all tokens but the first; None: the Dense modules are used.
-        weights: Maps token rows [T, D] to weights [T, 1] of sparse vectors.
+        weights: Maps token rows [T, D] to weights [T, 1] of sparse vectors; None: the model has no such head.
         skip_ids: Tokens without a vector.
         unweighted_ids: Tokens without a weight.
     """
@@ -64,7 +141,7 @@ class TokenMaps(Generic[R]):
     @classmethod
     def of(
         cls, info: ModelInfo, tokenizer: TokenizerSpec, load: Callable[[str | None, int], RowMap[R] | None]
-    ) -> TokenMaps[R]:
+    ) -> TokenHeads[R]:
         """Returns the token heads of a model, and the tokens that token-level outputs leave out.
 
         Args:
@@ -87,7 +164,7 @@ class ModelPooler(Generic[R]):
         classify: Maps pooled rows [N, D] to class logits [N, C].
         classify_tokens: Maps token rows [R, D] to class logits [R, C].
         dense: The Dense modules of an embedding model, in order, float32.
-        maps: Token heads, and the tokens that they leave out.
+        token_heads: Token heads, and the tokens that they leave out.
         vocabulary_head: Maps hidden states to vocabulary logits, for models with sparse vectors of that kind.
         block_rows: Most rows per call of `vocabulary_head`.
 
@@ -102,12 +179,12 @@ class ModelPooler(Generic[R]):
         classify: RowMap[R],
         classify_tokens: RowMap[R],
         dense: Sequence[RowMap[R]] = (),
-        maps: TokenMaps[R] | None = None,
+        token_heads: TokenHeads[R] | None = None,
         *,
         vocabulary_head: RowMap[R] | None = None,
         block_rows: int = 1,
     ) -> None:
-        maps = maps or TokenMaps()
+        token_heads = token_heads or TokenHeads()
         self._info = info
         self.ops = ops
         self._types = info.sequence_pooling
@@ -119,7 +196,7 @@ class ModelPooler(Generic[R]):
         self._sparse: SparsePooler[R] | None = None
         if info.sparse is not None:
             is_static = info.sparse.kind is SparseKind.STATIC_WEIGHTS  # the hidden states [T, 1] are the weights
-            head = vocabulary_head if info.sparse.kind is SparseKind.VOCABULARY_LOGITS else maps.weights
+            head = vocabulary_head if info.sparse.kind is SparseKind.VOCABULARY_LOGITS else token_heads.weights
             head = ops.floats if is_static else head
             assert head is not None, "the loader reads the head of ModelInfo"
             self._sparse = SparsePooler(
@@ -128,14 +205,15 @@ class ModelPooler(Generic[R]):
                 head,
                 info.vocab_size + is_static,  # the id of a text without tokens follows the vocabulary
                 block_rows=block_rows,
-                unweighted_ids=maps.unweighted_ids,
+                unweighted_ids=token_heads.unweighted_ids,
             )
-        self._vector_filter = VectorFilter(info.multi_vector, maps.skip_ids, drops_first=maps.vectors is not None)
+        drops_first = token_heads.vectors is not None
+        self._vector_filter = VectorFilter(info.multi_vector, token_heads.skip_ids, drops_first=drops_first)
         self._embedding_head = EmbeddingPoolerHead(ops, dense)
         # A Dense module for concatenated pooled rows does not accept token rows.
         fits_tokens = bool(dense) and info.dense[0].in_features == info.hidden_size
-        token_heads = (maps.vectors,) if maps.vectors is not None else dense if fits_tokens else ()
-        self._token_embedding_head = EmbeddingPoolerHead(ops, token_heads)
+        vector_heads = (token_heads.vectors,) if token_heads.vectors is not None else dense if fits_tokens else ()
+        self._token_embedding_head = EmbeddingPoolerHead(ops, vector_heads)
         self._classifier_head = ClassifierPoolerHead(ops, info, classify)
         self._token_classifier_head = ClassifierPoolerHead(ops, info, classify_tokens)
 
@@ -156,23 +234,20 @@ class ModelPooler(Generic[R]):
         Args:
             output: Output of the batch's forward. Not modified.
             metadata: Metadata of the batch.
-            manager: Stores the states of chunks. It changes only with `manager.commit(metadata)`, so that a failed
-                batch can run again.
+            manager: Has the states of chunks. This method does not change them, so that a failed batch can run again;
+                `manager.commit` stores the new states.
 
         Raises:
             ValueError: The batch has chunks, and there is no manager or the model pools by itself; or rows before a
                 chunk are missing.
         """
-        if manager is not None:
-            manager.schedule(metadata)
         groups = by_group(metadata.params)
         if metadata.chunks is None or not metadata.is_partial:
             arrays = [self._pool_whole(group, output, metadata, indices) for group, indices in groups.items()]
-        elif manager is None or output.logits is not None:
+            return PoolerOutput(metadata.num_seqs, arrays)
+        if manager is None or output.logits is not None:
             raise ValueError("chunks of sequences need a manager, and a model that does not pool by itself")
-        else:
-            arrays = self._pool_chunks(groups, output, metadata, metadata.chunks, manager)
-        return PoolerOutput(metadata.num_seqs, arrays)
+        return self._pool_chunks(groups, output, metadata, metadata.chunks, manager)
 
     def _pool_whole(
         self,
@@ -252,10 +327,11 @@ class ModelPooler(Generic[R]):
         metadata: PoolingMetadata,
         chunks: ChunkSpans,
         manager: ChunkedPoolingManager[R],
-    ) -> list[OutputArray[R]]:
+    ) -> PoolerOutput[R]:
         """Pools a batch with chunks. Sequences that need no state are pooled as whole sequences."""
         is_stateless = chunks.needs_no_state(is_last_only=self._types == (PoolingType.LAST,)).tolist()
         whole = metadata.as_whole()
+        states: Mapping[int, PoolingStates[R]] = {}
         stateful: list[int] = []
         arrays = []
         for group, members in groups.items():
@@ -272,18 +348,21 @@ class ModelPooler(Generic[R]):
                 weights = self._chunk_weights(output.attention_weights, chunks)
                 arrays.append(self._pool_whole(group, output, whole, picked, weights))
         if stateful:
-            indices = sorted(set(stateful))
-            done, rows = manager.process_batch(
-                metadata, output.hidden_states, self._row_weights(output.attention_weights), indices
-            )
-            arrays += self._finish(groups, done, rows, metadata)
-        return arrays
+            weights = self._row_weights(output.attention_weights)
+            states = manager.process_batch(metadata, output.hidden_states, weights, sorted(set(stateful)))
+            complete = {i: state for i, state in states.items() if chunks.is_complete[i]}
+            if complete:
+                arrays += self._finish(groups, complete, metadata)
+        return PoolerOutput(metadata.num_seqs, arrays, states)
 
     def _finish(
-        self, groups: Mapping[OutputGroup, list[int] | None], done: list[int], rows: R, metadata: PoolingMetadata
+        self,
+        groups: Mapping[OutputGroup, list[int] | None],
+        states: Mapping[int, PoolingStates[R]],
+        metadata: PoolingMetadata,
     ) -> list[OutputArray[R]]:
-        """Runs the heads for the complete sequences `done` and their pooled rows, in the same order."""
-        arrays = []
+        """Runs the heads for complete sequences. `states`: their states by index."""
+        arrays, done, rows = [], list(states), finalize_states(list(states.values()))
         for group, members in groups.items():
             positions = [position for position, i in enumerate(done) if members is None or i in members]
             if positions and not group.is_token_level:
@@ -307,3 +386,15 @@ class ModelPooler(Generic[R]):
             return None
         bounds = chunks.weight_bounds(attention.shape[0])
         return self.ops.pick(attention, rows_between(bounds[:-1] + chunks.starts, bounds[1:]))
+
+
+def _to_host(values: Rows) -> NDArray[np.float32]:
+    if isinstance(values, np.ndarray):
+        return values
+    array: NDArray[np.float32] = cast("Tensor", values).cpu().numpy()
+    return array
+
+
+def _is_finite(values: Tensor) -> Tensor:
+    """Whether all values are finite, a [] bool tensor. 0 times inf or NaN is NaN, which makes the sum NaN."""
+    return values.mul(0.0).sum() == 0.0

@@ -22,7 +22,7 @@ from ..executors.torch.model_heads import BLOCK_ROWS
 from ..protocol.model_info import Activation, ModelInfo
 from ..protocol.tasks import PoolingType
 from .metadata import IntArray, PickedRows, PoolingMetadata
-from .model_pooler import ModelPooler, TokenMaps
+from .model_pooler import ModelPooler, TokenHeads
 from .row_ops import RowMap, VectorTransform
 
 _KINDS: Final[dict[PoolingType, PoolingKind]] = {
@@ -166,7 +166,7 @@ def tensor_pooler(
     info: ModelInfo,
     model: PackedModel,
     dense: Sequence[RowMap[Tensor]] = (),
-    maps: TokenMaps[Tensor] | None = None,
+    token_heads: TokenHeads[Tensor] | None = None,
 ) -> ModelPooler[Tensor]:
     """Returns the pooler of a torch model. See ModelPooler."""
     block_rows = BLOCK_ROWS
@@ -178,7 +178,7 @@ def tensor_pooler(
         model.classify,
         model.classify_tokens,
         dense,
-        maps,
+        token_heads,
         vocabulary_head=model.vocabulary_head,
         block_rows=block_rows,
     )

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from .errors import ModelNotFoundError
 from .images import ImageSpec
-from .multi_vector import MultiVector, MultiVectorTokens, SparsePooling, TokenHeads
+from .multi_vector import MultiVector, MultiVectorTokens, SparsePooling, TokenHeadFiles
 from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType
 from .templates import ChatTemplate, InputPrompts, ScoreTemplate
 
@@ -222,7 +222,7 @@ class ModelInfo:
     chunked_processing_mode: ChunkedProcessingMode = ChunkedProcessingMode.WINDOWS
     multi_vector: MultiVector | None = None
     sparse: SparsePooling | None = None
-    token_heads: TokenHeads | None = None
+    token_heads: TokenHeadFiles | None = None
     query: ModelInfo | None = None
     image: ModelInfo | None = None
     image_spec: ImageSpec | None = None

@@ -181,7 +181,7 @@ class SparseVector:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenHeads:
+class TokenHeadFiles:
     """Heads for single tokens, in addition to the sentence embedding (bge-m3).
 
     Attributes:

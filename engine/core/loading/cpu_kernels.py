@@ -20,7 +20,7 @@ from ...executors.cpu.array_encoder import ArrayEncoder, read_spec
 from ...executors.cpu.array_head import ArrayHead, read_dense
 from ...executors.read_adapters import read_adapters
 from ...families.registry import has_own_code
-from ...pooling import TokenMaps
+from ...pooling import TokenHeads
 from ...protocol.config import EngineConfig
 from ...protocol.errors import MachineError
 from ...protocol.model_info import ModelInfo, TokenizerSpec
@@ -203,16 +203,16 @@ def load_array_dense(info: ModelInfo, library: CpuLibrary) -> list[ArrayHead]:
     return heads
 
 
-def load_array_maps(info: ModelInfo, tokenizer: TokenizerSpec, library: CpuLibrary) -> TokenMaps[Floats]:
+def load_array_token_heads(info: ModelInfo, tokenizer: TokenizerSpec, library: CpuLibrary) -> TokenHeads[Floats]:
     """Loads the token heads, and returns them with the tokens that token-level outputs leave out.
 
     Raises:
         WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
     """
-    return TokenMaps.of(info, tokenizer, partial(_load_map, info, library))
+    return TokenHeads.of(info, tokenizer, partial(_load_head, info, library))
 
 
-def _load_map(info: ModelInfo, library: CpuLibrary, name: str | None, out_features: int) -> ArrayHead | None:
+def _load_head(info: ModelInfo, library: CpuLibrary, name: str | None, out_features: int) -> ArrayHead | None:
     if name is None:
         return None
     file = Path(info.path) / name

@@ -38,7 +38,7 @@ from ...executors.torch.spec_model import SpecModel
 from ...families.registry import find_family, has_own_code
 from ...families.spec import linear
 from ...model_files.model_folder import is_gguf, one_line
-from ...pooling import TokenMaps
+from ...pooling import TokenHeads
 from ...protocol.errors import UnsupportedModelError, WeightError
 from ...protocol.model_info import ModelInfo, TokenizerSpec
 from ...protocol.multi_vector import SparseKind
@@ -230,24 +230,24 @@ def open_tensors(path: Path) -> TensorFile[Tensor]:
         ) from error
 
 
-def load_token_maps(info: ModelInfo, tokenizer: TokenizerSpec) -> TokenMaps[Tensor]:
+def load_token_heads(info: ModelInfo, tokenizer: TokenizerSpec) -> TokenHeads[Tensor]:
     """Loads the token heads in float32, and returns them with the tokens that token-level outputs leave out.
 
     Raises:
         WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
     """
-    return TokenMaps.of(info, tokenizer, partial(_load_map, info))
+    return TokenHeads.of(info, tokenizer, partial(_load_head, info))
 
 
-def _load_map(info: ModelInfo, file: str | None, out_features: int) -> Linear | None:
+def _load_head(info: ModelInfo, file: str | None, out_features: int) -> Linear | None:
     if file is None:
         return None
     checkpoint = Checkpoint(dict.fromkeys(("weight", "bias"), Path(info.path) / file), open_tensors)
     with torch.no_grad():
         weights = Weights(checkpoint, torch.float32, torch.device(info.device))
-        maps = Linear.load(weights, linear("", info.hidden_size, out_features), is_head=True)
+        head = Linear.load(weights, linear("", info.hidden_size, out_features), is_head=True)
     checkpoint.close()
-    return maps
+    return head
 
 
 def not_finite_error(info: ModelInfo) -> WeightError:

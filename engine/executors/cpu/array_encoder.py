@@ -152,11 +152,11 @@ class ArrayEncoder:
             ValueError: An id, a position or a block is out of range.
         """
         return self._encoder.begin(
-            batch.input_ids,
+            batch.token_ids,
             _position_rows(batch, self._embedding),
             batch.cu_seqlens,
             rows_TE=None if batch.images is None or self._patches is None else self._patches(batch.images),
-            visible_N=None if batch.num_masked is None else batch.lengths - batch.num_masked,
+            visible_N=None if batch.num_masked is None else np.array(batch.seq_lens, np.int32) - batch.num_masked,
             adapters_N=batch.adapters,
             need_attention=need_attention,
             kv_blocks=batch.kv_blocks,
@@ -196,8 +196,8 @@ def padding_aware_positions(batch: PackedArrays, padding_id: int) -> NDArray[np.
 
     As in transformers, a padding token within a text has the position padding_id and is not counted.
     """
-    is_text_T = batch.input_ids != padding_id
+    is_text_T, firsts_N = batch.token_ids != padding_id, batch.cu_seqlens[:-1]
     running_T = is_text_T.cumsum()
-    before_N = running_T[batch.starts] - is_text_T[batch.starts]
-    positions_T: NDArray[np.int64] = (running_T - np.repeat(before_N, batch.lengths)) * is_text_T + padding_id
+    before_N = running_T[firsts_N] - is_text_T[firsts_N]
+    positions_T: NDArray[np.int64] = (running_T - np.repeat(before_N, batch.seq_lens)) * is_text_T + padding_id
     return positions_T

@@ -19,11 +19,11 @@ class PackedArrays:
     """T packed tokens of N sequences.
 
     Attributes:
-        input_ids: [T] int64.
+        token_ids: [T] int64.
         positions: [T] int64, position of each token in its whole sequence, from 0.
         token_type_ids: [T] int64; None if all are 0.
         cu_seqlens: [N+1] int32, prefix sums of the lengths.
-        lengths: [N] int32, rows of each sequence.
+        seq_lens: Rows of each sequence.
         skip_tokens: [N] int32, tokens at the start of each sequence that pooling leaves out; None: no tokens.
         num_masked: [N] int32, tokens at the end of each sequence that no token attends to; None: no tokens.
         adapters: [N] int32, number of each sequence's adapter, -1: no adapter; None: no sequence has one.
@@ -31,11 +31,11 @@ class PackedArrays:
         images: The images of the sequences, in order; None: there are none.
     """
 
-    input_ids: NDArray[np.int64]
+    token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     token_type_ids: NDArray[np.int64] | None
     cu_seqlens: NDArray[np.int32]
-    lengths: NDArray[np.int32]
+    seq_lens: tuple[int, ...]
     skip_tokens: NDArray[np.int32] | None = None
     num_masked: NDArray[np.int32] | None = None
     adapters: NDArray[np.int32] | None = None
@@ -58,7 +58,8 @@ class PackedArrays:
             kv_blocks: See the attribute.
             adapters: See the attribute.
         """
-        lengths = np.array([len(i) for i in inputs], np.int32)
+        seq_lens = tuple(map(len, inputs))
+        lengths = np.array(seq_lens, np.int32)
         cu_seqlens = np.zeros(len(inputs) + 1, np.int32)
         lengths.cumsum(out=cu_seqlens[1:])
         positions = np.arange(cu_seqlens[-1], dtype=np.int64)
@@ -76,11 +77,11 @@ class PackedArrays:
         if any(i.num_masked for i in inputs):
             num_masked = np.array([i.num_masked for i in inputs], np.int32)
         return cls(
-            input_ids=np.concatenate([i.token_ids for i in inputs], dtype=np.int64),
+            token_ids=np.concatenate([i.token_ids for i in inputs], dtype=np.int64),
             positions=positions,
             token_type_ids=types,
             cu_seqlens=cu_seqlens,
-            lengths=lengths,
+            seq_lens=seq_lens,
             skip_tokens=skips,
             num_masked=num_masked,
             adapters=adapters,
@@ -91,30 +92,15 @@ class PackedArrays:
     @property
     def num_tokens(self) -> int:
         """T, the number of packed tokens."""
-        return len(self.input_ids)
+        return len(self.token_ids)
 
     def pooled(self) -> PackedArrays:
         """Returns the batch after a step that pools each sequence to one row."""
-        num_seqs = len(self.lengths)
+        num_seqs, firsts = len(self.seq_lens), self.cu_seqlens[:-1]
         return replace(
             self,
-            input_ids=self.input_ids[self.starts],
-            positions=self.positions[self.starts],
+            token_ids=self.token_ids[firsts],
+            positions=self.positions[firsts],
             cu_seqlens=np.arange(num_seqs + 1, dtype=np.int32),
-            lengths=np.ones(num_seqs, np.int32),
+            seq_lens=(1,) * num_seqs,
         )
-
-    @property
-    def token_ids(self) -> NDArray[np.int64]:
-        """`input_ids`."""
-        return self.input_ids
-
-    @property
-    def seq_lens(self) -> tuple[int, ...]:
-        """`lengths` as a tuple."""
-        return tuple(self.lengths.tolist())
-
-    @property
-    def starts(self) -> NDArray[np.int32]:
-        """The first row of each sequence, [N]."""
-        return self.cu_seqlens[:-1]

@@ -20,7 +20,6 @@ from ...scheduling import CacheSpec
 from ..cpu.packed_arrays import PackedArrays
 from .staging import copy_to_device
 
-_ARRAYS: Final = ("input_ids", "positions", "token_type_ids", "cu_seqlens")
 _GROUP: Final = ("rows", "is_visible")
 _ADAPTER: Final = "adapter"
 _CACHE_ARRAYS: Final = (
@@ -190,10 +189,10 @@ class PackedBatch:
     """Inputs of one forward: T packed tokens of N sequences.
 
     Attributes:
-        input_ids: [T] int64.
+        input_ids: [T] int64, `token_ids` on the device.
         positions: [T] int64, position of each token in its whole sequence, from 0.
         token_type_ids: [T] int64; None if all are 0.
-        cu_seqlens: [N+1] int32, prefix sums of the lengths.
+        cu_seqlens: [N+1] int32, prefix sums of `seq_lens`.
         seq_lens: Rows of each sequence in this batch, on the host.
         max_seqlen: Largest of `seq_lens`.
         skip_tokens: [N] int32 on the host, tokens at the start of each whole sequence that pooling ignores; None if
@@ -202,7 +201,7 @@ class PackedBatch:
         masked: Whole sequences with masked tokens, by length.
         adapters: Rows by adapter.
         images: The images of each sequence; empty if no sequence has images.
-        token_ids: `input_ids` on the host; None if only the device has them.
+        token_ids: [T] int64 on the host; None if only the device has them.
     """
 
     input_ids: Tensor
@@ -243,24 +242,28 @@ class PackedBatch:
             adapters: [N] number of each sequence's adapter, -1: no adapter; None: no sequence has one.
         """
         arrays = PackedArrays.build(inputs, starts)
-        masked = [] if arrays.num_masked is None else MaskedTokens.of(arrays.lengths, arrays.num_masked)
-        own: dict[str, Tensor | None] = {
-            name: None if (array := getattr(arrays, name)) is None else torch.from_numpy(array) for name in _ARRAYS
+        lengths = np.array(arrays.seq_lens, np.int32)
+        masked = [] if arrays.num_masked is None else MaskedTokens.of(lengths, arrays.num_masked)
+        types = arrays.token_type_ids
+        own = {
+            "input_ids": torch.from_numpy(arrays.token_ids),
+            "positions": torch.from_numpy(arrays.positions),
+            "token_type_ids": None if types is None else torch.from_numpy(types),
+            "cu_seqlens": torch.from_numpy(arrays.cu_seqlens),
         }
         cached: dict[str, Tensor | None] = {name: getattr(cache, name) for name in _CACHE_ARRAYS} if cache else {}
         groups = {(number, name): getattr(group, name) for number, group in enumerate(masked) for name in _GROUP}
-        adapted = AdapterRows.of(arrays.lengths, adapters)
+        adapted = AdapterRows.of(lengths, adapters)
         rows = {(number, _ADAPTER): group.rows for number, group in enumerate(adapted)}
         put: dict[Any, Any] = copy_to_device({**own, **cached, **groups, **rows}, device)
-        seq_lens = tuple(arrays.lengths.tolist())
         return cls(
             **{name: put[name] for name in own},
-            seq_lens=seq_lens,
-            max_seqlen=max(seq_lens),
+            seq_lens=arrays.seq_lens,
+            max_seqlen=max(arrays.seq_lens),
             cache=None if cache is None else replace(cache, **{name: put[name] for name in cached}),
             masked=[MaskedTokens(**{name: put[number, name] for name in _GROUP}) for number in range(len(masked))],
             adapters=[AdapterRows(group.number, put[number, _ADAPTER]) for number, group in enumerate(adapted)],
             images=() if arrays.images is None else [item.images for item in inputs],
             skip_tokens=arrays.skip_tokens,
-            token_ids=arrays.input_ids,
+            token_ids=arrays.token_ids,
         )

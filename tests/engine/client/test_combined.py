@@ -15,7 +15,13 @@ from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import DeadlineExceededError, InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import ModelKind
-from penstock.engine.protocol.multi_vector import MultiVector, MultiVectorTokens, SparseKind, SparsePooling, TokenHeads
+from penstock.engine.protocol.multi_vector import (
+    MultiVector,
+    MultiVectorTokens,
+    SparseKind,
+    SparsePooling,
+    TokenHeadFiles,
+)
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
@@ -79,9 +85,9 @@ async def test_skipped_tokens_have_no_vectors(make: Make) -> None:
     assert [submit.params.is_query for submit, _ in core.sent] == [False, True, True, False]
     engine, _ = make(multi_vector_tokens)
     assert (await engine.token_embed(["a b c"], PARAMS)).token_ids == [ids("a b c")]
-    engine, _ = make(token_heads=TokenHeads(vectors_file="colbert_linear.pt"))
+    engine, _ = make(token_heads=TokenHeadFiles(vectors_file="colbert_linear.pt"))
     assert (await engine.token_embed(["a b c"], PARAMS)).token_ids == [ids("b c")]
-    engine, _ = make(token_heads=TokenHeads(weights_file="sparse_linear.pt"))
+    engine, _ = make(token_heads=TokenHeadFiles(weights_file="sparse_linear.pt"))
     assert (await engine.token_embed(["a b c"], PARAMS)).token_ids == [ids("a b c")]
 
 

@@ -411,7 +411,8 @@ def test_results_equal_after_a_failed_batch(
     expected = run(client(PoolingType.MEAN, chunking=False), inputs)
 
     def fail_on_poison(batch: PackedBatch | PackedArrays) -> None:  # states are written before it fails
-        if (batch.input_ids == POISON).any():
+        assert batch.token_ids is not None
+        if (batch.token_ids == POISON).any():
             raise RuntimeError("poisoned")
 
     loaded.after_forwards(monkeypatch, fail_on_poison)

@@ -49,11 +49,11 @@ class ArrayModel(PackedModel):
     def _as_arrays(self, batch: PackedBatch) -> PackedArrays:
         types: Tensor | None = batch.token_type_ids
         return PackedArrays(
-            input_ids=batch.input_ids.numpy(),
+            token_ids=batch.input_ids.numpy(),
             positions=batch.positions.numpy(),
             token_type_ids=None if types is None else types.numpy(),
             cu_seqlens=batch.cu_seqlens.numpy(),
-            lengths=np.array(batch.seq_lens, np.int32),
+            seq_lens=batch.seq_lens,
             num_masked=_num_masked(batch),
             adapters=_adapters(batch),
             kv_blocks=None,

@@ -100,9 +100,10 @@ class Sequences:
 
     def step(self, batch: Sequence[Chunk]) -> list[Any]:
         """Pools and commits a batch as a runner does; returns the arrays of each chunk."""
-        metadata = self.metadata(batch)
-        arrays = self.pooler.pool(self.output(batch), metadata, self.manager).to_numpy()
-        self.manager.commit(metadata)
+        metadata = self.manager.schedule(self.metadata(batch))
+        output = self.pooler.pool(self.output(batch), metadata, self.manager)
+        arrays = output.to_numpy()
+        self.manager.commit(metadata, output.states)
         incomplete = metadata.get_incomplete_indices()
         for index, chunk in enumerate(batch):
             assert (index in incomplete) is (chunk.end < LENGTHS[chunk.sequence])

@@ -1,5 +1,6 @@
 """Token vectors: skip words, MaxSim with a query, and several outputs of a sequence."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.executors.torch.base import ModelOutput
-from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, TokenMaps
+from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, TokenHeads
 from penstock.engine.pooling.row_ops import RowOps
 from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.multi_vector import MultiVector, maxsim_score
@@ -35,8 +36,8 @@ def make_pooler(
     info = make_info(sequence_pooling=(), multi_vector=multi_vector, embedding_size=HIDDEN_SIZE, normalize=True)
     params = PoolingParams().resolved(PoolingTask.TOKEN_EMBED, info)
     model = TinyModel()
-    maps: TokenMaps[Any] = TokenMaps(skip_ids=skip_ids)
-    return ModelPooler(info, ops or TensorOps(), model.sequence_head, model.token_head, maps=maps), params
+    token_heads: TokenHeads[Any] = TokenHeads(skip_ids=skip_ids)
+    return ModelPooler(info, ops or TensorOps(), model.sequence_head, model.token_head, token_heads=token_heads), params
 
 
 def vectors_without(hidden_states: Tensor, token_ids: Tensor, skip_ids: tuple[int, ...]) -> list[Tensor]:
@@ -70,10 +71,10 @@ def test_chunked_documents_score_like_whole_ones(
             seq_ids=members,
             token_ids=torch.cat([ids[i][start:last] for i, last in zip(members, ends, strict=True)]),
         )
-        metadata.queries = [own[i] for i in members]
+        metadata = manager.schedule(replace(metadata, queries=[own[i] for i in members]))
         packed = torch.cat([rows[i][start:last] for i, last in zip(members, ends, strict=True)])
         output = pooler.pool(ModelOutput(hidden_states=ops.rows_of(packed)), metadata, manager)
-        manager.commit(metadata)
+        manager.commit(metadata, output.states)
         for place, i in enumerate(members):
             parts[i].append(output.to_numpy()[place]["similarities"])
     for i, vectors in enumerate(vectors_without(hidden_states, token_ids, SKIP_IDS)):
@@ -89,7 +90,7 @@ def test_compared_documents_share_a_batch_with_others(hidden_states: Tensor, tok
     mixed = [params.clone(is_compared=True), params] * (NUM_SEQS // 2)
     metadata = make_metadata(LENGTHS, mixed, token_ids=token_ids)
     query = np.ones((2, HIDDEN_SIZE), np.float32)
-    metadata.queries = [query, None] * (NUM_SEQS // 2)
+    metadata = replace(metadata, queries=[query, None] * (NUM_SEQS // 2))
     arrays = pooler.pool(ModelOutput(hidden_states=hidden_states), metadata).to_numpy()
     names = [sorted(own) for own in arrays]
     assert names == [["similarities"], ["token_embeddings"]] * (NUM_SEQS // 2)
@@ -99,7 +100,7 @@ def test_compared_documents_share_a_batch_with_others(hidden_states: Tensor, tok
 def test_document_without_its_query_is_an_error(hidden_states: Tensor, token_ids: Tensor) -> None:
     pooler, params = make_pooler()
     metadata = make_metadata(LENGTHS, [params.clone(is_compared=True)] * NUM_SEQS, token_ids=token_ids)
-    metadata.queries = [None] * NUM_SEQS
+    metadata = replace(metadata, queries=[None] * NUM_SEQS)
     with pytest.raises(ValueError, match="needs the vectors of its query"):
         pooler.pool(ModelOutput(hidden_states=hidden_states), metadata)
 

@@ -7,14 +7,14 @@ import httpx
 import numpy as np
 import pytest
 
-from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling, TokenHeads
+from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling, TokenHeadFiles
 from penstock.engine.protocol.tasks import PoolingTask
 
 from ..conftest import FakeEngine, Serving
 
 M3: dict[str, Any] = {
     "sparse": SparsePooling(kind=SparseKind.TOKEN_WEIGHTS),
-    "token_heads": TokenHeads(weights_file="a", vectors_file="b"),
+    "token_heads": TokenHeadFiles(weights_file="a", vectors_file="b"),
     "tasks": (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE, PoolingTask.SPARSE_EMBED),
 }
 SPLADE: dict[str, Any] = {
@@ -25,7 +25,7 @@ COLBERT: dict[str, Any] = {"multi_vector": MultiVector(), "tasks": (PoolingTask.
 
 
 WITH_SPARSE = (PoolingTask.EMBED, PoolingTask.SPARSE_EMBED)
-NO_VECTORS = TokenHeads(weights_file="a", vectors_file=None)
+NO_VECTORS = TokenHeadFiles(weights_file="a", vectors_file=None)
 
 
 async def encode(serving: Serving, engine: FakeEngine, **body: Any) -> httpx.Response:

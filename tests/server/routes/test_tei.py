@@ -15,7 +15,7 @@ from penstock.engine.protocol.errors import (
     ModelExecutionError,
 )
 from penstock.engine.protocol.model_info import Activation
-from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling, TokenHeads
+from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling, TokenHeadFiles
 from penstock.engine.protocol.results import TokenizedText
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.server import penstock_version
@@ -335,7 +335,7 @@ async def test_embed_sparse_returns_entries_that_are_not_zero(serving, make_engi
     assert info["model_type"] == {"embedding": {"pooling": "splade"}}
 
 
-@pytest.mark.parametrize("heads", [{"multi_vector": MultiVector()}, {"token_heads": TokenHeads()}])
+@pytest.mark.parametrize("heads", [{"multi_vector": MultiVector()}, {"token_heads": TokenHeadFiles()}])
 async def test_embed_all_normalizes_trained_token_vectors(serving, make_engine, heads: dict[str, Any]) -> None:
     engine = make_engine(**heads, tasks=(PoolingTask.TOKEN_EMBED, PoolingTask.SCORE))
     async with serving(engine, ("fake-model", "alias"), default_prompt_name="query") as client:

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.engine.core.array_runner import ArrayRunner
-from penstock.engine.core.loading.cpu_kernels import load_array_dense, load_array_encoder, load_array_maps
-from penstock.engine.core.loading.weights_loader import load_dense, load_model, load_token_maps
+from penstock.engine.core.loading.cpu_kernels import load_array_dense, load_array_encoder, load_array_token_heads
+from penstock.engine.core.loading.weights_loader import load_dense, load_model, load_token_heads
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import DeviceMemoryError
 from penstock.engine.executors.cpu.array_head import DENSE_ACTIVATIONS
@@ -21,7 +21,7 @@ from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import UnsupportedModelError
 from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind, TokenizerSpec
-from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling, TokenHeads
+from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling, TokenHeadFiles
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask
@@ -59,10 +59,10 @@ class Runners:
             load_array_encoder(info, library),
             config,
             load_array_dense(info, library),
-            load_array_maps(info, TOKENIZER, library),
+            load_array_token_heads(info, TOKENIZER, library),
         )
-        maps = load_token_maps(info, TOKENIZER)
-        self.on_torch = ModelRunner(info, TOKENIZER, load_model(info), load_dense(info), config, maps)
+        token_heads = load_token_heads(info, TOKENIZER)
+        self.on_torch = ModelRunner(info, TOKENIZER, load_model(info), load_dense(info), config, token_heads)
 
     def batch(self, params: Sequence[PoolingParams], inputs: Sequence[TokenizedInput] | None = None) -> Batch:
         """One chunk for each input; a short list of parameters repeats."""
@@ -176,7 +176,7 @@ def test_token_heads_and_comparisons_equal_torch(library, save_model, resolve, i
     info = replace(
         resolve(folder),
         sparse=SparsePooling(kind=SparseKind.TOKEN_WEIGHTS),
-        token_heads=TokenHeads(weights_file="sparse_linear.pt", vectors_file="colbert_linear.pt"),
+        token_heads=TokenHeadFiles(weights_file="sparse_linear.pt", vectors_file="colbert_linear.pt"),
         multi_vector=MultiVector(),
         tasks=tasks,
     )

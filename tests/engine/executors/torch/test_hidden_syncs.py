@@ -19,7 +19,7 @@ from penstock.engine.core.device.stream import stream_of
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.executors.torch.base import PackedModel
 from penstock.engine.executors.torch.packed_batch import PackedBatch
-from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, PoolingMetadata, TokenMaps, tensor_ops
+from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, PoolingMetadata, TokenHeads, tensor_ops
 from penstock.engine.pooling.tensor_ops import tensor_pooler
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling
@@ -113,10 +113,10 @@ class Served:
     pooler: ModelPooler[torch.Tensor]
 
     @classmethod
-    def load(cls, info: ModelInfo, device: str = "cpu", maps: TokenMaps | None = None) -> Served:
+    def load(cls, info: ModelInfo, device: str = "cpu", token_heads: TokenHeads | None = None) -> Served:
         info = replace(info, device=device)
         model = load_model(info)
-        return cls(info, model, tensor_pooler(info, model, (), maps))
+        return cls(info, model, tensor_pooler(info, model, (), token_heads))
 
 
 def inputs_of(lengths: Sequence[int] = LENGTHS) -> list[TokenizedInput]:
@@ -133,8 +133,7 @@ def run(
 ) -> Results:
     with torch.inference_mode(), contextlib.nullcontext() if device is None else device.watched():
         batch = PackedBatch.build(inputs, torch.device(served.info.device))
-        metadata = PoolingMetadata.for_batch(batch, params)
-        metadata.queries = queries
+        metadata = PoolingMetadata.for_batch(batch, params, queries=queries)
         output = served.model.forward(batch, need_attention=served.pooler.needs_attention(params))
         pooled = served.pooler.pool(output, metadata)
         copies = pooled.begin_copy(stream_of(torch.device(served.info.device)).to_host)
@@ -166,13 +165,13 @@ def check(open_device: Callable[[], contextlib.AbstractContextManager[Device]]) 
         *params: PoolingParams,
         inputs: Sequence[TokenizedInput] | None = None,
         queries: Sequence[Any] | None = None,
-        maps: Callable[[str], TokenMaps | None] = lambda device: None,
+        token_heads: Callable[[str], TokenHeads | None] = lambda device: None,
     ) -> None:
         inputs = inputs_of() if inputs is None else inputs
         each = (params * len(inputs))[: len(inputs)]
-        expected = run(Served.load(info, maps=maps("cpu")), each, inputs, queries)
+        expected = run(Served.load(info, token_heads=token_heads("cpu")), each, inputs, queries)
         with open_device() as device:
-            served = Served.load(info, device.name, maps(device.name))
+            served = Served.load(info, device.name, token_heads(device.name))
             assert_close(without_zeros(run(served, each, inputs, queries, device)), without_zeros(expected), device)
 
     return compare
@@ -248,19 +247,19 @@ def test_classes_of_tokens_never_wait(changes: Any, load_info: Any, check: Check
 def test_token_vectors_never_wait(skips_queries: bool, load_info: Any, check: Check) -> None:
     info = load_info(*BERT, multi_vector=MultiVector(skip_words=("x",), skips_queries=skips_queries))
     document = resolved(info, PoolingTask.TOKEN_EMBED)
-    maps = TokenMaps(skip_ids=tuple(range(3, 60)))
-    check(info, document, document.clone(is_query=True), maps=lambda device: maps)
+    token_heads = TokenHeads(skip_ids=tuple(range(3, 60)))
+    check(info, document, document.clone(is_query=True), token_heads=lambda device: token_heads)
     inputs = [replace(tokens, num_masked=n) for n, tokens in enumerate(inputs_of((3, 5, 5)))]
-    check(info, document, inputs=inputs, maps=lambda device: maps)
+    check(info, document, inputs=inputs, token_heads=lambda device: token_heads)
 
 
 def test_comparison_with_queries_never_waits(load_info: Any, check: Check) -> None:
     info = load_info(*BERT, multi_vector=MultiVector(skip_words=("x",)))
-    maps = TokenMaps(skip_ids=tuple(range(3, 60)))
+    token_heads = TokenHeads(skip_ids=tuple(range(3, 60)))
     rows = np.random.default_rng(1).standard_normal((7, HIDDEN_SIZE)).astype(np.float32)
     queries = [rows[:3], rows[3:], rows[3:], rows[:3], rows[3:]]
     params = resolved(info, PoolingTask.TOKEN_EMBED).clone(is_compared=True)
-    check(info, params, queries=queries, maps=lambda device: maps)
+    check(info, params, queries=queries, token_heads=lambda device: token_heads)
 
 
 @pytest.mark.parametrize("log_twice", [False, True])
@@ -297,8 +296,9 @@ def run_chunks(
                 prompt_lens=batch.cache.prompt_lens,
             )
             output = served.model.forward(batch, need_attention=served.pooler.needs_attention(of_chunks))
+            metadata = manager.schedule(metadata)
             pooled = served.pooler.pool(output, metadata, manager)
-            manager.commit(metadata)
+            manager.commit(metadata, pooled.states)
         for (n, _, end), arrays in zip(chunks, pooled.to_numpy(), strict=True):
             results[n] += arrays.values()
             done[n] = end
