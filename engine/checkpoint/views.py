@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ..model_files.gguf_models import GgufModel
+from ..model_files.gguf import GgufModel
 from ..model_files.model_folder import is_gguf
 from ..protocol.errors import WeightError
 from .files import StoredT, StoredT_co, TensorEntry, TensorFile, read_header, tensor_files

@@ -22,7 +22,6 @@ from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..protocol.tasks import PoolingType
 from ..scheduling import Allocation, InputSequence, PrefillChunk
 from .device.memory import MemoryGauge
-from .device.sequence_memory import KvSlots
 from .loading.cpu_kernels import load_array_dense, load_array_encoder, load_array_token_heads
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
@@ -31,6 +30,7 @@ from .runner import (
     DeviceLimits,
     DeviceMemoryError,
     ForwardTime,
+    KvSlots,
     PoolingRunner,
     check_allocations,
     num_long_tokens,

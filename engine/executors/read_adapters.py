@@ -24,7 +24,7 @@ from penstock.kernels.cpu import ADAPTED_MAPS, AdapterWeights, LowRankWeights
 from ..checkpoint.files import Checkpoint, check_file, quoted_names
 from ..checkpoint.views import ArrayFile, ArrayWeights, Floats, as_floats
 from ..families.spec import LayerSpec, LinearSpec, ModelSpec
-from ..model_files.peft_config import PeftConfig
+from ..model_files.adapters import PeftConfig
 from ..protocol.errors import ModelLoadError, UnsupportedModelError, WeightError
 from ..protocol.model_info import AdapterSpec, ModelInfo, ModelKind
 

@@ -1,21 +1,20 @@
 """Reads the files of sentence-transformers in a model's folder: modules.json, module configs and settings.
 
 Reads JSON only, no weights. A module is identified by its package and class name, because the module path in between
-differs between versions of sentence-transformers.
+differs between versions of sentence-transformers. A Router has other modules for queries than for documents.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final
+from pathlib import Path, PurePosixPath
+from typing import Any, Final, NamedTuple
 
 from ..families.static import SPARSE_STATIC, STATIC
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import DenseSpec, PairChat
 from ..protocol.tasks import PoolingType
 from .model_folder import read_json, read_object
-from .router_files import read_routes
 
 MODULES_FILE: Final = "modules.json"
 SETTINGS_FILE: Final = "config_sentence_transformers.json"
@@ -345,3 +344,74 @@ def _pair_chat(config: dict[str, Any]) -> PairChat | None:
     for own in ("restore_suffix", "padding", "truncation", "max_length", "return_tensors"):
         arguments.pop(own, None)
     return PairChat(is_structured=chat.get("format") == "structured", arguments=arguments)
+
+
+_FILES: Final = ("router_config.json", "config.json")
+"""The second one is the name in older versions."""
+_NAMES: Final = {"query": ("query",), "document": ("document", "doc"), None: ()}
+"""Names of the route of a purpose. "doc" is the name in the examples of Asym."""
+
+
+class Routes(NamedTuple):
+    """The modules of each purpose, as entries of modules.json.
+
+    Attributes:
+        query: Modules of queries.
+        document: Modules of documents.
+        default_is_query: Texts without a purpose use the modules of queries.
+    """
+
+    query: list[dict[str, Any]]
+    document: list[dict[str, Any]]
+    default_is_query: bool
+
+
+def read_routes(root: Path, folder: str) -> Routes:
+    """Reads the config of a Router (before version 5: Asym).
+
+    The rules are those of the class: a mapping by purpose and modality, then a route with the name of the purpose, then
+    the default route. All texts have the modality "text".
+
+    Args:
+        root: Folder of the model.
+        folder: Folder of the Router in `root`.
+
+    Raises:
+        ModelLoadError: The file is missing or invalid.
+        UnsupportedModelError: Queries, documents, or texts without a purpose have no route.
+    """
+    path = next(
+        (root / folder / name for name in _FILES if (root / folder / name).is_file()), root / folder / _FILES[0]
+    )
+    config = read_object(path)
+    try:
+        types, structure, parameters = config["types"], config["structure"], config.get("parameters") or {}
+        modules = {
+            route: [{"type": types[name], "path": str(PurePosixPath(folder, name))} for name in names]
+            for route, names in structure.items()
+        }
+        mapped: dict[str, str] = parameters.get("route_mappings") or {}
+        default = parameters.get("default_route")
+        if default is None and parameters.get("allow_empty_key", True):
+            default = next(iter(modules))
+        chosen = {purpose: _route_of(purpose, modules, mapped) for purpose in _NAMES}
+        chosen[None] = chosen[None] or default
+        query, document, other = (modules.get(chosen[purpose]) for purpose in _NAMES)
+    except (KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise ModelLoadError(
+            f"{path} is not the config of a Router: it needs types and structure ({error!r})."
+        ) from error
+    if not query or not document or other not in (query, document):
+        raise UnsupportedModelError(
+            f"{path} has the routes {', '.join(modules)} and the default {default!r}; penstock needs a route for "
+            "queries and one for documents, and one of them as default_route."
+        )
+    return Routes(query, document, default_is_query=other != document)
+
+
+def _route_of(purpose: str | None, modules: dict[str, Any], mapped: dict[str, str]) -> str | None:
+    """Returns the route of a purpose; None if only the default route fits."""
+    for key in ((purpose, "text"), (purpose, None), (None, "text"), (None, None)):
+        if str(key) in mapped:
+            return mapped[str(key)]
+    return next((name for name in (*_NAMES[purpose], "text") if name in modules), None)

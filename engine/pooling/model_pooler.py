@@ -18,10 +18,17 @@ from ..protocol.multi_vector import SparseKind
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
 from .chunked_manager import ChunkedPoolingManager
-from .heads import ClassifierPoolerHead, EmbeddingPoolerHead, VectorFilter, check_attention_head, compare, token_rows
+from .heads import (
+    ClassifierPoolerHead,
+    EmbeddingPoolerHead,
+    SparsePooler,
+    VectorFilter,
+    check_attention_head,
+    compare,
+    token_rows,
+)
 from .metadata import ChunkSpans, PoolingMetadata, check_gap, rows_between
 from .row_ops import R, RowMap, RowOps, Rows, VectorTransform
-from .sparse import SparsePooler
 from .states import PoolingStates, finalize_states
 
 if TYPE_CHECKING:

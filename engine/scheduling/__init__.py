@@ -2,8 +2,7 @@
 
 from .cache_spec import CacheSpec, KvLayerSpec, PoolPlan, SsmLayerSpec, plan_pool
 from .chunked_prefill import ChunkedPrefillManager, ChunkStateError, chunk_prompt, create_prefill_manager
-from .kv_cache_pool import KvCachePool
-from .prefix_cache import PrefixCache, block_keys
+from .kv_cache_pool import KvCachePool, PrefixCache, block_keys
 from .scheduler import Scheduler
 from .sequence import Batch, ChunkState, InputSequence, PrefillChunk, Request, Status
 from .sequence_pool import Allocation, SequencePool, SsmStatePool

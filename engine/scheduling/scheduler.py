@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from ..protocol.config import ChunkedPrefillConfig
-from .chunk_size import ChunkSizeController
-from .chunked_prefill import ChunkedPrefillManager
+from .chunked_prefill import ChunkedPrefillManager, ChunkSizeController
 from .fair_queue import FairQueue, group_by_length
 from .sequence import Batch, ForwardBudget, InputSequence, PrefillChunk, Request, Status
 from .sequence_pool import Allocation, SequencePool

@@ -11,8 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from ..protocol.errors import InvalidSlotError, PoolExhaustedError
-from .kv_cache_pool import KvCachePool
-from .prefix_cache import PrefixCache
+from .kv_cache_pool import KvCachePool, PrefixCache
 
 
 class SsmStatePool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...executors.torch.packed_batch import BatchCache, KvCache, SsmStates
 from ...scheduling import Allocation, CacheSpec, InputSequence, PoolPlan, PrefillChunk
-from .sequence_memory import KvSlots
+from ..runner import KvSlots
 from .stream import DeviceStream
 
 

@@ -14,7 +14,7 @@ from threading import Thread
 import torch
 from torch import Tensor
 
-from ...executors.torch.staging import empty_for, views
+from ...executors.torch.packed_batch import empty_for, views
 from ..runner import DeviceLostError, ForwardTime
 
 logger = logging.getLogger("penstock.engine")

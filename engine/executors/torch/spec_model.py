@@ -23,11 +23,9 @@ from ...families.spec import AlibiSpec, EmbeddingSpec, LayerSpec, ModelSpec, Nor
 from ...protocol.errors import UnsupportedTaskError
 from ...protocol.model_info import ModelInfo
 from .base import ModelOutput, PackedModel
-from .layers.attention import Attention, BatchPlan
-from .layers.distances import Distances
+from .layers.attention import Attention, BatchPlan, Distances
 from .layers.experts import SparseExperts
-from .layers.linear import Linear, Mlp
-from .layers.lora import AdaptedRows, LowRankTerms
+from .layers.linear import AdaptedRows, Linear, LowRankTerms, Mlp
 from .layers.mixers import load_mixer
 from .layers.norm import AddingMap, LayerNorm, Residual, RmsNorm, load_norm
 from .layers.rotary import RotaryEmbedding, Rotation

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from penstock.engine.model_files.peft_config import PeftConfig
+from penstock.engine.model_files.adapters import PeftConfig
 
 
 def save_adapter(folder: Path, model: nn.Module, pattern: str, seed: int = 0, **config: Any) -> nn.Module:

@@ -16,8 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ....protocol.images import ImagePatches, ImageSpec
 from ....protocol.model_info import ModelInfo
-from ..packed_batch import PackedBatch
-from ..staging import copy_to_device
+from ..packed_batch import PackedBatch, copy_to_device
 
 Grid = tuple[int, int]
 

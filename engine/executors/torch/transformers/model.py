@@ -22,8 +22,7 @@ from ..base import ModelOutput, PackedModel
 from ..model_heads import AnswerHead
 from ..packed_batch import PackedBatch
 from .image_inputs import ImageInputs, image_inputs
-from .network import Network, Sharing, in_float32
-from .packed_attention import NAME, NotPackableError, register
+from .network import NAME, Network, NotPackableError, Sharing, in_float32, register
 from .pretrained import CODE_ERRORS, load_pretrained, other_inputs
 
 logger = logging.getLogger("penstock.engine")

@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.engine.core.device.sequence_memory import describe_pool
+from penstock.engine.core.runner import describe_pool
 from penstock.engine.protocol.config import SchedulerConfig
 from penstock.engine.scheduling import KvCachePool, SequencePool
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.executors.torch.staging import packed, views
+from penstock.engine.executors.torch.packed_batch import packed, views
 
 CPU = torch.device("cpu")
 
