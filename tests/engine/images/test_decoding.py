@@ -80,6 +80,17 @@ def test_first_frame_of_animation_is_read(format: str, mode: str) -> None:  # no
 @pytest.mark.parametrize("mode", ["1", "LA", "P", "RGBA", "I;16"])
 def test_image_is_converted_in_bands(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     monkeypatch.setattr("penstock.engine.images.decoding._BAND_PIXELS", 100)
+    sizes: list[int] = []
+    convert = Image.Image.convert
+
+    def record(image: Image.Image, mode: str) -> Image.Image:
+        sizes.append(image.width * image.height)
+        return convert(image, mode)
+
     for options in ({"transparency": bytes(range(256))}, {}) if mode == "P" else ({},):
         data = encoded(picture(mode, 33, 17), "PNG", **options)
-        np.testing.assert_array_equal(_decoded(data), _expected(data))
+        with monkeypatch.context() as patch:
+            patch.setattr(Image.Image, "convert", record)
+            pixels = _decoded(data)
+        np.testing.assert_array_equal(pixels, _expected(data))
+    assert set(sizes) == {33 * 3, 33 * 2}

@@ -1,24 +1,29 @@
-"""`penstock ray embed` on clusters of several nodes (`make test-ray`)."""
+"""`penstock ray embed` on clusters of several nodes (`make test-ray`), and its shards without Ray."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from penstock.engine import LLM
+from penstock.engine import LLM, EngineConfig, PoolingParams
+from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.server.embed_jobs.job_folder import JobFolder, Shard
 
 from ...waiting import wait_until
 from .conftest import Nodes, Starting, ended
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 NUM_ROWS = 4000
 SHARD_ROWS = 100
 TEXTS = [f"Row {row}: a gate holds the water of a pool. " * (1 + row % 9) for row in range(NUM_ROWS)]
@@ -65,6 +70,8 @@ def check(out: Path, model: str, sample: Sequence[int] = range(0, NUM_ROWS, 37))
     assert not list(out.glob(".unfinished-*"))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_killed_node_loses_no_row(nodes: Starting, source: Path, tmp_path: Path, model: str) -> None:
     out, log = tmp_path / "out", tmp_path / "embed.log"
     with (
@@ -79,6 +86,8 @@ def test_killed_node_loses_no_row(nodes: Starting, source: Path, tmp_path: Path,
     check(out, model)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_killed_run_continues(nodes: Starting, source: Path, tmp_path: Path, model: str) -> None:
     out, log = tmp_path / "out", tmp_path / "embed.log"
     with nodes(2) as cluster:
@@ -96,3 +105,51 @@ def test_killed_run_continues(nodes: Starting, source: Path, tmp_path: Path, mod
         once_more = subprocess.run(command(source, out, cluster), capture_output=True, text=True, cwd="/", timeout=60)
         assert once_more.returncode == 2
         assert "is finished; give --overwrite" in once_more.stderr
+
+
+class RejectsShort:
+    """An LLM whose vectors are the length of the text. It rejects texts of one letter."""
+
+    def __init__(self, **_: object) -> None: ...
+
+    def embed(self, texts: Sequence[str], **options: object) -> list[Any]:
+        assert options == {"pooling_params": PoolingParams(), "prompt_name": "query", "use_tqdm": False}
+        if any(len(text) == 1 for text in texts):
+            raise InvalidRequestError("too short")
+        return [SimpleNamespace(outputs=SimpleNamespace(embedding=[len(text)])) for text in texts]
+
+
+@pytest.fixture
+def embedder_class(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Embedder, imported with stand-ins for Ray."""
+    for name in ("ray", "ray.data", "ray.exceptions"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    modules = [f"penstock.server.cluster.{name}" for name in ("ray_embed", "ray_connection")]
+    for name in modules:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module(modules[0])
+    for name in modules:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(module, "LLM", RejectsShort)
+    monkeypatch.setattr(module, "configure_logging", lambda *_: None)
+    return module
+
+
+def test_shards_report_their_rows_or_the_first_bad_row(embedder_class: Any, tmp_path: Path) -> None:
+    texts, path = ["aa", "bbb", "cc", "d", "ee", None], str(tmp_path / "in.parquet")
+    parquet.write_table(pa.table({"text": texts}), path)
+    shards = [Shard(number, path, 2 * number, 2) for number in range(3)]
+    job = JobFolder(tmp_path / "out", ".parquet", "--overwrite")
+    job.begin({})
+    config = embedder_class.EmbedderConfig(
+        EngineConfig(model="m"), "text", PoolingParams(), "query", job, "info", "text"
+    )
+    embed = embedder_class.Embedder(config, shards)
+    found = embed({"item": np.array([2, 0, 1])})
+    assert found["num_rows"] == [2, 2, 2]
+    assert found["error"] == [f"{path}, row 6: the column 'text' has no text", "", f"{path}, row 4: too short"]
+    rows = parquet.read_table(job.path(shards[0])).to_pylist()
+    assert rows == [{"text": "aa", "embedding": [2.0]}, {"text": "bbb", "embedding": [3.0]}]
+    assert job.left(shards) == shards[1:]
+    Path(path).unlink()
+    assert embed({"item": np.array([0])}) == {"num_rows": [2], "error": [""]}, "a finished shard is not read again"

@@ -18,7 +18,7 @@ import pytest
 from penstock.engine import EngineConfig
 from penstock.server.cluster.ray_replica import mounts_of
 from penstock.server.cluster.ray_settings import RayServeSettings
-from penstock.server.settings import CommandError, load
+from penstock.server.settings import CommandError, UsageError, load
 
 PACKAGE = "penstock.server.cluster"
 IMPORT_RAY = (f"{PACKAGE}.ray_serve", f"{PACKAGE}.ray_connection")
@@ -32,10 +32,12 @@ class Serve:
         self.applications: dict[str, SimpleNamespace] = {}
         self.broken = ""
         self.is_running = False
+        self.http_config: Any = None
         self.start, self.ingress, self.deployment = self._start, MagicMock(), MagicMock()
 
-    def _start(self, **_: Any) -> None:
-        self.is_running = True
+    def _start(self, *, http_options: Any, **_: Any) -> None:
+        if not self.is_running:
+            self.is_running, self.http_config = True, http_options
 
     def status(self) -> SimpleNamespace:
         return SimpleNamespace(applications=dict(self.applications))
@@ -55,9 +57,9 @@ class Serve:
 @pytest.fixture
 def ray_serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     serve = Serve()
-    http_config = SimpleNamespace(host=None, port=None, ssl_certfile=None, ssl_keyfile=None)
-    config = MagicMock(HTTPOptions=lambda **options: vars(http_config).update(options) or http_config)
-    context = SimpleNamespace(_get_global_client=lambda: SimpleNamespace(http_config=http_config))
+    names = ("AutoscalingConfig", "AutoscalingPolicy", "BackpressureConfig", "RequestRouterConfig")
+    config = SimpleNamespace(HTTPOptions=lambda **options: SimpleNamespace(**options), **dict.fromkeys(names, dict))
+    context = SimpleNamespace(_get_global_client=lambda: SimpleNamespace(http_config=serve.http_config))
     ray = MagicMock(serve=serve)
     modules = {"ray": ray, "ray.serve": serve, "ray.serve.config": config, "ray.serve.context": context}
     modules[f"{PACKAGE}.ray_router"] = SimpleNamespace(LeastTokensRouter=object)
@@ -131,3 +133,29 @@ def test_signal_takes_down_the_models_of_the_command(serve_models, ray_serve: Se
     signal_soon(number, ray_serve, "penstock-b")
     serve_models("a", "b")
     assert set(ray_serve.applications) == {"penstock-a", "penstock-x"}
+
+
+def test_settings_reach_ray(serve_models, ray_serve: Serve) -> None:
+    settings = {"replica_cpus": 3, "replica_gpus": 0.5, "max_ongoing_requests": 5, "max_queued_requests": 6}
+    scaling = {"min_replicas": 2, "max_replicas": 4, "upscale_delay_s": 7.0, "downscale_delay_s": 8.0}
+    address = {"host": "::1", "port": 81, "ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}
+    serve_models("a", detach=True, **settings, **scaling, **address, target_queue_s=0.5, drain_timeout_s=9.0)
+    options = ray_serve.deployment.return_value.options.call_args.kwargs
+    assert options["ray_actor_options"] == {"num_cpus": 3, "num_gpus": 0.5}
+    assert (options["max_ongoing_requests"], options["max_queued_requests"]) == (5, 6)
+    assert options["backpressure_config"] == {"status_code": 429, "retry_after_s": 1.0}
+    assert options["autoscaling_config"].items() >= scaling.items()
+    policy = options["autoscaling_config"]["policy"]
+    assert policy["policy_function"](**policy["policy_kwargs"])._target_queue_s == 0.5
+    assert options["request_router_config"]["request_router_class"] is object  # the router of the fixture
+    assert options["graceful_shutdown_timeout_s"] > 9
+    assert {name: str(value) for name, value in vars(ray_serve.http_config).items() if name in address} == {
+        **address, "port": "81"
+    }  # fmt: skip
+    running = ray_serve.http_config
+    for name, value in {"host": "::", "port": 82, "ssl_certfile": "/d.pem", "ssl_keyfile": "/d.pem"}.items():
+        flag = "--" + name.replace("_", "-")
+        ray_serve.http_config = SimpleNamespace(**vars(ray_serve.http_config) | {name: value})
+        with pytest.raises(UsageError, match=f"^{flag}: Ray Serve runs on this cluster with another value: {value}"):
+            serve_models("b", detach=True, **address)
+        ray_serve.http_config = running
