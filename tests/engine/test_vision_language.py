@@ -14,7 +14,7 @@ import transformers
 from PIL import Image
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
-from penstock.engine.executors.torch.transformers.model import TransformersModel
+from penstock.engine.executors.torch.transformers import model as transformers_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.images import ImageInput, MixedInput
@@ -96,7 +96,7 @@ async def test_vectors_of_pages_and_queries_equal_transformers(
     kind: str, is_packed: bool, default_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     if not is_packed:
-        monkeypatch.setattr(TransformersModel, "_probe_packing", lambda self, info: "a test needs padding")
+        monkeypatch.setattr(transformers_model, "probe_packing", lambda network, info, probes: "a test needs padding")
     model, processor = save_page_model(tmp_path, kind, default_model)
     pages = [*IMAGES, IMAGES[0].convert("L")]
     queries = ["Where is the dam?", "What?"]

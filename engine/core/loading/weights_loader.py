@@ -97,7 +97,7 @@ def load_model(
             if (index := Path(info.path) / f"{name}.index.json").is_file():
                 indexed_files(index)
         check_weights(Path(info.path))
-        return TransformersModel(info, trust_remote_code=trust_remote_code)
+        return TransformersModel.load(info, trust_remote_code=trust_remote_code)
     device = torch.device(info.device)
     family = find_family(info.architecture, info.model_type, info.config)
     with open_checkpoint(Path(info.path), open_tensors) as checkpoint, torch.no_grad():

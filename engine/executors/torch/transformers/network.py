@@ -43,6 +43,15 @@ class Sharing(Enum):
         self.max_length_ratio = max_length_ratio
         self.log_message = log_message
 
+    def groups(self, seq_lens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yields the first and last + 1 of consecutive sequences that may share a forward."""
+        first = 0
+        for last in range(1, len(seq_lens) + 1):
+            members = seq_lens[first : last + 1]
+            if last == len(seq_lens) or max(members) > self.max_length_ratio * min(members):
+                yield first, last
+                first = last
+
 
 class Network:
     """A network of transformers that runs packed batches.
@@ -52,7 +61,7 @@ class Network:
         gives_logits: Whether the network pools and returns logits [N, num_labels] instead of rows [T, D].
         pad_token_id: Padding token of the config; None if it has none.
         images: Builds the arguments for images; None: the network reads texts only.
-        sharing: Sequences that share a padded forward.
+        best_sharing: Sequences that may share a padded forward at most: its arguments allow no more.
     """
 
     def __init__(self, module: Any, *, gives_logits: bool, images: ImageInputs | None = None) -> None:
@@ -63,7 +72,7 @@ class Network:
         self._accepted = _argument_names(module) | ({"position_ids"} if images is not None else set())
         pools_at_marker = gives_logits and (module.config.is_encoder_decoder or self.pad_token_id is None)
         can_share = "attention_mask" in self._accepted and not pools_at_marker
-        self.sharing = Sharing.LIKE if can_share else Sharing.NONE
+        self.best_sharing = Sharing.LIKE if can_share else Sharing.NONE
 
     @property
     def text_config(self) -> Any:
@@ -97,10 +106,10 @@ class Network:
         with packed_row(batch) as row:
             return self._call(arguments, added)[0], row
 
-    def run_padded(self, batch: PackedBatch) -> Tensor:
+    def run_padded(self, batch: PackedBatch, sharing: Sharing) -> Tensor:
         """Runs groups of sequences that may share a forward, padded on the right; returns [T, D] or [N, num_labels]."""
         parts = []
-        for first, last in self._groups(batch.seq_lens):
+        for first, last in sharing.groups(batch.seq_lens):
             lengths = batch.seq_lens[first:last]
             start = sum(batch.seq_lens[:first])
             span = slice(start, start + sum(lengths))
@@ -113,15 +122,6 @@ class Network:
             output = self._call(arguments, {} if self.images is None else self.images.padded(own, ids))
             parts.append(output if self.gives_logits else output[is_token])
         return torch.cat(parts)
-
-    def _groups(self, seq_lens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yields the first and last + 1 of consecutive sequences that may share a forward."""
-        first = 0
-        for last in range(1, len(seq_lens) + 1):
-            members = seq_lens[first : last + 1]
-            if last == len(seq_lens) or max(members) > self.sharing.max_length_ratio * min(members):
-                yield first, last
-                first = last
 
     def _call(self, arguments: dict[str, Any], added: Mapping[str, Any]) -> Tensor:
         """Calls the network; returns its logits, or else its hidden states or the vectors of its tokens.
