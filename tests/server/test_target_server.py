@@ -57,6 +57,10 @@ def test_server_without_list_needs_a_model_name(serve: Serve) -> None:
     url = serve(lambda _: Answered(b"<html>", 404))
     with pytest.raises(CommandError, match=r"lists no model: GET /p/v1/models returned 404.* or set --model"):
         TargetServer(f"{url}/p/v1/", TargetSettings()).find_model("embed", ("openai",))
+    for body in (b"<html>", b"[1]", b'{"data": [1, {"id": 2}]}'):
+        answered = Answered(body)
+        with pytest.raises(CommandError, match="lists no model"):
+            TargetServer(serve(lambda _, it=answered: it), TargetSettings()).find_model("embed", ("openai",))
     server = TargetServer(f"{url}/p/v1/", TargetSettings(model="m"))
     model = server.find_model("embed", ("openai",))
     assert (model.name, server.path("/v1/embeddings", model)) == ("m", "/p/v1/embeddings")
@@ -116,6 +120,7 @@ def test_wrong_url_or_file_is_a_usage_error(url: str, settings: dict[str, Path],
         ("soon", None, 1),
         ("nan", None, 1),
         ("-3", None, 1),
+        ("Mon, 01 Jan 99999 00:00:00 GMT", None, 1),
         (formatdate(NOW_S + 12, usegmt=True), None, 12),
         (formatdate(NOW_S - 12, usegmt=True), None, 0.1),
         (formatdate(NOW_S + 500, usegmt=True), formatdate(NOW_S + 497, usegmt=True), 3),  # the server's clock is ahead
@@ -172,6 +177,9 @@ def test_rejected_request_states_the_reason(serve: Serve, answered: Answered, me
         TargetServer(serve(lambda _: answered), TargetSettings()).post("/x", b"{}")
 
 
-def test_unreachable_server_is_named() -> None:
+def test_unreachable_server_is_named(serve: Serve) -> None:
+    url = serve(openai_server).replace("http:", "https:")
+    with pytest.raises(CommandError, match=rf"^{url}: \[SSL"):
+        TargetServer(url, TargetSettings()).exchange("GET", "/")
     with pytest.raises(CommandError, match=r"http://127.0.0.1:9 cannot be reached: .*Connection refused"):
         TargetServer("http://127.0.0.1:9", TargetSettings()).exchange("GET", "/")

@@ -1,4 +1,5 @@
 import sqlite3
+import threading
 from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
@@ -160,7 +161,7 @@ def test_world_readable_or_writable_file_is_rejected(tmp_path: Path, name: str, 
 
 
 def test_database_of_another_version_is_rejected(tmp_path: Path) -> None:
-    settings, file = ServerSettings(data_dir=tmp_path), tmp_path / "penstock.db"
+    settings, file, threads = ServerSettings(data_dir=tmp_path), tmp_path / "penstock.db", set(threading.enumerate())
     tmp_path.chmod(0o700)
     with closing(sqlite3.connect(file, isolation_level=None)) as database:
         database.execute("PRAGMA user_version = 9")
@@ -170,6 +171,7 @@ def test_database_of_another_version_is_rejected(tmp_path: Path) -> None:
     file.write_bytes(b"no database" * 100)
     with pytest.raises(UsageError, match="not a database"):
         Batches(settings)
+    assert set(threading.enumerate()) <= threads, "the thread of the database ends"
 
 
 def test_folder_that_cannot_be_created_is_rejected(tmp_path: Path) -> None:

@@ -54,3 +54,5 @@ def test_policy_reads_metrics_of_replicas() -> None:
     metrics = {QUEUE_S: {"a": 2.0, "b": 1.0}, BUSY: {"a": 1.0, "b": 1.0}}
     context = SimpleNamespace(target_num_replicas=2, policy_state={"a": 1}, aggregated_metrics=metrics)
     assert QueuePolicy(0.5)(context) == (6, {"a": 1})
+    for context.aggregated_metrics in (None, {}, {BUSY: {"a": 1.0}}):
+        assert QueuePolicy(0.5)(context) == (2, {"a": 1}), "no replica has reported its queue"

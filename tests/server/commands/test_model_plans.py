@@ -99,6 +99,8 @@ def test_models_in_file_and_command_line_are_rejected(planned, tmp_path: Path) -
         planned(tables, served_model_name=["x"])
     with pytest.raises(UsageError, match="--served-model-name"):
         planned(model=["a/b", "c/d"], served_model_name=["x"])
+    with pytest.raises(UsageError, match=r"^--adapter: there are several models; set `adapter` in the table of each"):
+        planned(model=["a/b", "c/d"], adapter=["x=/a"])
     with pytest.raises(UsageError, match="cannot be read: No such file"):
         planned(config=str(tmp_path / "none.toml"), model=["a/b"])
 

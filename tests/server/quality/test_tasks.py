@@ -36,7 +36,7 @@ def write(tmp_path: Path) -> Write:
     def write(files: dict[str, str]) -> Path:
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).write_text(text)
+            (tmp_path / name).write_text(text, errors="surrogateescape")
         return tmp_path
 
     return write
@@ -169,6 +169,7 @@ def test_separable_classes_are_classified_without_error(write: Write) -> None:
         ({"qrels/test.tsv": "query-id\tcorpus-id\tscore\nq\t1\tinf\n"}, "line 2: field 'score' must be a number"),
         ({"qrels/test.tsv": "query-id\tcorpus-id\tscore\n"}, "test.tsv holds no rows"),
         ({"corpus.jsonl": '{"_id": true, "text": "a"}'}, "line 1: field '_id' must be a text, not True"),
+        ({"queries.jsonl": "\udcff"}, "queries.jsonl cannot be read: 'utf-8' codec can't decode"),
         ({"corpus.jsonl": "\n[]"}, "corpus.jsonl, line 2: must be a JSON object"),
         ({"corpus.jsonl": None, "test.tsv": STS + "a\tb\t1\nc\td\t1\n"}, "all rows have the same score"),
         (

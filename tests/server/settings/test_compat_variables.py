@@ -112,6 +112,24 @@ def test_variables_of_infinity_set_settings(plan: Any) -> None:
     assert settings.env_notes[-1].endswith("Infinity has no such variable; did you mean QUEUE_SIZE?")
 
 
+def test_variables_without_effect_are_noted(plan: Any) -> None:
+    variables = {"MODEL_ID": "a/b", "URL_PREFIX": "/v1/", "PRELOAD_ONLY": "false", "PERMISSIVE_CORS": "0"}
+    settings, _ = plan({f"INFINITY_{name}": value for name, value in variables.items()}, env_compat="infinity")
+    assert (settings.root_path, settings.cors_origins) == ("", ())
+    assert sorted(note.partition("=")[0] for note in settings.env_notes if "has no effect: it is off" in note) == [
+        "INFINITY_PERMISSIVE_CORS", "INFINITY_PRELOAD_ONLY"
+    ]  # fmt: skip
+    assert "INFINITY_URL_PREFIX=/v1/ has no effect: the routes exist with and without /v1" in settings.env_notes
+    settings, _ = plan({"MODEL_ID": "a/b", "HOSTNAME": "10.0.0.1"}, env_compat="tei")
+    assert settings.host == "10.0.0.1"
+
+
+def test_two_variables_for_one_setting_are_rejected(plan: Any) -> None:
+    variables = {"INFINITY_MODEL_ID": "a/b", "INFINITY_URL_PREFIX": "/a", "INFINITY_PROXY_ROOT_PATH": "/b"}
+    with pytest.raises(UsageError, match=r"^INFINITY_PROXY_ROOT_PATH: INFINITY_URL_PREFIX also sets"):
+        plan(variables, env_compat="infinity")
+
+
 def test_lists_of_infinity_name_several_models(plan: Any) -> None:
     variables = {
         "INFINITY_MODEL_ID": "a/b;c/d;",
@@ -142,6 +160,8 @@ def test_lists_of_infinity_name_several_models(plan: Any) -> None:
         ("API_KEY", "a,b", "API_KEY: has a comma"),
         ("PORT", "tcp://10.0.0.1:80", "PORT: must be a whole number"),
         ("INFINITY_PRELOAD_ONLY", "true", "INFINITY_PRELOAD_ONLY: is not supported"),
+        ("INFINITY_DEVICE_ID", "0,x", "INFINITY_DEVICE_ID: must be numbers of CUDA devices, such as 0,1 (got '0,x')"),
+        ("INFINITY_DEVICE_ID", ",", "INFINITY_DEVICE_ID: must be numbers of CUDA devices"),
         ("INFINITY_DEVICE", "mps", "INFINITY_DEVICE: must be one of cpu, cuda, auto"),
         ("INFINITY_EMBEDDING_DTYPE", "int8", "INFINITY_EMBEDDING_DTYPE: must be one of float32"),
         ("INFINITY_ENGINE", "neuron", "INFINITY_ENGINE: must be one of torch, optimum, ctranslate2"),
