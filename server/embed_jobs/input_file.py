@@ -574,4 +574,4 @@ def require_pyarrow(flag: str) -> None:
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError as error:
-        raise UsageError(f"{flag}: Parquet needs pyarrow: run `pip install penstock[parquet]`") from error
+        raise UsageError(f"{flag}: Parquet needs pyarrow: run `pip install 'penstock[parquet]'`") from error

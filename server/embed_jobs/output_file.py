@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import operator
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -30,10 +32,12 @@ def writer_for(output: Path) -> Writer:
     """Returns the function that writes a file like `output`.
 
     Raises:
-        UsageError: The suffix is unknown, the folder does not exist, or pyarrow is missing.
+        UsageError: The suffix is unknown, the folder does not exist or cannot be written, or pyarrow is missing.
     """
     if not output.parent.is_dir():
         raise UsageError(f"--output: there is no folder {output.parent}")
+    if not os.access(output.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"--output: the folder {output.parent} cannot be written: {os.strerror(errno.EACCES)}")
     match output.suffix.lower():
         case ".npy":
             return write_npy

@@ -1,6 +1,7 @@
 import csv
 import itertools
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -306,6 +307,13 @@ def test_existing_output_is_replaced_only_with_overwrite(run, lines: Path, tmp_p
     assert output.read_text() == "precious"
     run(lines, output, overwrite=True)
     assert len(np.load(output)) == len(TEXTS)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every folder")
+def test_folder_without_write_permission_is_rejected(run, lines: Path, tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(UsageError, match="locked cannot be written: Permission denied"):
+        run(lines, tmp_path / "locked" / "out.npy")
 
 
 @pytest.mark.parametrize(
