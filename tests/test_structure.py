@@ -28,6 +28,16 @@ def test_import_order_equals_the_contracts() -> None:
         assert [re.split(r"\s{2,}", line.strip())[0] for line in picture.splitlines()] == layers[name], name
 
 
+def test_reading_order_is_short_and_names_files_once() -> None:
+    blocks = dict(re.findall(r"<!-- reading: (\w+) -->\n```\n(.*?)```", ARCHITECTURE, re.DOTALL))
+    lists = {name: [line.split()[0] for line in text.splitlines()] for name, text in blocks.items()}
+    assert len(lists["request"]) <= 10
+    assert len(lists["chunk"]) <= 8
+    paths = [path for own in lists.values() for path in own]
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+    assert len(set(paths)) == len(paths)
+
+
 def tracked(*suffixes: str) -> list[Path]:
     """The source files of the checkout with one of the suffixes, or all."""
     folders = (*LAYERS, "benchmarks", "docker", "docs", "examples", "tests")

@@ -178,6 +178,12 @@ def decoder(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Pa
     return folder
 
 
+def assert_documented(path: list[str]) -> None:
+    """The document on the architecture names every file on the path."""
+    text = (Path(__file__).parents[2] / "docs" / "internals" / "architecture.md").read_text("utf-8")
+    assert sorted({file for file in (function.split()[0] for function in path) if file not in text}) == []
+
+
 def report(title: str, path: list[str]) -> None:
     lines = [f"{number:3} {function}" for number, function in enumerate(path, 1)]
     sys.stdout.write("\n".join(["", title, *lines, ""]))
@@ -189,6 +195,7 @@ def test_a_request_passes_few_functions(record: Record, default_model: Path) -> 
     path = list(dict.fromkeys(function for part in parts for function in part))
     report("a request, from the socket to the response", path)
     assert len(path) <= MOST_FUNCTIONS_OF_REQUEST
+    assert_documented(path)
     assert engine.uses("Scheduler")
     assert engine.uses("PoolingMetadata")
 
@@ -199,5 +206,6 @@ def test_a_chunk_passes_few_functions(record: Record, decoder: Path) -> None:
     path = engine.path_to(CHUNK)
     report("a chunk of a long prompt, from the scheduler to the pooled state", path)
     assert len(path) <= MOST_FUNCTIONS_OF_CHUNK
+    assert_documented(path)
     classes = ("ChunkedPrefillManager", "ChunkedPoolingManager", "SequencePool", "PoolingMetadata", "Scheduler")
     assert [name for name in classes if not engine.uses(name)] == []

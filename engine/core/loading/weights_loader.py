@@ -7,7 +7,6 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -33,7 +32,7 @@ from ...executors.read_adapters import read_adapters
 from ...executors.torch.base import PackedModel
 from ...executors.torch.layers.linear import Linear, limit_cached_kernels
 from ...executors.torch.layers.weights import Fusion, Weights, are_finite
-from ...executors.torch.model_heads import Dense, VocabularyHead
+from ...executors.torch.model_heads import Dense
 from ...executors.torch.spec_model import SpecModel
 from ...families.registry import find_family, has_own_code
 from ...families.spec import linear
@@ -41,7 +40,6 @@ from ...model_files.model_folder import is_gguf, one_line
 from ...pooling import TokenHeads
 from ...protocol.errors import UnsupportedModelError, WeightError
 from ...protocol.model_info import ModelInfo, TokenizerSpec
-from ...protocol.multi_vector import SparseKind
 
 logger = logging.getLogger("penstock.engine")
 
@@ -104,10 +102,6 @@ def load_model(
         weights = Weights(checkpoint, torch_dtype(info.dtype), device, fusion=fusion or Fusion.of_device(device))
         spec = family.read(info).with_stored_names(weights.has)
         model = SpecModel(info, spec, weights, _load_adapters(info))
-        if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
-            # On a GPU in the model's dtype: float32 products take ten times as long and change the vectors little.
-            view = replace(weights, dtype=torch.float32) if device.type == "cpu" else weights
-            model.vocabulary_head = VocabularyHead(view, spec, info)
         checkpoint.log_unused(info.name)
     return model
 

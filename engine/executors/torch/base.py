@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...protocol.errors import UnsupportedTaskError
-from ...protocol.model_info import ModelKind
 from ...scheduling import CacheSpec
 
 if TYPE_CHECKING:
@@ -80,13 +79,3 @@ class PackedModel(ABC):
         if self.token_head is None:
             raise UnsupportedTaskError("This model has no token classification head.", param="task")
         return self.token_head(hidden_TD.float())
-
-    def set_head(self, kind: ModelKind, head: Head | None, *, scores_rows: bool = False) -> None:
-        """Sets the head of a model; None for a model without classes.
-
-        With `scores_rows`, the head of a sequence classifier also scores single tokens.
-        """
-        if kind is not ModelKind.TOKEN_CLASSIFIER:
-            self.sequence_head = head
-        if kind is ModelKind.TOKEN_CLASSIFIER or scores_rows:
-            self.token_head = head

@@ -21,7 +21,8 @@ from penstock.kernels.norm import Embeddings, embed_norm
 
 from ...families.spec import AlibiSpec, EmbeddingSpec, LayerSpec, ModelSpec, NormSpec, RelativeBiasSpec
 from ...protocol.errors import UnsupportedTaskError
-from ...protocol.model_info import ModelInfo
+from ...protocol.model_info import ModelInfo, ModelKind
+from ...protocol.multi_vector import SparseKind
 from .base import ModelOutput, PackedModel
 from .layers.attention import Attention, BatchPlan, Distances
 from .layers.experts import SparseExperts
@@ -30,7 +31,7 @@ from .layers.mixers import load_mixer
 from .layers.norm import AddingMap, LayerNorm, Residual, RmsNorm, load_norm
 from .layers.rotary import RotaryEmbedding, Rotation
 from .layers.weights import Fusion, Weights
-from .model_heads import load_head
+from .model_heads import VocabularyHead, load_head
 
 if TYPE_CHECKING:
     from .packed_batch import PackedBatch
@@ -254,7 +255,13 @@ class SpecModel(PackedModel):
         if adapters:
             self._load_adapters(adapters, weights)
         head = load_head(weights, base, spec.head, spec.embedding.word_embeddings)
-        self.set_head(info.kind, head, scores_rows=spec.scores_rows)
+        is_token_classifier = info.kind is ModelKind.TOKEN_CLASSIFIER
+        self.sequence_head = None if is_token_classifier else head
+        self.token_head = head if is_token_classifier or spec.scores_rows else None
+        if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
+            # On a GPU in the model's dtype: float32 products take ten times as long and change the vectors little.
+            view = replace(weights, dtype=torch.float32) if weights.device.type == "cpu" else weights
+            self.vocabulary_head = VocabularyHead(view, spec, info)
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""
