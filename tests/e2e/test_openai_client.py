@@ -59,19 +59,3 @@ def test_integers_bits_and_bytes_are_decoded(client, truth) -> None:
     )
     np.testing.assert_allclose(np.frombuffer(raw.content, "<f2").reshape(expected.shape), expected, atol=1e-3)
     assert f'"shape":[{expected.shape[1]}]' in raw.headers["metadata"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "part"),
-    [
-        ({"model": "unknown", "input": "a"}, "NotFoundError", "'unknown'"),
-        ({"model": MODEL, "input": [[99999]]}, "BadRequestError", "out of vocabulary"),
-        ({"model": MODEL, "input": "word " * 1000}, "BadRequestError", "maximum context length is 256 tokens"),
-    ],
-)
-def test_errors_have_type_and_message(client, arguments: dict, error: str, part: str) -> None:
-    with pytest.raises(getattr(openai, error)) as caught:
-        client.embeddings.create(**arguments)
-    assert part in str(caught.value)
-    assert caught.value.request_id
-    assert caught.value.type == "invalid_request_error"
