@@ -57,6 +57,7 @@ def attacks() -> dict[str, tuple[bytes, str]]:
     size = struct.pack("<HH", 40, 30)
     comments = b"".join(b"\xff" + bytes(255) for _ in range(300))
     webp = encoded(picture("RGBA", 40, 30), "WEBP", save_all=True, append_images=[picture("RGBA", 40, 30, 1)])
+    jpeg_size = jpeg[jpeg.index(b"\xff\xc0") :][:19]
     rle = bytearray(encoded(picture("P", 40, 30), "BMP"))
     rle[30] = 1
     return {
@@ -85,6 +86,8 @@ def attacks() -> dict[str, tuple[bytes, str]]:
         "jpeg with too many scans": (jpeg_with_scans(2_000), "scans, which takes too long"),
         "jpeg without pixels": (jpeg[: jpeg.index(b"\xff\xda")], "ends before the pixels"),
         "jpeg with too many markers": (b"\xff\xd8" + b"\xff\xd0" * 70_000, "65536 markers"),
+        "jpeg without size": (jpeg.replace(jpeg_size, b""), "its size is missing"),
+        "jpeg with two sizes": (jpeg.replace(jpeg_size, 2 * jpeg_size), "it has two sizes"),
         "gif of 65,535 x 65,535": (gif[:6] + b"\xff\xff\xff\xff" + gif[10:], "65535 x 65535 pixels"),
         "gif with a far frame": (
             gif.replace(b",\0\0\0\0" + size, b",\xff\xff\xff\xff" + size, 1),
@@ -92,6 +95,9 @@ def attacks() -> dict[str, tuple[bytes, str]]:
         ),
         "gif with large comment": (gif[:13] + b"\0" * 768 + b"!\xfe" + comments + b"\0;", "in an extension"),
         "gif without frame": (gif[:13] + bytes(768) + b";", "contains no frame"),
+        "gif of noise": (gif[:13] + bytes(768) + b"\1" * 70_000, "no frame follows its header"),
+        "webp without pixels": (webp[:12] + b"ICCP" + webp[16:], "contains no image"),
+        "webp with too many chunks": (webp[:30] + (b"ICCP" + bytes(4)) * 70_000, "65536 chunks"),
         "webp of 16,384 x 16,384": (webp[:24] + b"\xff\x3f\0\xff\x3f\0" + webp[30:], "16384 x 16384 pixels"),
         "bmp of 2**31 - 1 pixels": (
             encoded(picture("RGB", 9, 7), "BMP").replace(struct.pack("<i", 9), b"\xff\xff\xff\x7f", 1),
@@ -99,6 +105,8 @@ def attacks() -> dict[str, tuple[bytes, str]]:
         ),
         "compressed bmp": (bytes(rle), "compressed BMP"),
         "tiff with a loop of directories": (tiff([], following=8), "strips of 0 x 0 pixels"),
+        "tiff with a directory in its header": (b"II*\0" + struct.pack("<I", 4) + bytes(99), "overlaps the header"),
+        "tiff with 200 samples": (tiff(tiff_page(8, 8, (277, 3, 1, 200))), "200 samples in a pixel"),
         "tiff with large tags": (tiff(tiff_page(9, 9, (320, 3, 1 << 30, 0))), "tags are larger than the file"),
         "tiff with overlapping tags": (
             tiff(tiff_page(9, 9, (317, 1, 3_000, 8), (320, 1, 3_000, 8))),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import struct
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, PngImagePlugin
 from transformers.image_transforms import convert_to_rgb
 
 from penstock.engine.images.decoding import decode
@@ -53,6 +54,11 @@ def test_every_mode_equals_transformers(format: str, mode: str, options: dict[st
         np.testing.assert_array_equal(_decoded(data), _expected(data))
 
 
+def test_bmp_with_a_header_of_12_bytes_is_read() -> None:
+    data = b"BM" + struct.pack("<IIIIHHHH", 50, 0, 26, 12, 3, 2, 1, 24) + bytes(range(24))
+    np.testing.assert_array_equal(_decoded(data), _expected(data))
+
+
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "TIFF"])
 def test_exif_orientation_is_applied(format: str) -> None:  # noqa: A002
     for orientation in range(1, 9):
@@ -63,8 +69,10 @@ def test_exif_orientation_is_applied(format: str) -> None:  # noqa: A002
 
 
 def test_xmp_orientation_is_applied() -> None:
-    for format_ in ("JPEG", "WEBP"):
-        data = encoded(picture("RGB", 33, 17), format_, xmp=b'<x tiff:Orientation="6"/>')
+    xmp, png_info = b'<x tiff:Orientation="6"/>', PngImagePlugin.PngInfo()
+    png_info.add_itxt("XML:com.adobe.xmp", xmp.decode())
+    for format_, options in (("JPEG", {"xmp": xmp}), ("WEBP", {"xmp": xmp}), ("PNG", {"pnginfo": png_info})):
+        data = encoded(picture("RGB", 33, 17), format_, **options)
         np.testing.assert_array_equal(_decoded(data), _expected(data))
         assert _decoded(data).shape == (33, 17, 3)
 
