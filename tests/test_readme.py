@@ -126,7 +126,7 @@ def test_links_have_targets(document: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "line"), [("llms.txt", r"- \[.+\]\((\S+)\): .+\."), ("mkdocs.yml", r"      - (\S+\.md)")]
+    ("name", "line"), [("llms.txt", r"- \[.+\]\((\S+)\): .+\."), ("mkdocs.yml", r" +- (\S+\.md)")]
 )
 def test_every_document_is_listed_once(name: str, line: str) -> None:
     listed = re.findall(f"^{line}$", text_of(ROOT / name), re.MULTILINE)
