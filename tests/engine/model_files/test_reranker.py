@@ -113,6 +113,7 @@ ORIGINAL = {"is_original_qwen3_reranker": True}
             {"kind": ModelKind.CROSS_ENCODER, "classifier_tokens": (0, 1), "labels": ("yes",)},
             QWEN3_RERANKER.template,
         ),
+        (ORIGINAL, {"kind": ModelKind.CROSS_ENCODER, "classifier_tokens": (0, 1)}, QWEN3_RERANKER.template),
         ({"classifier_from_token": [7, "yes"]}, {"classifier_tokens": (7, 1)}, None),
         (
             {"classifier_from_token": ["yes"], "score_template": "qwen3-reranker"},
@@ -147,6 +148,7 @@ def test_overrides_make_a_reranker_of_a_language_model(
         ({"classifier_from_token": ["yes"], "architectures": ["Qwen3Model"]}, "needs a language model"),
         ({"classifier_from_token": ["yes"], "score_template": "qwen"}, "score_template is 'qwen'; known are 'qwen3-re"),
         ({"classifier_from_token": ["yes"], "score_template": {"parts": ["{query}"]}}, "{document} 0 times"),
+        ({"classifier_from_token": ["yes"], "score_template": 5}, "is 5; it must be the name of a preset or an object"),
         ({"classifier_from_token": ["yes"], "score_template": {"text": ""}}, "unknown key 'text'"),
     ],
 )
