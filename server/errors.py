@@ -58,17 +58,20 @@ class ErrorKind:
     Attributes:
         type: OpenAI's error type.
         code: OpenAI's error code, or None.
-        is_hidden: Whether the message is only logged.
     """
 
     status: int
     type: str
     code: str | None = None
-    is_hidden: bool = False
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether the message is only logged: an error of status 500 may name files and settings of the server."""
+        return self.status == 500
 
 
 ERROR_KINDS: Final[dict[type[EngineError], ErrorKind]] = {
-    engine_errors.EngineError: ErrorKind(500, "server_error", "internal_error", is_hidden=True),
+    engine_errors.EngineError: ErrorKind(500, "server_error", "internal_error"),
     engine_errors.InvalidRequestError: ErrorKind(400, "invalid_request_error"),
     engine_errors.RequestTooLongError: ErrorKind(400, "invalid_request_error", "context_length_exceeded"),
     engine_errors.UnsupportedTaskError: ErrorKind(400, "invalid_request_error", "unsupported_task"),
@@ -79,17 +82,17 @@ ERROR_KINDS: Final[dict[type[EngineError], ErrorKind]] = {
     engine_errors.OwnDeadlineExceededError: ErrorKind(408, "timeout_error", "deadline_exceeded"),
     engine_errors.RequestCancelledError: ErrorKind(499, "invalid_request_error", "request_cancelled"),
     engine_errors.EngineUnavailableError: ErrorKind(503, "server_error", "engine_unavailable"),
-    engine_errors.ModelExecutionError: ErrorKind(500, "server_error", "model_execution_failed", is_hidden=True),
+    engine_errors.ModelExecutionError: ErrorKind(500, "server_error", "model_execution_failed"),
     engine_errors.UnknownObjectError: ErrorKind(404, "invalid_request_error", "not_found"),
     engine_errors.ConflictError: ErrorKind(409, "invalid_request_error", "conflict"),
     engine_errors.StorageError: ErrorKind(507, "server_error", "insufficient_storage"),
-    engine_errors.PoolError: ErrorKind(500, "server_error", "internal_error", is_hidden=True),
+    engine_errors.PoolError: ErrorKind(500, "server_error", "internal_error"),
     engine_errors.PoolExhaustedError: ErrorKind(503, "server_error", "engine_unavailable"),
-    engine_errors.InvalidSlotError: ErrorKind(500, "server_error", "internal_error", is_hidden=True),
-    engine_errors.ModelLoadError: ErrorKind(500, "server_error", "model_load_failed", is_hidden=True),
-    engine_errors.UnsupportedModelError: ErrorKind(500, "server_error", "model_load_failed", is_hidden=True),
-    engine_errors.MachineError: ErrorKind(500, "server_error", "model_load_failed", is_hidden=True),
-    engine_errors.WeightError: ErrorKind(500, "server_error", "model_load_failed", is_hidden=True),
+    engine_errors.InvalidSlotError: ErrorKind(500, "server_error", "internal_error"),
+    engine_errors.ModelLoadError: ErrorKind(500, "server_error", "model_load_failed"),
+    engine_errors.UnsupportedModelError: ErrorKind(500, "server_error", "model_load_failed"),
+    engine_errors.MachineError: ErrorKind(500, "server_error", "model_load_failed"),
+    engine_errors.WeightError: ErrorKind(500, "server_error", "model_load_failed"),
 }
 
 STATUS_KINDS: Final = {
@@ -99,7 +102,7 @@ STATUS_KINDS: Final = {
     408: ErrorKind(408, "timeout_error", "request_timeout"),
     413: ErrorKind(413, "invalid_request_error", "request_too_large"),
     415: ErrorKind(415, "invalid_request_error", "unsupported_media_type"),
-    500: ErrorKind(500, "server_error", "internal_error", is_hidden=True),
+    500: ErrorKind(500, "server_error", "internal_error"),
 }
 
 
