@@ -1,12 +1,15 @@
+import csv
 import itertools
+import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.server.embed_jobs import input_file as input_module
-from penstock.server.embed_jobs.input_file import ParquetRows, open_input, parquet_inputs, stat_digest
+from penstock.server.embed_jobs.input_file import BadRow, ParquetRows, Row, open_input, parquet_inputs, stat_digest
 from penstock.server.embed_jobs.job_folder import Shard
 from penstock.server.settings import CommandError, UsageError
 
@@ -55,6 +58,56 @@ def test_every_parquet_row_is_in_one_shard(tmp_path: Path, group: int, max_rows:
     assert [len(table) for table in tables] == [shard.num_rows for shard in shards]
     assert [shard.number for shard in shards] == list(range(len(shards)))
     assert all(1 <= shard.num_rows <= max_rows for shard in shards)
+
+
+def test_shard_may_begin_far_inside_a_row_group(tmp_path: Path) -> None:
+    (rows,) = parquet_inputs(str(write(tmp_path / "a.parquet", range(140_000), 200_000)), "text")
+    for shard in rows.shards(60_000, 0):
+        ids = rows.table(shard).column("id").to_pylist()
+        assert ids == list(range(shard.start, min(shard.start + 60_000, 140_000)))
+
+
+@pytest.mark.parametrize("name", ["in.csv", "in.tsv", "in.jsonl"])
+def test_long_values_are_read(tmp_path: Path, name: str) -> None:
+    text, before = "a" * 300_000, csv.field_size_limit(1000)
+    (tmp_path / name).write_text(f'{{"text": "{text}"}}' if name == "in.jsonl" else f"text\n{text}\n")
+    try:
+        assert [row.content for row in open_input(tmp_path / name, "text").rows() if isinstance(row, Row)] == [text]
+    finally:
+        csv.field_size_limit(before)
+
+
+def test_file_that_became_shorter_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "in.txt"
+    path.write_text("a\nb\n")
+    source = open_input(path, "text")
+    shards = source.summarize(lambda row: None).shards
+    path.write_text("a\n")
+    with pytest.raises(CommandError, match=r"in\.txt was changed while it was read; start over"):
+        list(source.read_shards(shards))
+
+
+def test_unreadable_images_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(b"0123")
+    (row,) = open_input(tmp_path, "").rows()
+    assert isinstance(row, Row)
+    path.unlink()
+    with pytest.raises(InvalidRequestError, match=r"a\.png cannot be read: No such file"):
+        row.read()
+    path.write_bytes(b"01234")
+    for limit, kind in ((5, Row), (4, BadRow)):
+        monkeypatch.setattr("penstock.server.embed_jobs.image_values._MAX_FILE_BYTES", limit)
+        (found,) = open_input(tmp_path, "").rows()
+        assert type(found) is kind
+    assert "'a.png', which is larger than 256 MiB" in str(found)
+
+
+def test_missing_pyarrow_names_the_pip_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.parquet", range(1))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(UsageError, match=r"^FILE: Parquet needs pyarrow: run `pip install 'penstock\[parquet\]'`"):
+        open_input(path, "text")
 
 
 def test_unusable_parquet_inputs_are_rejected(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -190,11 +191,12 @@ def test_jsonl_values_are_written_as_csv(run, fake, tmp_path: Path) -> None:
     [
         ("", "has no header"),
         ("id;text\n1;a\n", "has no column 'text'; it has 'id;text', separated by commas; see --field"),
+        ("text,\udcff\n", "its header is not valid UTF-8"),
         ("text,text\na,b\n", "two columns are named 'text'; rename one"),
     ],
 )
 def test_unusable_csv_header_is_rejected(run, content: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "in.csv").write_text(content)
+    (tmp_path / "in.csv").write_text(content, errors="surrogateescape")
     with pytest.raises(UsageError, match=message):
         run(tmp_path / "in.csv", tmp_path / "out.npy")
 
@@ -397,6 +399,47 @@ def test_resumed_run_skips_and_lists_each_bad_row_once(run, bad_lines, fake, tmp
     check_skipped_rows(output)
     assert "wrote 34 rows to" in caplog.messages[-1]
     assert "6 bad rows were skipped, see" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (["[1]", '{"text": 5}'], "line 1: not a JSON object"),
+        (['{"text": 5}', json.dumps({"text": LONG})], "line 1: the field 'text' has a number, not a text"),
+    ],
+)
+def test_file_without_a_good_row_leaves_nothing(run, lines: list[str], reason: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    with pytest.raises(CommandError, match=f"in.jsonl, {reason}; no row of the file can be embedded"):
+        run(tmp_path / "in.jsonl", tmp_path / "out.npy", on_bad_row="skip")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_shard_without_a_good_row_is_skipped(run, small_shards: None, fake, tmp_path: Path) -> None:
+    lines = ["[1]"] * (2 * SHARD_ROWS) + ['{"text": "a"}']
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", on_bad_row="skip")
+    assert [row["text"] for row in read_rows(tmp_path / "out.jsonl")] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device; the vectors of all 25 rows are kept: run"),
+        (ValueError("odd\ncolumns"), "its format does not support the columns of .*in.txt .*: rename the folder"),
+    ],
+)
+def test_vectors_are_kept_if_the_output_cannot_be_written(
+    run, lines: Path, fake, error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.server.embed_jobs.output_file.replace_file", Mock(side_effect=error))
+        with pytest.raises(CommandError, match=f"out.npy cannot be written: {message}"):
+            run(lines, tmp_path / "out.npy")
+    fake.calls.clear()
+    run(lines, tmp_path / "out.npy")
+    assert not fake.calls
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected(fake), atol=1e-6)
 
 
 def test_row_i_of_npy_is_row_i_of_the_input(run, bad_lines: Path, fake, tmp_path: Path) -> None:
