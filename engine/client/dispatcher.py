@@ -1,7 +1,7 @@
 """Admits requests, sends them to the engine processes, and waits for the results. Belongs to one event loop.
 
 queue_admission.py accepts or rejects a request as a whole. A Replica sends it to its engine process, and receives the
-results through a CoreLink. replica_group.py distributes requests over several replicas.
+results through a CoreLink (running_core.py). replica_group.py distributes requests over several replicas.
 """
 
 from __future__ import annotations
@@ -30,19 +30,14 @@ from ..protocol.errors import (
     InvalidRequestError,
     ModelExecutionError,
 )
-from ..protocol.message_connection import MessageConnection
 from ..protocol.messages import (
-    Attach,
     ClientMessageBuilder,
     Frame,
     FromCore,
     PrefixCacheCleared,
     RequestFailed,
-    Start,
     StepResults,
-    Stop,
     SubmitRequest,
-    decode_from_core,
     encode,
 )
 from ..protocol.params import PoolingParams
@@ -59,12 +54,9 @@ logger = logging.getLogger("penstock.engine")
 _FAILURES: Final[dict[str, type[EngineError]]] = {
     kind.__name__: kind for kind in (DeadlineExceededError, InvalidRequestError, ModelExecutionError)
 }
-_DISCONNECTED_TIMEOUT_S: Final = 5.0
-"""Seconds until a core that has closed its connection but still runs is killed."""
 
 Send = Callable[[bytes, Sequence[Frame]], None]
 """Sends an encoded message with its frames; see MessageConnection.send."""
-OnMessage = Callable[[FromCore, list[Frame]], None]
 RunAdmitted = Callable[[Sequence[TokenizedInput], PoolingParams], Awaitable[list[Arrays]]]
 """Runs admitted inputs and returns the outputs of each input by name."""
 
@@ -539,55 +531,3 @@ class Replica:
             run.result.set_result(run.outputs)
         else:
             run.result.set_exception(error)
-
-
-class CoreLink:
-    """The connection of a client to an engine in another process. Belongs to one event loop.
-
-    Args:
-        address: Path of the socket of the core.
-        on_message: Called for every message of the core.
-        on_unreadable: Called once when a message cannot be read, which is logged, or when the core has closed the
-            connection but its process still runs.
-
-    Attributes:
-        on_message: Called for every message of the core; may be replaced.
-        connection: The connection.
-
-    Raises:
-        OSError: The core has ended.
-    """
-
-    def __init__(self, address: str, on_message: OnMessage, on_unreadable: Callable[[], None]) -> None:
-        self.on_message = on_message
-        self._on_unreadable = on_unreadable
-        self.connection = MessageConnection.open(address)
-        self._timer: asyncio.TimerHandle | None = None
-        self._loop, self._descriptor = asyncio.get_running_loop(), self.connection.fileno()
-        self._loop.add_reader(self._descriptor, self.receive)
-
-    def send(self, message: Start | Attach | Stop) -> None:
-        """Sends a message without frames and without blocking. The message is lost if the core has ended."""
-        self.connection.send(encode(message))
-
-    def receive(self) -> None:
-        """Handles all messages that have arrived."""
-        try:
-            for message, frames in self.connection.receive():
-                if self.connection.fileno() >= 0:  # the handler of the last message may have closed it
-                    self.on_message(decode_from_core(message), frames)
-        except EOFError:  # `_watch` reports the end of the process and closes the link, unless the process still runs
-            self._loop.remove_reader(self._descriptor)
-            self._timer = self._timer or self._loop.call_later(_DISCONNECTED_TIMEOUT_S, self._on_unreadable)
-        except Exception:
-            logger.exception("the engine's messages cannot be read")
-            self._loop.remove_reader(self._descriptor)
-            self._on_unreadable()
-
-    def close(self) -> None:
-        """Closes the connection. May be called twice."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if self.connection.fileno() >= 0:
-            self._loop.remove_reader(self._descriptor)
-            self.connection.close()

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from ..protocol.errors import MachineError
+from ..protocol.message_connection import MessageConnection
 from ..protocol.messages import (
     STUCK_EXIT_CODE,
+    Attach,
     ClientMessage,
     Frame,
     FromCore,
@@ -20,9 +22,11 @@ from ..protocol.messages import (
     ModelReady,
     Start,
     Stop,
+    decode_from_core,
     decode_to_core,
+    encode,
 )
-from .dispatcher import CoreLink, OnMessage, Send
+from .dispatcher import Send
 from .engine_process import EngineProcess
 
 if TYPE_CHECKING:
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.engine")
 
+OnMessage = Callable[[FromCore, list[Frame]], None]
 OnLoad = Callable[[LoadResult], None]
 OnExit = Callable[[str], None]
 
@@ -40,6 +45,60 @@ _KILL_TIMEOUT_S: Final = 10.0
 _MAX_UNANSWERED_PINGS: Final = 10
 """Unanswered pings after which a process counts as hung. Pings are counted instead of seconds, because a suspended
 machine or a stopped client sends no pings, and receives the echoes when it continues."""
+_DISCONNECTED_TIMEOUT_S: Final = 5.0
+"""Seconds until a core that has closed its connection but still runs is killed."""
+
+
+class CoreLink:
+    """The connection of a client to an engine in another process. Belongs to one event loop.
+
+    Args:
+        address: Path of the socket of the core.
+        on_message: Called for every message of the core.
+        on_unreadable: Called once when a message cannot be read, which is logged, or when the core has closed the
+            connection but its process still runs.
+
+    Attributes:
+        on_message: Called for every message of the core; may be replaced.
+        connection: The connection.
+
+    Raises:
+        OSError: The core has ended.
+    """
+
+    def __init__(self, address: str, on_message: OnMessage, on_unreadable: Callable[[], None]) -> None:
+        self.on_message = on_message
+        self._on_unreadable = on_unreadable
+        self.connection = MessageConnection.open(address)
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop, self._descriptor = asyncio.get_running_loop(), self.connection.fileno()
+        self._loop.add_reader(self._descriptor, self.receive)
+
+    def send(self, message: Start | Attach | Stop) -> None:
+        """Sends a message without frames and without blocking. The message is lost if the core has ended."""
+        self.connection.send(encode(message))
+
+    def receive(self) -> None:
+        """Handles all messages that have arrived."""
+        try:
+            for message, frames in self.connection.receive():
+                if self.connection.fileno() >= 0:  # the handler of the last message may have closed it
+                    self.on_message(decode_from_core(message), frames)
+        except EOFError:  # `_watch` reports the end of the process and closes the link, unless the process still runs
+            self._loop.remove_reader(self._descriptor)
+            self._timer = self._timer or self._loop.call_later(_DISCONNECTED_TIMEOUT_S, self._on_unreadable)
+        except Exception:
+            logger.exception("the engine's messages cannot be read")
+            self._loop.remove_reader(self._descriptor)
+            self._on_unreadable()
+
+    def close(self) -> None:
+        """Closes the connection. May be called twice."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.connection.fileno() >= 0:
+            self._loop.remove_reader(self._descriptor)
+            self.connection.close()
 
 
 class Heartbeat:

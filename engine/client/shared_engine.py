@@ -12,9 +12,10 @@ from ..protocol.config import EngineConfig
 from ..protocol.messages import Attach, Frame, FromCore, ModelReady, StepResults
 from ..protocol.model_info import ModelInfo
 from .core_supervisor import CoreSupervisor, EngineState
-from .dispatcher import CoreLink, Dispatcher, Send
+from .dispatcher import Dispatcher, Send
 from .engine_process import EngineProcess
 from .replica_group import ReplicaStatus, close_admission
+from .running_core import CoreLink
 from .stats import DispatcherStats
 
 logger = logging.getLogger("penstock.engine")

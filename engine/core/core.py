@@ -29,7 +29,6 @@ from ..protocol.errors import (
     ModelLoadError,
 )
 from ..protocol.messages import (
-    CacheUse,
     ClientMessage,
     Frame,
     FromCore,
@@ -37,15 +36,12 @@ from ..protocol.messages import (
     ModelReady,
     PrefixCacheCleared,
     RequestFailed,
-    StepLoad,
     StepResults,
     SubmitRequest,
     client_number_of,
     unpack_client_message,
 )
-from ..protocol.model_info import ModelInfo
-from ..protocol.tasks import PoolingTask, PoolingType
-from ..scheduling import Allocation, Batch, InputSequence, PrefillChunk, Request, Scheduler, SequencePool, block_keys
+from ..scheduling import Allocation, Batch, InputSequence, PrefillChunk, Request, RequestBuilder, Scheduler
 from .make_scheduler import make_scheduler
 from .runner import CompletedForward, DeviceLostError, DeviceMemoryError, Forward, Runner
 from .step_watch import Step, StepWatch
@@ -183,7 +179,7 @@ class EngineCore:
         self._send(ModelReady(info, self._runner.tokenizer), [])
         if not sequence_pool.is_empty:
             # The metrics of the pool are available from the start.
-            metrics = cache_use(self._scheduler, sequence_pool, Batch()), step_load(self._scheduler, 0, 0)
+            metrics = self._scheduler.cache_use(Batch()), self._scheduler.load(0, 0)
             self._send(StepResults([], 0, 0.0, *metrics), [])
 
     def step(self) -> bool:
@@ -444,8 +440,8 @@ class EngineCore:
             ]
             for forward_time in self._runner.take_times():
                 self._scheduler.chunk_sizes.record(*forward_time)
-            cache = cache_use(self._scheduler, self._runner.sequence_pool, batch)
-            load = step_load(self._scheduler, num_seqs, batch.num_deferred, num_images)
+            cache = self._scheduler.cache_use(batch)
+            load = self._scheduler.load(num_seqs, batch.num_deferred, num_images)
             self._has_freed_memory = False
         headers, frames = pack_results(arrays)
         # The time of overlapping batches counts from the end of the previous one, so that the sum is the device's time.
@@ -453,48 +449,6 @@ class EngineCore:
         if num_tokens:
             step_s, self._ended_s = ended_s - max(started_s, self._ended_s), ended_s
         self._send(StepResults(headers, num_tokens, step_s, cache, load, finished), frames)
-
-
-class RequestBuilder:
-    """Builds the scheduler's records of the requests for one model. Thread-safe.
-
-    Args:
-        block_size: Tokens of a block of the prefix cache; None without a cache.
-        seed: Text that makes block keys differ between models. The adapter of a request is appended, and its namespace,
-            so that the latency of a request does not reveal prefixes sent with other API keys.
-    """
-
-    def __init__(self, info: ModelInfo, block_size: int | None, seed: str) -> None:
-        self._block_size = block_size
-        self._seed = seed.encode()
-        self._pools_last_row = info.sequence_pooling == (PoolingType.LAST,)
-
-    def build(self, submitted: SubmitRequest, now_s: float) -> Request:
-        """Returns the request, with one sequence per input. `now_s`: seconds, monotonic time of its arrival."""
-        request_id, params, inputs, priority, timeout_s, client, namespace = submitted
-        deadline_s = None if timeout_s is None else now_s + timeout_s
-        # If only the last row is pooled, the prefix cache may replace the rows before it.
-        needs_last_row = self._pools_last_row and params.task not in (
-            PoolingTask.TOKEN_EMBED,
-            PoolingTask.TOKEN_CLASSIFY,
-        )
-        request = Request(request_id, params, now_s, priority, deadline_s, client, needs_last_row)
-        # Neither the path of a model nor the name of an adapter has these bytes.
-        seed = self._seed if params.adapter is None else self._seed + b"\1" + params.adapter.encode()
-        seed = seed + b"\0" + namespace.encode() if namespace else seed
-        block_size = self._block_size
-        request.sequences = [
-            InputSequence(
-                sequence_id=(request_id, index),
-                prompt=tokens,
-                num_tokens=len(tokens.token_ids),
-                request=request,
-                index=index,
-                block_keys=() if block_size is None else block_keys(tokens.token_ids, block_size, seed),
-            )
-            for index, tokens in enumerate(inputs)
-        ]
-        return request
 
 
 def not_finite(chunks: Sequence[PrefillChunk], outputs: BatchOutputs) -> Iterator[InputSequence]:
@@ -535,38 +489,3 @@ def results_of(chunks: Sequence[PrefillChunk], outputs: BatchOutputs, started_s:
         )
         arrays.append(results.pick([position for position, index in enumerate(indices) if are_live[index]]))
     return [results for results in arrays if results.request_ids]
-
-
-def step_load(scheduler: Scheduler, num_seqs: int, num_deferred: int, num_images: int = 0) -> StepLoad:
-    """Returns the metrics of a step and of the waiting sequences.
-
-    Args:
-        scheduler: The caller holds its lock.
-        num_seqs: Sequences that ran.
-        num_deferred: Waiting sequences that did not fit into the batch.
-        num_images: Images of the sequences that ran.
-    """
-    waiting = scheduler.waiting
-    budget = scheduler.chunk_sizes.forward_tokens(scheduler.token_budget)
-    return StepLoad(num_seqs, budget, waiting.num_seqs, waiting.num_tokens, num_deferred, num_images)
-
-
-def cache_use(scheduler: Scheduler, sequence_pool: SequencePool, batch: Batch) -> CacheUse | None:
-    """Returns the metrics of the sequence memory and of the chunks of a batch; None if nothing runs in chunks.
-
-    Args:
-        scheduler: The caller holds its lock.
-        sequence_pool: The sequence memory.
-        batch: The batch that ran.
-    """
-    if sequence_pool.is_empty:
-        return None
-    return CacheUse(
-        usage=sequence_pool.usage,
-        memory_pressure=scheduler.memory_pressure,
-        chunk_tokens=max((chunk.num_tokens for chunk in batch.chunks if chunk.sequence.is_long), default=0),
-        prefix_queried_tokens_total=sequence_pool.prefix_query_tokens,
-        prefix_hit_tokens_total=sequence_pool.prefix_hit_tokens,
-        num_evicted_blocks_total=sequence_pool.num_evicted_blocks,
-        chunks=scheduler.prefill.statistics(),
-    )

@@ -4,7 +4,7 @@ from .cache_spec import CacheSpec, KvLayerSpec, PoolPlan, SsmLayerSpec, plan_poo
 from .chunked_prefill import ChunkedPrefillManager, ChunkStateError, chunk_prompt, create_prefill_manager
 from .kv_cache_pool import KvCachePool, PrefixCache, block_keys
 from .scheduler import Scheduler
-from .sequence import Batch, ChunkState, InputSequence, PrefillChunk, Request, Status
+from .sequence import Batch, ChunkState, InputSequence, PrefillChunk, Request, RequestBuilder, Status
 from .sequence_pool import Allocation, SequencePool, SsmStatePool
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "PrefillChunk",
     "PrefixCache",
     "Request",
+    "RequestBuilder",
     "Scheduler",
     "SequencePool",
     "SsmLayerSpec",

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from ..protocol.config import ChunkedPrefillConfig
+from ..protocol.messages import CacheUse, StepLoad
 from .chunked_prefill import ChunkedPrefillManager, ChunkSizeController
 from .fair_queue import FairQueue, group_by_length
 from .sequence import Batch, ForwardBudget, InputSequence, PrefillChunk, Request, Status
@@ -220,6 +221,32 @@ class Scheduler:
         min_tokens = self._max_seq_len if self._pool.is_empty else max(self._full_budget // MAX_BUDGET_REDUCTION, 1)
         self.token_budget = min(self.token_budget, max(token_budget, min_tokens))
         self._num_steps_without_oom = 0
+
+    def load(self, num_seqs: int, num_deferred: int, num_images: int = 0) -> StepLoad:
+        """Returns the metrics of a step and of the waiting sequences.
+
+        Args:
+            num_seqs: Sequences that ran.
+            num_deferred: Waiting sequences that did not fit into the batch.
+            num_images: Images of the sequences that ran.
+        """
+        waiting, budget = self.waiting, self.chunk_sizes.forward_tokens(self.token_budget)
+        return StepLoad(num_seqs, budget, waiting.num_seqs, waiting.num_tokens, num_deferred, num_images)
+
+    def cache_use(self, batch: Batch) -> CacheUse | None:
+        """Returns the metrics of the sequence memory and of the chunks of a batch; None if nothing runs in chunks."""
+        pool = self._pool
+        if pool.is_empty:
+            return None
+        return CacheUse(
+            usage=pool.usage,
+            memory_pressure=self.memory_pressure,
+            chunk_tokens=max((chunk.num_tokens for chunk in batch.chunks if chunk.sequence.is_long), default=0),
+            prefix_queried_tokens_total=pool.prefix_query_tokens,
+            prefix_hit_tokens_total=pool.prefix_hit_tokens,
+            num_evicted_blocks_total=pool.num_evicted_blocks,
+            chunks=self.prefill.statistics(),
+        )
 
     def _short_window(self, now_s: float, batch: Batch) -> list[InputSequence]:
         """Expires and then returns the next short sequences, best first.

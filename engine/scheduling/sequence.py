@@ -11,7 +11,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from ..protocol.messages import SubmitRequest
+from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
+from ..protocol.tasks import PoolingTask, PoolingType
+from .kv_cache_pool import block_keys
 from .sequence_pool import Allocation
 
 
@@ -166,6 +170,48 @@ class Request:
     started_s: float | None = None  # Seconds, monotonic: when its first forward started
     due: float = 0.0  # sort key within its client; see FairQueue
     number: int = 0  # number of the request in order of arrival
+
+
+class RequestBuilder:
+    """Builds the scheduler's records of the requests for one model. Thread-safe.
+
+    Args:
+        block_size: Tokens of a block of the prefix cache; None without a cache.
+        seed: Text that makes block keys differ between models. The adapter of a request is appended, and its namespace,
+            so that the latency of a request does not reveal prefixes sent with other API keys.
+    """
+
+    def __init__(self, info: ModelInfo, block_size: int | None, seed: str) -> None:
+        self._block_size = block_size
+        self._seed = seed.encode()
+        self._pools_last_row = info.sequence_pooling == (PoolingType.LAST,)
+
+    def build(self, submitted: SubmitRequest, now_s: float) -> Request:
+        """Returns the request, with one sequence per input. `now_s`: seconds, monotonic time of its arrival."""
+        request_id, params, inputs, priority, timeout_s, client, namespace = submitted
+        deadline_s = None if timeout_s is None else now_s + timeout_s
+        # If only the last row is pooled, the prefix cache may replace the rows before it.
+        needs_last_row = self._pools_last_row and params.task not in (
+            PoolingTask.TOKEN_EMBED,
+            PoolingTask.TOKEN_CLASSIFY,
+        )
+        request = Request(request_id, params, now_s, priority, deadline_s, client, needs_last_row)
+        # Neither the path of a model nor the name of an adapter has these bytes.
+        seed = self._seed if params.adapter is None else self._seed + b"\1" + params.adapter.encode()
+        seed = seed + b"\0" + namespace.encode() if namespace else seed
+        block_size = self._block_size
+        request.sequences = [
+            InputSequence(
+                sequence_id=(request_id, index),
+                prompt=tokens,
+                num_tokens=len(tokens.token_ids),
+                request=request,
+                index=index,
+                block_keys=() if block_size is None else block_keys(tokens.token_ids, block_size, seed),
+            )
+            for index, tokens in enumerate(inputs)
+        ]
+        return request
 
 
 @dataclass(slots=True)

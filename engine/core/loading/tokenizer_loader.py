@@ -49,30 +49,64 @@ def load_tokenizer(
         UnsupportedModelError: The model has no tokenizer that the `tokenizers` library can run.
         ModelLoadError: The tokenizer.json is damaged.
     """
-    folder = Path(info.path).parent if is_gguf(info.path) else Path(info.path)
-    is_static = info.model_type in STATIC_MODEL_TYPES
-    try:
-        if is_static:
-            tokenizer = read_static_tokenizer(info)
-        elif is_gguf(info.path) and not (folder / "tokenizer.json").exists():
-            tokenizer = build_gguf_tokenizer(Path(info.path))
-        else:
-            tokenizer = read_tokenizer(info, folder)
-    except NotBuiltHereError as why:
-        logger.info("reading the tokenizer of %s with transformers, which takes a second: %s.", info.name, why)
-        with needs_torch(f"the tokenizer of {info.name}", str(why)):
-            tokenizer = _load_with_transformers(info, folder, trust_remote_code)
+    tokenizer = _read(info, trust_remote_code=trust_remote_code)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if info.multi_vector is not None:
         register_markers(tokenizer, info.multi_vector)
+    sample_ids = _usable_sample(tokenizer, info)
+    backend = tokenizer.backend
+    LongText.of(info, SpecialTokens.of(backend))  # raises an error for settings that do not fit the tokenizer
+    template = chat_template_of(tokenizer)
+    return TokenizerSpec(
+        json=backend.to_str(),
+        truncation_side=tokenizer.truncation_side,
+        uses_token_types=_uses_token_types(tokenizer, info),
+        sample_ids=sample_ids,
+        score_template=_score_template(tokenizer, info, chat_template),
+        chat_template=template,
+        multi_vector_tokens=find_multi_vector_tokens(tokenizer, info),
+        end_id=_end_id(tokenizer, info),
+        padding=_padding(tokenizer, info),
+        input_prompts=input_prompts(info, backend, template, tokenizer.special_tokens_map),
+        dropped_id=unknown_id(backend) if info.model_type == MODEL2VEC else None,
+        chars_per_token=_median_length(backend) if info.model_type == MODEL2VEC else None,
+        config=_config(tokenizer),
+    )
+
+
+def _read(info: ModelInfo, *, trust_remote_code: bool) -> LoadedTokenizer:
+    folder = _folder(info)
+    try:
+        if info.model_type in STATIC_MODEL_TYPES:
+            return read_static_tokenizer(info)
+        if is_gguf(info.path) and not (folder / "tokenizer.json").exists():
+            return build_gguf_tokenizer(Path(info.path))
+        return read_tokenizer(info, folder)
+    except NotBuiltHereError as why:
+        logger.info("reading the tokenizer of %s with transformers, which takes a second: %s.", info.name, why)
+        with needs_torch(f"the tokenizer of {info.name}", str(why)):
+            return _load_with_transformers(info, folder, trust_remote_code)
+
+
+def _folder(info: ModelInfo) -> Path:
+    return Path(info.path).parent if is_gguf(info.path) else Path(info.path)
+
+
+def _usable_sample(tokenizer: LoadedTokenizer, info: ModelInfo) -> tuple[int, ...]:
+    """Returns the ids of a sample text that the model has embeddings for. Warns of settings that do not fit together.
+
+    Raises:
+        UnsupportedModelError: The tokenizer cannot read the text, knows no word of it, or does not fit the model.
+    """
     backend = tokenizer.backend
     try:
-        sample_ids, type_ids = backend.encode(_SAMPLE).ids, backend.encode("a", "b").type_ids
-        special_tokens = SpecialTokens.of(backend)
+        sample_ids = backend.encode(_SAMPLE).ids
+        backend.encode("a", "b")
     except Exception as error:  # the tokenizers library raises Exception
+        path = _folder(info) / "tokenizer.json"
         raise UnsupportedModelError(
-            f"The tokenizer of {info.name} ({folder / 'tokenizer.json'}) cannot read a text: {one_line(error)}"
+            f"The tokenizer of {info.name} ({path}) cannot read a text: {one_line(error)}"
         ) from error
     if set(sample_ids) <= set(tokenizer.all_special_ids):
         raise UnsupportedModelError(
@@ -98,29 +132,20 @@ def load_tokenizer(
             "tokenizer.json takes precedence, as in transformers 5.",
             info.name,
         )
-    LongText.of(info, special_tokens)  # raises an error for settings that do not fit the tokenizer
-    uses_token_types = "token_type_ids" in tokenizer.model_input_names and info.config.get("type_vocab_size", 2) > 1
-    if uses_token_types and type_ids != sorted(type_ids):
+    return usable_ids
+
+
+def _uses_token_types(tokenizer: LoadedTokenizer, info: ModelInfo) -> bool:
+    """Whether the second text of a pair has another token type. Raises UnsupportedModelError if the types are mixed."""
+    if "token_type_ids" not in tokenizer.model_input_names or info.config.get("type_vocab_size", 2) <= 1:
+        return False
+    type_ids = tokenizer.backend.encode("a", "b").type_ids
+    if type_ids != sorted(type_ids):
         raise UnsupportedModelError(
             f"The tokenizer of {info.name} mixes token types within a text; "
             "penstock supports one block of type 0, then one of type 1."
         )
-    template = chat_template_of(tokenizer)
-    return TokenizerSpec(
-        json=backend.to_str(),
-        truncation_side=tokenizer.truncation_side,
-        uses_token_types=uses_token_types,
-        sample_ids=usable_ids,
-        score_template=_score_template(tokenizer, info, chat_template),
-        chat_template=template,
-        multi_vector_tokens=find_multi_vector_tokens(tokenizer, info),
-        end_id=info.vocab_size if is_static else _end_id(tokenizer, info.vocab_size),  # StaticTable's row of zeros
-        padding=_padding(tokenizer, info),
-        input_prompts=input_prompts(info, backend, template, tokenizer.special_tokens_map),
-        dropped_id=unknown_id(backend) if info.model_type == MODEL2VEC else None,
-        chars_per_token=_median_length(backend) if info.model_type == MODEL2VEC else None,
-        config=_config(tokenizer),
-    )
+    return True
 
 
 def _median_length(backend: Tokenizer) -> int:
@@ -176,10 +201,12 @@ def _padding(tokenizer: LoadedTokenizer, info: ModelInfo) -> TextPadding | None:
     return TextPadding(token_id=token_id, length=length, side=tokenizer.padding_side)
 
 
-def _end_id(tokenizer: LoadedTokenizer, vocab_size: int) -> int | None:
-    """Returns the end, padding or start token: the first one with an embedding."""
+def _end_id(tokenizer: LoadedTokenizer, info: ModelInfo) -> int | None:
+    """Returns the end, padding or start token: the first one with an embedding. Static: the row of zeros."""
+    if info.model_type in STATIC_MODEL_TYPES:
+        return info.vocab_size
     ids = (tokenizer.special_id(name) for name in ("eos_token", "pad_token", "bos_token"))
-    return next((token_id for token_id in ids if token_id is not None and 0 <= token_id < vocab_size), None)
+    return next((token_id for token_id in ids if token_id is not None and 0 <= token_id < info.vocab_size), None)
 
 
 def _has_add_eos_token(info: ModelInfo) -> bool:

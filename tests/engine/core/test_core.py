@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from penstock.engine.core.core import EngineCore, RequestBuilder
+from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError
 from penstock.engine.protocol.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.protocol.messages import (
@@ -24,7 +24,7 @@ from penstock.engine.protocol.messages import (
     first_request_id,
 )
 from penstock.engine.protocol.request import TokenizedInput
-from penstock.engine.scheduling import InputSequence, PrefillChunk
+from penstock.engine.scheduling import InputSequence, PrefillChunk, RequestBuilder
 
 from ...clock import Clock
 from ...waiting import wait_until
