@@ -38,15 +38,6 @@ def test_embeddings_equal_sentence_transformers(client, truth) -> None:
     assert answer.usage.prompt_tokens == answer.usage.total_tokens > len(TEXTS)
 
 
-def test_text_alone_in_a_batch_and_as_ids_has_one_vector(client) -> None:
-    in_batch = embed(client, TEXTS)
-    alone = np.concatenate([embed(client, text) for text in TEXTS])
-    np.testing.assert_allclose(alone, in_batch, atol=1e-6)
-    ids = [[101, 2460, 102], [101, 102]]  # [CLS] short [SEP], and the empty text
-    np.testing.assert_allclose(embed(client, ids), in_batch[[1, 2]], atol=1e-6)
-    np.testing.assert_allclose(embed(client, ids[0]), in_batch[[1]], atol=1e-6)
-
-
 def test_integers_bits_and_bytes_are_decoded(client, truth) -> None:
     expected = truth(TEXTS)
     integers = embed(client, TEXTS, encoding_format="int8")
