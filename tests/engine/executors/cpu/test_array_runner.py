@@ -16,6 +16,7 @@ from penstock.engine.core.loading.cpu_kernels import load_array_dense, load_arra
 from penstock.engine.core.loading.weights_loader import load_dense, load_model, load_token_heads
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import DeviceMemoryError
+from penstock.engine.executors.cpu.array_encoder import ArrayEncoder
 from penstock.engine.executors.cpu.array_head import DENSE_ACTIVATIONS
 from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.protocol.config import EngineConfig
@@ -24,9 +25,9 @@ from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind,
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling, TokenHeadFiles
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
-from penstock.engine.protocol.tasks import PoolingTask
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import InputSequence, PrefillChunk, Request
-from penstock.kernels.cpu import CpuKernelError, CpuLibrary
+from penstock.kernels.cpu import CpuKernelError, CpuLibrary, KeptRows
 
 from ..families import ENCODER_SIZES as SIZES, ENCODERS, boundaries_of, chosen
 
@@ -213,3 +214,23 @@ def test_runner_serves_after_a_memory_error(library, save_model, resolve, inputs
     monkeypatch.undo()
     assert runners.arrays.free_tokens() > 0
     assert runners.arrays.execute(batch).is_finite.all()
+
+
+@pytest.mark.parametrize(
+    ("pooling", "kept"),
+    [(PoolingType.CLS, KeptRows.FIRST), (PoolingType.LAST, KeptRows.LAST), (PoolingType.MEAN, KeptRows.ALL)],
+)
+def test_last_layer_runs_for_pooled_rows_only(pooling, kept, library, save_model, resolve, inputs, monkeypatch):
+    info = replace(bert(save_model, resolve), sequence_pooling=(pooling,))
+    runner = Runners(info, library, [replace(one, num_prompt_tokens=0) for one in inputs])
+    found, begin = [], ArrayEncoder.begin
+
+    def record(encoder: ArrayEncoder, *arguments: Any, kept: KeptRows, **options: Any) -> Any:
+        found.append(kept)
+        return begin(encoder, *arguments, kept=kept, **options)
+
+    monkeypatch.setattr(ArrayEncoder, "begin", record)
+    embed, token_embed = (PoolingParams().resolved(task, info) for task in (EMBED, TOKEN_EMBED))
+    for params in ([embed], [token_embed], [embed, token_embed]):
+        runner.arrays.execute(runner.batch(params))
+    assert found == [kept, KeptRows.ALL, KeptRows.ALL]
