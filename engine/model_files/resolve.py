@@ -24,15 +24,14 @@ from .adapters import base_config, resolve_adapters
 from .architecture import DECODER_MODEL_TYPES, resolve_architecture, resolve_classes
 from .draft import ModelDraft, merged
 from .gguf import GgufModel
+from .image_models import resolve_vision_language, tower_configs, with_image
 from .image_processor import read_image_spec
 from .length_limits import resolve_long_text, resolve_max_model_len
 from .model_folder import as_load_error, is_gguf, locate_model, no_model_error, read_object
 from .quantization import check_quantization
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles, read_modules
 from .static_files import read_model2vec_modules, read_static_config
-from .two_towers import tower_configs, with_image
 from .vector_outputs import read_stanford_modules, resolve_matryoshka, resolve_multi_vector, resolve_sparse
-from .vision_language import resolve_vision_language
 
 _POOLER_FLAG: Final = "--pooler-config"
 _INSTRUCTOR_MODELS: Final = ("hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp/instructor-xl")

@@ -70,8 +70,8 @@ class RequestHeader(msgspec.Struct, array_like=True, gc=False):
 class InputColumns(msgspec.Struct, array_like=True):
     """The inputs of all requests of a message, one list per field; see TokenizedInput.
 
-    `queries` are indices into ClientMessage.query_shapes; -1 for none. For each image of an input, `with_images` has
-    the index of the input, and `images` the index of the image in ClientMessage.grids.
+    `queries` are indices into ClientMessage.query_shapes; -1 for none. For each image of an input, `image_inputs`
+    has the index of the input, and `image_indices` the index of the image in ClientMessage.grids.
     """
 
     num_tokens: list[int] = []
@@ -79,8 +79,8 @@ class InputColumns(msgspec.Struct, array_like=True):
     num_prompt_tokens: list[int] = []
     num_masked: list[int] = []
     queries: list[int] = []
-    with_images: list[int] = []
-    images: list[int] = []
+    image_inputs: list[int] = []
+    image_indices: list[int] = []
 
 
 class ClientMessage(msgspec.Struct, tag=True):
@@ -347,8 +347,8 @@ class ClientMessageBuilder:
             num_prompt_tokens=[tokens.num_prompt_tokens for tokens in inputs],
             num_masked=[tokens.num_masked for tokens in inputs],
             queries=[-1 if tokens.query is None else query_index[id(tokens.query)] for tokens in inputs],
-            with_images=[index for index, _ in pictured],
-            images=[image_index[id(image)] for _, image in pictured],
+            image_inputs=[index for index, _ in pictured],
+            image_indices=[image_index[id(image)] for _, image in pictured],
         )
         arrays = [tokens.token_ids for tokens in inputs]
         arrays += [np.ascontiguousarray(query, np.float32).view(np.int32).ravel() for query in queries.values()]
@@ -403,7 +403,7 @@ def unpack_client_message(message: ClientMessage, frame: Frame) -> list[SubmitRe
             strict=True,
         )
     ]
-    for index, image in zip(columns.with_images, columns.images, strict=True):
+    for index, image in zip(columns.image_inputs, columns.image_indices, strict=True):
         inputs[index].images += (images[image],)
     requests = []
     first = 0

@@ -33,7 +33,7 @@ from ...protocol.errors import WeightError
 from ...protocol.model_info import ModelInfo
 from ...protocol.tasks import PoolingType
 from .array_head import HeadSteps
-from .images import AttentionPool, PatchEmbedding
+from .image_layers import AttentionPool, PatchEmbedding
 
 # Names as in executors/torch/layers/linear.py. Models with other activations run on torch.
 _ACTIVATIONS: Final[dict[str, ActivationCode]] = {

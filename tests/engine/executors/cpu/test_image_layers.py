@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock.engine.executors.cpu.images import AttentionPool, PatchEmbedding, resized_grid
+from penstock.engine.executors.cpu.image_layers import AttentionPool, PatchEmbedding, resized_grid
 from penstock.engine.protocol.images import ImagePatches, ImageResize, ImageSpec
 from penstock.kernels.cpu import ActivationCode, CpuKernelError, CpuLibrary, LinearWeights, NormWeights
 
