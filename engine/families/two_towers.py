@@ -1,6 +1,6 @@
 """CLIP, SigLIP and SigLIP 2: an encoder of texts and an encoder of images with vectors in one space.
 
-Each encoder ("tower") is a family of its own; model_files/two_towers.py splits the config.json of a whole model.
+Each encoder ("tower") is a family of its own; model_files/image_models.py splits the config.json of a whole model.
 
 Sources: Radford et al., CLIP (arXiv 2103.00020); Zhai et al., SigLIP (2303.15343); Tschannen et al., SigLIP 2
 (2502.14786). Defaults are those of transformers 5.23.

@@ -6,8 +6,8 @@ import pytest
 
 from penstock.engine.families.registry import FAMILIES
 from penstock.engine.families.vision_language import VISION_LANGUAGE
-from penstock.engine.model_files.reranker import find_preset
 from penstock.engine.model_files.image_models import TWO_TOWER_TYPES
+from penstock.engine.model_files.reranker import find_preset
 from penstock.server.commands import cli
 from penstock.server.commands.known_models import TASKS, find_models, reference_page
 
