@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from penstock.engine.checkpoint.files import read_header
-from penstock.engine.model_files.gguf import read_gguf
 from penstock.engine.model_files.model_folder import is_gguf
 from penstock.engine.protocol.errors import WeightError
 
@@ -74,6 +73,10 @@ def _num_parameters(path: Path) -> int:
     """Returns the number of parameters in the header of a file; 0 for a damaged file."""
     try:
         if is_gguf(path):
+            from penstock.engine.model_files.gguf import (
+                read_gguf,
+            )  # imports numpy, which `penstock --help` does not need
+
             return sum(math.prod(tensor.shape) for tensor in read_gguf(path).tensors.values())
         entries = read_header(path).items()
         return sum(
