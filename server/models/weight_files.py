@@ -73,9 +73,8 @@ def _num_parameters(path: Path) -> int:
     """Returns the number of parameters in the header of a file; 0 for a damaged file."""
     try:
         if is_gguf(path):
-            from penstock.engine.model_files.gguf import (
-                read_gguf,
-            )  # imports numpy, which `penstock --help` does not need
+            # `penstock --help` imports this module, but must not load numpy.
+            from penstock.engine.model_files.gguf import read_gguf
 
             return sum(math.prod(tensor.shape) for tensor in read_gguf(path).tensors.values())
         entries = read_header(path).items()
