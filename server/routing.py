@@ -17,10 +17,14 @@ from starlette.types import Scope
 from penstock.engine import EngineError
 
 from .dialects import DIALECT, DIALECTS, OPENAI, SHARED_RESPONSES, Dialect, Responses
-from .http.json_bodies import UNSUPPORTED_FIELDS, BodyParser, JsonBody, parsed
+from .http.json_bodies import JsonBody
+from .http.json_reader import BodyParser, parsed
 
 ACCESS: Final = "penstock.access"
 """Scope key of the Access of a request's route."""
+
+UNSUPPORTED_FIELDS: Final = frozenset({"mm_processor_kwargs", "preset", "relevant_spans"})
+"""Fields of vLLM, Cohere and Voyage that change the response but are fields of no body. They are rejected."""
 
 Endpoint = Callable[..., Coroutine[Any, Any, Response]]
 E = TypeVar("E", bound=Endpoint)

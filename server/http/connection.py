@@ -5,8 +5,12 @@ endless trailers would fill the memory. It drops the response if the client clos
 a head that offers an upgrade to HTTP/2 (Java's HttpClient sends it), so the body would be lost. Here the server ignores
 the offer and responds in HTTP/1.1 (RFC 9110, section 7.8).
 
+uvicorn also parses all received bytes into requests, and continues to read whenever an application reads a body. It
+would hold thousands of pipelined requests of one client, with their bodies. ReadAhead holds a bounded number of bytes.
+
 The methods of Connection are in the order of a connection's life: open, bytes, head, body, response, end. The parser
-calls the methods `on_message_begin`, `on_headers_complete`, `on_body` and `on_message_complete`.
+calls the methods `on_message_begin`, `on_headers_complete`, `on_body` and `on_message_complete`. ResponseWriter
+(response_writer.py) writes the response.
 """
 
 from __future__ import annotations
@@ -18,16 +22,18 @@ import re
 import termios
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
+from socket import SO_ERROR, SOL_SOCKET
 from typing import Any, Final, NamedTuple, Self, cast
 
 import httptools
 from starlette.types import Scope
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from .streams import INTERIM, INTERIM_AFTER_S, PARSE_BYTES, CloseDelimited, HalfClose, ReadAhead, ResponseWriter
+from .response_writer import CloseDelimited, ResponseWriter
 
 MAX_OVERHEAD_BYTES: Final = 64 * 1024
 """Maximum bytes of a head, of trailers, or of chunk framing between two parts of a body."""
@@ -37,6 +43,16 @@ DISCARD_BODY: Final = "penstock.discard_body"
 """Scope key of a function that frees the received bytes of the body and discards later ones. Other servers lack it."""
 SLOW_BODY: Final = "penstock.slow_body"
 """Scope key of the error message for a slow body. The next read of the body raises the error."""
+MAX_AHEAD_BYTES: Final = 64 * 1024
+"""Maximum bytes of later requests. Above it, reading pauses until the response to the running request is sent."""
+PARSE_BYTES: Final = 2048
+"""Bytes per parser call, except in bodies of known length. They contain at most a hundred requests."""
+INTERIM_AFTER_S: Final = 1.0
+"""Seconds after the end of a request until an interim response is sent. Most responses have been sent by then."""
+INTERIM: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""The interim response that most clients accept."""
+_MIN_PAUSE_S: Final = 0.05
+_MAX_PAUSE_S: Final = 1.0
 _UPGRADE_HEADERS: Final = frozenset((b"upgrade", b"http2-settings"))
 _HOST: Final = re.compile(rb"[A-Za-z0-9\-._~!$&'()*+,;=%:\[\]]*")
 _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -411,3 +427,75 @@ def _host_error(headers: list[tuple[bytes, bytes]], version: str) -> str | None:
         return "The request has no Host header." if version == "1.1" else None
     # The parser keeps trailing spaces, which are not part of the value (RFC 9112, section 5).
     return None if _HOST.fullmatch(host.strip(b" \t")) else "The Host header is not valid."
+
+
+class ReadAhead(FlowControl):
+    """Buffers bytes of requests that wait for earlier responses. Pauses reading while the buffer is full.
+
+    Attributes:
+        buffer: Bytes that were received and not parsed yet.
+    """
+
+    def __init__(self, transport: object) -> None:
+        super().__init__(transport)  # type: ignore[arg-type]
+        self.buffer = bytearray()
+
+    def put(self, data: bytes) -> None:
+        """Appends received bytes."""
+        self.buffer += data
+        if self._is_full:
+            self.pause_reading()
+
+    def take(self, num_bytes: int) -> bytes:
+        """Removes and returns the next `num_bytes` bytes, or all bytes if there are fewer."""
+        was_full = self._is_full
+        with memoryview(self.buffer) as view:
+            part = bytes(view[:num_bytes])
+        del self.buffer[:num_bytes]
+        if was_full:
+            self.resume_reading()
+        return part
+
+    def resume_reading(self) -> None:
+        """Resumes reading unless the buffer is full."""
+        if self.read_paused and not self._is_full:
+            super().resume_reading()
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.buffer) > MAX_AHEAD_BYTES
+
+
+class HalfClose:
+    """Closes a half-closed connection when its client disconnects, which cancels the client's requests.
+
+    Until the server writes, a client that has closed the connection looks like one that has closed only its sending
+    side (`nc -N`, TCP proxies). A long request therefore gets an interim response, which HTTP/1.1 allows at any time
+    before the final response.
+
+    Args:
+        transport: Transport of the connection, without TLS: TLS connections cannot be half-closed.
+        send_interim: Sends the interim response if that is allowed now.
+        wait_s: Seconds until `send_interim` is called.
+    """
+
+    def __init__(self, transport: asyncio.Transport, send_interim: Callable[[], None], wait_s: float) -> None:
+        self._transport = transport
+        self._send_interim = send_interim
+        self._pause_s = _MIN_PAUSE_S
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_later(max(wait_s, 0.0), self._begin)
+
+    def _begin(self) -> None:
+        if not self._transport.is_closing():
+            self._send_interim()
+            self._loop.call_later(self._pause_s, self._check)
+
+    def _check(self) -> None:
+        if self._transport.is_closing():
+            return
+        if self._transport.get_extra_info("socket").getsockopt(SOL_SOCKET, SO_ERROR):
+            self._transport.abort()
+            return
+        self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
+        self._loop.call_later(self._pause_s, self._check)

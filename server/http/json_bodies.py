@@ -1,33 +1,19 @@
-"""Base class and parser of request bodies. On a shared path, the keys of a body determine its dialect.
-
-Body = Annotated[
-    Annotated[RerankRequest, Tag(DEFAULT_TAG)] | Annotated[TeiRerankRequest, Tag(TEI_TAG)],
-    by_keys({"texts": TEI_TAG}, otherwise=DEFAULT_TAG),
-]
-"""
+"""JsonBody, the base class of request bodies, and its rule for unknown keys: a typing error is an error."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, TypeVar, get_args
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Final
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Discriminator, GetJsonSchemaHandler, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
-from starlette.types import Scope
 
-from ..errors import COHERE_TAG, DEFAULT_TAG, MAX_SHOWN_ERRORS, TEI_TAG, quote_names
+from ..errors import DEFAULT_TAG, MAX_SHOWN_ERRORS, quote_names
 
-IGNORED_FIELDS: Final = "penstock.ignored_fields"
-"""Scope key of the unknown keys of a body that the server ignored, as names for a header and the log."""
-UNSUPPORTED_FIELDS: Final = frozenset({"mm_processor_kwargs", "preset", "relevant_spans"})
-"""Fields of vLLM, Cohere and Voyage that change the response but are fields of no body. They are rejected."""
 MAX_IGNORED_FIELDS: Final = 32
 """A body with more unknown keys is rejected: comparing each with all known keys takes 10 us per pair."""
-_MAX_NAME_CHARS: Final = 40
-_NOT_IN_HEADERS: Final = re.compile(r"[^\w.\[\]-]", re.ASCII)
 
 
 class JsonBody(BaseModel):
@@ -114,9 +100,6 @@ class JsonBody(BaseModel):
         return schema
 
 
-Body = TypeVar("Body", bound=JsonBody)
-
-
 def _hint(name: str, known: Sequence[str]) -> str:
     meant = _closest(name, known)
     return (
@@ -151,96 +134,3 @@ def _is_within(a: str, b: str, edits: int) -> bool:
         or _is_within(a, b[1:], edits - 1)
         or (a[:2] == b[1::-1] and _is_within(a[2:], b[2:], edits - 1))
     )
-
-
-def _note_unknown_keys(body: JsonBody, sent: Any, scope: Scope) -> None:
-    """Handles the unknown keys of a body as --unknown-fields states. See JsonBody.check_keys for errors."""
-    state = scope["app"].state
-    policy = state.context.settings.unknown_fields
-    names = body.check_keys(sent, None if policy == "reject" else state.routes.field_keys)
-    if names and policy == "warn":
-        scope[IGNORED_FIELDS] = [_NOT_IN_HEADERS.sub("?", name[:_MAX_NAME_CHARS]) for name in names]
-
-
-def parsed(schema: type[Body], body: object, scope: Scope) -> Body:
-    """Returns a body as `schema`. Raises RequestValidationError; see `invalid_body` and `JsonBody.check_keys`."""
-    try:
-        checked = schema.model_validate(body)
-    except ValidationError as error:
-        raise invalid_body(error, body) from error
-    _note_unknown_keys(checked, body, scope)
-    return checked
-
-
-class BodyParser:
-    """Parses the bodies of one route.
-
-    Args:
-        annotation: Annotation of the route's parameter `body`: a schema, a union with a discriminator, or dict.
-
-    Attributes:
-        tag_of: See `tag_rule`.
-        field_keys: Keys of all fields of its schemas.
-    """
-
-    def __init__(self, annotation: Any) -> None:
-        adapter = TypeAdapter[Any](annotation)
-        self._validate = adapter.validator.validate_python
-        self._has_schema = adapter.core_schema["type"] != "dict"
-        self.tag_of = tag_rule(annotation)
-        self.field_keys = frozenset(key for schema in _schemas(annotation) for key in schema.field_keys())
-
-    def parse(self, value: Any, scope: Scope) -> Any:
-        """Returns a body, or a dict if there is no schema. Raises RequestValidationError; see `parsed`."""
-        try:
-            body = self._validate(value)
-        except ValidationError as error:
-            raise invalid_body(error, value) from error
-        if self._has_schema and (body.__pydantic_extra__ or body.nested_keys):
-            _note_unknown_keys(body, value, scope)
-        return body
-
-
-def _schemas(annotation: Any) -> Iterator[type[JsonBody]]:
-    """Yields the schemas of an annotation; see BodyParser."""
-    if isinstance(annotation, type) and issubclass(annotation, JsonBody):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _schemas(part)
-
-
-def invalid_body(error: ValidationError, body: object) -> RequestValidationError:
-    """Returns the same error that FastAPI raises for invalid bodies."""
-    errors = [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors(include_url=False)]
-    keys = [name for name, value in body.items() if value is not None] if isinstance(body, dict) else []
-    return RequestValidationError(errors, body=keys)
-
-
-def tag_rule(schema: Any) -> Callable[[Any], str]:
-    """Returns a function that maps a body to its tag: the annotation's discriminator, or always DEFAULT_TAG."""
-    for mark in getattr(schema, "__metadata__", ()):
-        if isinstance(mark, Discriminator) and callable(mark.discriminator):
-            tag_of: Callable[[Any], str] = mark.discriminator  # type: ignore[assignment]  # this package's discriminators return str
-            return tag_of
-    return lambda _: DEFAULT_TAG
-
-
-def embed_dialect(body: Any) -> str:
-    """Returns the tag of a body of /embed. Cohere's body has `texts`, or `inputs` with objects of contents."""
-    if not isinstance(body, dict):
-        return TEI_TAG
-    inputs = body.get("inputs")
-    first = inputs[0] if isinstance(inputs, list) and inputs else None
-    has_contents = isinstance(first, dict) and "content" in first
-    return COHERE_TAG if has_contents or body.get("texts") is not None else TEI_TAG
-
-
-def by_keys(tags: Mapping[str, str], *, otherwise: str) -> Discriminator:
-    """Returns a discriminator: the tag of the first of these keys with a value other than null, or else `otherwise`."""
-
-    def tag_of(body: Any) -> str:
-        if not isinstance(body, dict):
-            return otherwise
-        return next((tag for key, tag in tags.items() if body.get(key) is not None), otherwise)
-
-    return Discriminator(tag_of)

@@ -1,24 +1,34 @@
-"""Reads JSON bodies and rejects bodies with too many values.
+"""Reads JSON bodies, rejects bodies with too many values, and validates them with the schema of their route.
 
 A few megabytes of `[],[],...` take a hundred times as much memory as Python objects. The values of a large or dense
 body are therefore counted before it is parsed, in slices, so that the event loop can serve other requests. Then one
 `orjson.loads` parses it, which takes about 2.5 ms per MiB.
+
+Several dialects may share a path. Then the keys of a body select its schema:
+
+Body = Annotated[
+    Annotated[RerankRequest, Tag(DEFAULT_TAG)] | Annotated[TeiRerankRequest, Tag(TEI_TAG)],
+    by_keys({"texts": TEI_TAG}, otherwise=DEFAULT_TAG),
+]
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any, Final
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, TypeVar, get_args
 
 import orjson
 from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
+from pydantic import Discriminator, TypeAdapter, ValidationError
 from starlette.types import Receive, Scope
 
 from ..admission import SMALL_BODY_BYTES, AdmissionController, LimitError, ServerRejectionReason
-from ..errors import quote
+from ..errors import DEFAULT_TAG
 from .connection import SLOW_BODY
+from .json_bodies import JsonBody
 
 WEIGHT: Final = 8
 """Weight of a text, list, object or key. Each takes more memory and time than a number, which has weight 1."""
@@ -26,9 +36,12 @@ SLICE_BYTES: Final = 128 * 1024
 """Number of bytes per slice. Other requests are served between two slices."""
 _MAX_WEIGHT_PER_BYTE: Final = 3
 """Maximum weight per byte of valid JSON: each byte of `"",` counts as three."""
-
-
 _NUMBERS: Final = frozenset((int, float))
+IGNORED_FIELDS: Final = "penstock.ignored_fields"
+"""Scope key of the unknown keys of a body that the server ignored, as names for a header and the log."""
+_MAX_NAME_CHARS: Final = 40
+_NOT_IN_HEADERS: Final = re.compile(r"[^\w.\[\]-]", re.ASCII)
+Body = TypeVar("Body", bound=JsonBody)
 
 
 class JsonReader:
@@ -160,49 +173,84 @@ async def receive_part(scope: Scope, receive: Receive) -> tuple[bytes, bool]:
     return message.get("body", b""), message.get("more_body", False)
 
 
-def check_media(
-    content_type: str, headers: Iterable[tuple[bytes, bytes]], origins: Collection[str] = (), *, takes_any: bool
-) -> None:
-    """Checks that the content type allows to read a body as JSON.
+def _note_unknown_keys(body: JsonBody, sent: Any, scope: Scope) -> None:
+    """Handles the unknown keys of a body as --unknown-fields states. See JsonBody.check_keys for errors."""
+    state = scope["app"].state
+    policy = state.context.settings.unknown_fields
+    names = body.check_keys(sent, None if policy == "reject" else state.routes.field_keys)
+    if names and policy == "warn":
+        scope[IGNORED_FIELDS] = [_NOT_IN_HEADERS.sub("?", name[:_MAX_NAME_CHARS]) for name in names]
 
-    Browsers send requests with some other types, or without a type, to any server without a CORS preflight. A web page
-    of another origin must therefore send application/json, which needs a preflight, unless its origin is allowed.
+
+def parsed(schema: type[Body], body: object, scope: Scope) -> Body:
+    """Returns a body as `schema`. Raises RequestValidationError; see `invalid_body` and `JsonBody.check_keys`."""
+    try:
+        checked = schema.model_validate(body)
+    except ValidationError as error:
+        raise invalid_body(error, body) from error
+    _note_unknown_keys(checked, body, scope)
+    return checked
+
+
+class BodyParser:
+    """Parses the bodies of one route.
 
     Args:
-        content_type: Content-Type of the body; "" if there is none.
-        headers: Headers of the request.
-        origins: Allowed origins of web pages; "*" allows all.
-        takes_any: Whether other types are accepted.
+        annotation: Annotation of the route's parameter `body`: a schema, a union with a discriminator, or dict.
 
-    Raises:
-        HTTPException: 415 for a type that is not allowed.
+    Attributes:
+        tag_of: See `tag_rule`.
+        field_keys: Keys of all fields of its schemas.
     """
-    media = content_type.partition(";")[0].strip().lower()
-    if media == "application/json" or (media.startswith("application/") and media.endswith("+json")):
-        return
-    problem = f"Content-Type is {quote(media)}" if media else "The request has no Content-Type"
-    if is_from_other_origin(headers, origins):
-        raise HTTPException(415, f"{problem}; a web page of another origin must send application/json.")
-    if media and not takes_any:
-        raise HTTPException(415, f"{problem}; send application/json (curl -H 'Content-Type: application/json').")
+
+    def __init__(self, annotation: Any) -> None:
+        adapter = TypeAdapter[Any](annotation)
+        self._validate = adapter.validator.validate_python
+        self._has_schema = adapter.core_schema["type"] != "dict"
+        self.tag_of = tag_rule(annotation)
+        self.field_keys = frozenset(key for schema in _schemas(annotation) for key in schema.field_keys())
+
+    def parse(self, value: Any, scope: Scope) -> Any:
+        """Returns a body, or a dict if there is no schema. Raises RequestValidationError; see `parsed`."""
+        try:
+            body = self._validate(value)
+        except ValidationError as error:
+            raise invalid_body(error, value) from error
+        if self._has_schema and (body.__pydantic_extra__ or body.nested_keys):
+            _note_unknown_keys(body, value, scope)
+        return body
 
 
-def is_from_other_origin(headers: Iterable[tuple[bytes, bytes]], allowed: Collection[str]) -> bool:
-    """Returns whether a browser sent the request for a web page of an origin that is not allowed.
+def _schemas(annotation: Any) -> Iterator[type[JsonBody]]:
+    """Yields the schemas of an annotation; see BodyParser."""
+    if isinstance(annotation, type) and issubclass(annotation, JsonBody):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _schemas(part)
 
-    Sec-Fetch-Site has precedence if present, because a proxy may have changed Host. Otherwise Origin is compared with
-    Host, without the scheme: behind a TLS proxy the server sees http although its pages use https.
-    """
-    host, origins, sites = b"", list[bytes](), list[bytes]()
-    for name, value in headers:
-        if name == b"host":
-            host = value.strip().lower()
-        elif name == b"origin":
-            origins.append(value.strip())
-        elif name == b"sec-fetch-site":
-            sites.append(value.strip().lower())
-    if origins and ("*" in allowed or all(origin.decode("latin-1") in allowed for origin in origins)):
-        return False
-    if sites:
-        return any(site not in (b"same-origin", b"none") for site in sites)
-    return any(origin.lower().partition(b"://")[2] != host for origin in origins)
+
+def invalid_body(error: ValidationError, body: object) -> RequestValidationError:
+    """Returns the same error that FastAPI raises for invalid bodies."""
+    errors = [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors(include_url=False)]
+    keys = [name for name, value in body.items() if value is not None] if isinstance(body, dict) else []
+    return RequestValidationError(errors, body=keys)
+
+
+def tag_rule(schema: Any) -> Callable[[Any], str]:
+    """Returns a function that maps a body to its tag: the annotation's discriminator, or always DEFAULT_TAG."""
+    for mark in getattr(schema, "__metadata__", ()):
+        if isinstance(mark, Discriminator) and callable(mark.discriminator):
+            tag_of: Callable[[Any], str] = mark.discriminator  # type: ignore[assignment]  # this package's discriminators return str
+            return tag_of
+    return lambda _: DEFAULT_TAG
+
+
+def by_keys(tags: Mapping[str, str], *, otherwise: str) -> Discriminator:
+    """Returns a discriminator: the tag of the first of these keys with a value other than null, or else `otherwise`."""
+
+    def tag_of(body: Any) -> str:
+        if not isinstance(body, dict):
+            return otherwise
+        return next((tag for key, tag in tags.items() if body.get(key) is not None), otherwise)
+
+    return Discriminator(tag_of)

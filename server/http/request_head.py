@@ -1,18 +1,21 @@
-"""Values from a request's head: path, request id, deadline and priority."""
+"""The head of a request: path, request id, deadline and priority, and the check of content type and origin."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import quote
+from urllib.parse import quote as percent_encoded
 
+from fastapi import HTTPException
 from starlette.types import Scope
 
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.tasks import ChunkPriority
+
+from ..errors import quote
 
 MAX_PRIORITY: Final = 999
 """Cohere's maximum. One level counts like one second of waiting, so larger values would mean 'never' or 'now'."""
@@ -111,9 +114,57 @@ def canonical_path(path: str, root_path: str = "") -> str:
     and route tables do not.
     """
     if not path.isprintable():
-        path = quote(path)
+        path = percent_encoded(path)
     if len(path) > 1 and path.endswith("/"):
         path = path.rstrip("/") or "/"
     if root_path and (path == root_path or path.startswith(f"{root_path}/")):
         path = path[len(root_path) :] or "/"
     return _DOUBLED_VERSION.sub("", path) if path.startswith(("/v1/v", "/v2/v")) else path
+
+
+def check_media(
+    content_type: str, headers: Iterable[tuple[bytes, bytes]], origins: Collection[str] = (), *, takes_any: bool
+) -> None:
+    """Checks that the content type allows to read a body as JSON.
+
+    Browsers send requests with some other types, or without a type, to any server without a CORS preflight. A web page
+    of another origin must therefore send application/json, which needs a preflight, unless its origin is allowed.
+
+    Args:
+        content_type: Content-Type of the body; "" if there is none.
+        headers: Headers of the request.
+        origins: Allowed origins of web pages; "*" allows all.
+        takes_any: Whether other types are accepted.
+
+    Raises:
+        HTTPException: 415 for a type that is not allowed.
+    """
+    media = content_type.partition(";")[0].strip().lower()
+    if media == "application/json" or (media.startswith("application/") and media.endswith("+json")):
+        return
+    problem = f"Content-Type is {quote(media)}" if media else "The request has no Content-Type"
+    if is_from_other_origin(headers, origins):
+        raise HTTPException(415, f"{problem}; a web page of another origin must send application/json.")
+    if media and not takes_any:
+        raise HTTPException(415, f"{problem}; send application/json (curl -H 'Content-Type: application/json').")
+
+
+def is_from_other_origin(headers: Iterable[tuple[bytes, bytes]], allowed: Collection[str]) -> bool:
+    """Returns whether a browser sent the request for a web page of an origin that is not allowed.
+
+    Sec-Fetch-Site has precedence if present, because a proxy may have changed Host. Otherwise Origin is compared with
+    Host, without the scheme: behind a TLS proxy the server sees http although its pages use https.
+    """
+    host, origins, sites = b"", list[bytes](), list[bytes]()
+    for name, value in headers:
+        if name == b"host":
+            host = value.strip().lower()
+        elif name == b"origin":
+            origins.append(value.strip())
+        elif name == b"sec-fetch-site":
+            sites.append(value.strip().lower())
+    if origins and ("*" in allowed or all(origin.decode("latin-1") in allowed for origin in origins)):
+        return False
+    if sites:
+        return any(site not in (b"same-origin", b"none") for site in sites)
+    return any(origin.lower().partition(b"://")[2] != host for origin in origins)

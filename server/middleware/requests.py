@@ -37,10 +37,10 @@ from ..calls.context import ClientWatch
 from ..dialects import DIALECT, dialect_of
 from ..errors import HIDDEN_MESSAGE, TRACE_ID, quote, request_fields
 from ..http.connection import DISCARD_BODY
-from ..http.json_bodies import BodyParser, JsonBody
-from ..http.json_reader import check_media, receive_part
+from ..http.json_bodies import JsonBody
+from ..http.json_reader import BodyParser, receive_part
 from ..http.json_responses import PART_BYTES
-from ..http.request_head import LIMITS, RequestIds, canonical_path, limits_of
+from ..http.request_head import LIMITS, RequestIds, canonical_path, check_media, limits_of
 from ..observability.observers import Observers
 from ..observability.timing import REQUEST, RequestRecord, server_timing
 from ..routing import Route, RouteTable, route_of

@@ -13,7 +13,7 @@ from starlette.types import Scope
 from penstock.engine.protocol.request import Stage, StageTimes
 
 from ..admission import REJECTED_BY
-from ..http.json_bodies import IGNORED_FIELDS
+from ..http.json_reader import IGNORED_FIELDS
 from ..routing import route_of
 
 if TYPE_CHECKING:

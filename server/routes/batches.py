@@ -19,8 +19,9 @@ from ..batches.uploads import too_large
 from ..calls.context import context_of
 from ..dialects import OPENAI, Responses
 from ..errors import ErrorBody, quote
-from ..http.json_reader import is_from_other_origin, receive_part
+from ..http.json_reader import receive_part
 from ..http.json_responses import json_response
+from ..http.request_head import is_from_other_origin
 from ..routing import Router
 from ..schemas.batch_bodies import UPLOAD, BatchList, BatchObject, BatchRequest, FileDeleted, FileList, FileObject
 

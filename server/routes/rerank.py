@@ -20,7 +20,7 @@ from ..calls.images import read_images
 from ..calls.sizes import size_of_scores, size_of_texts
 from ..dialects import COHERE, INFINITY, JINA, SGLANG, SILICONFLOW, TEI, VLLM, VOYAGE, XINFERENCE, keys_ignored_by
 from ..errors import DEFAULT_TAG, TEI_TAG, quote
-from ..http.json_bodies import by_keys
+from ..http.json_reader import by_keys
 from ..routing import BatchUse, RouteOptions, Router
 from ..schemas import json_schema
 from ..schemas.images import OBJECT_KEYS, Image, MixedContent, has_images, parse_content

@@ -37,7 +37,6 @@ from ..calls.sizes import (
 from ..calls.vectors import vector_width
 from ..dialects import TEI
 from ..errors import COHERE_TAG, TEI_TAG, quote
-from ..http.json_bodies import embed_dialect
 from ..http.json_responses import json_array, json_response
 from ..routing import Access, BatchUse, Router, respond_as
 from ..schemas.tei_bodies import (
@@ -81,6 +80,17 @@ TEI_HEADERS: Final[dict[int | str, dict[str, Any]]] = {
 """For OpenAPI: the headers of TEI's responses. Responses of other dialects on the same path lack these headers."""
 
 Scores = NDArray[np.float32]
+
+
+def embed_dialect(body: Any) -> str:
+    """Returns the tag of a body of /embed. Cohere's body has `texts`, or `inputs` with objects of contents."""
+    if not isinstance(body, dict):
+        return TEI_TAG
+    inputs = body.get("inputs")
+    first = inputs[0] if isinstance(inputs, list) and inputs else None
+    has_contents = isinstance(first, dict) and "content" in first
+    return COHERE_TAG if has_contents or body.get("texts") is not None else TEI_TAG
+
 
 EmbedBody = Annotated[
     Annotated[TeiEmbedRequest, Tag(TEI_TAG)] | Annotated[CohereEmbedRequest, Tag(COHERE_TAG)],

@@ -40,7 +40,7 @@ from ..calls.vectors import BYTES_RESPONSE, check_bytes, vector_width, vectors_r
 from ..dialects import TEI, VLLM, keys_ignored_by
 from ..errors import COHERE_TAG, DEFAULT_TAG, TEI_TAG, quote_names
 from ..http.encoding import Encoding, Rows, check_width
-from ..http.json_bodies import by_keys
+from ..http.json_reader import by_keys
 from ..http.json_responses import json_response
 from ..routing import BatchUse, Router, respond_as
 from ..schemas.chat import ChatFields, InputFields

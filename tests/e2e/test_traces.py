@@ -45,7 +45,7 @@ IN_ENGINE = (
 )
 TO_CLIENT = (
     "engine/client/dispatcher.py Replica.receive",
-    "server/http/streams.py ResponseWriter.write",
+    "server/http/response_writer.py ResponseWriter.write",
 )
 CHUNK = (
     "engine/scheduling/chunked_prefill.py ChunkedPrefillManager.schedule_chunk",

@@ -13,7 +13,7 @@ import pytest
 from fastapi import HTTPException
 
 from penstock.server.admission import AdmissionController
-from penstock.server.http import http_server, streams
+from penstock.server.http import http_server, response_writer as streams
 from penstock.server.http.connection import MAX_OVERHEAD_BYTES, CloseReason
 from penstock.server.http.http_server import HttpServer
 from penstock.server.http.json_reader import JsonReader

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from penstock.server.http import connection
-from penstock.server.http.streams import MAX_AHEAD_BYTES, PARSE_BYTES
+from penstock.server.http.connection import MAX_AHEAD_BYTES, PARSE_BYTES
 
 from ...waiting import until
 from ..conftest import FakeEngine
