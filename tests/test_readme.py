@@ -125,9 +125,7 @@ def test_links_have_targets(document: Path) -> None:
         assert not anchor or anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, link
 
 
-@pytest.mark.parametrize(
-    ("name", "line"), [("llms.txt", r"- \[.+\]\((\S+)\): .+\."), ("mkdocs.yml", r" +- (\S+\.md)")]
-)
+@pytest.mark.parametrize(("name", "line"), [("llms.txt", r"- \[.+\]\((\S+)\): .+\."), ("mkdocs.yml", r" +- (\S+\.md)")])
 def test_every_document_is_listed_once(name: str, line: str) -> None:
     listed = re.findall(f"^{line}$", text_of(ROOT / name), re.MULTILINE)
     assert sorted(listed) == sorted(str(path.relative_to(ROOT)) for path in DOCUMENTS)

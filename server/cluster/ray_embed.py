@@ -19,9 +19,9 @@ from penstock.engine.llm import LLM
 from penstock.engine.logs import configure_logging
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..embed_jobs.input_file import BadRow, ParquetRows
+from ..embed_jobs.input_file import BadRow
 from ..embed_jobs.job_folder import JobFolder, Shard
-from ..embed_jobs.output_file import append_vectors
+from ..embed_jobs.parquet_file import ParquetRows, append_vectors
 from ..settings import CommandError
 from .ray_connection import connected
 from .ray_settings import RayEmbedSettings

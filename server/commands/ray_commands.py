@@ -85,8 +85,9 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
     from penstock.engine.model_files.resolve import resolve_model
     from penstock.engine.protocol.errors import ModelLoadError
 
-    from ..embed_jobs.input_file import parquet_inputs, stat_digest
+    from ..embed_jobs.input_file import stat_digest
     from ..embed_jobs.job_folder import JobFolder, Shard, model_digest
+    from ..embed_jobs.parquet_file import parquet_inputs
     from ..embed_jobs.run import check_options, pooling_params, row_options
 
     configure_logging(settings.log_level, settings.log_format)

@@ -1,11 +1,12 @@
-"""The input of a job: text lines, JSONL, CSV, Parquet or a folder of images, in bounded memory and in shards."""
+"""The input of a job: rows with a text or an image, in bounded memory and in shards.
+
+Each format has a reader that inherits from InputFile; see input_formats.py and parquet_file.py.
+"""
 
 from __future__ import annotations
 
 import base64
-import codecs
-import contextlib
-import csv
+import binascii
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
@@ -16,18 +17,13 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from penstock.engine.model_files.model_folder import one_line
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.images import ImageInput
 
+from ..errors import quote
 from ..settings import CommandError, UsageError
-from .image_values import SUFFIXES, ImageValueError, read_image_value
 from .job_folder import COLUMN, Shard
 
-PARQUET_ROWS_AT_ONCE: Final = 1024
-PARQUET_IMAGES_AT_ONCE: Final = 64
-_MAX_VALUE_CHARS: Final = 1 << 24
-"""Maximum characters of a CSV value: a missing quote must not read the rest of a large file into memory."""
 SHARD_ROWS: Final = 2048
 SHARD_CHARS: Final = 200_000
 """Maximum size of a shard: about ten seconds on a CPU. After an interruption, unfinished shards are computed again."""
@@ -35,6 +31,8 @@ IMAGE_CHARS: Final = 800
 """Work for an image, as characters of text: about 200 tokens."""
 _BYTES_PER_CHAR: Final = 320
 """Bytes of a large image that count as a character: a shard has at most 64 MiB of images, unless one has more."""
+_MAX_FILE_BYTES: Final = 1 << 28
+_MAX_URI_HEAD: Final = 256
 KINDS: Final[Mapping[type, str]] = {
     bool: "true or false",
     int: "a number",
@@ -44,8 +42,6 @@ KINDS: Final[Mapping[type, str]] = {
     dict: "an object",
 }
 """Types of JSON values, for messages."""
-FILE_FIELD: Final = "file"
-"""Field of a folder's rows with the path of the image."""
 
 
 class Row(NamedTuple):
@@ -219,299 +215,9 @@ class InputFile(ABC):
         return self.row_error(line, f"{reason}; correct it, or leave bad rows out with --on-bad-row skip")
 
 
-class TextLines(InputFile):
-    """One text per line. An empty line is an empty text."""
-
-    def check_no_vectors(self) -> None:
-        """See InputFile. The field has the name that the user chose."""
-        if self.field == COLUMN:
-            raise UsageError(f"--field: {COLUMN!r} is the name of the output column; use another name")
-
-    def rows(self) -> Iterator[Row | BadRow]:
-        """See InputFile."""
-        for number, line in self._lines():
-            yield line if isinstance(line, BadRow) else self.row(number, line, {self.field: line})
-
-    def _lines(self) -> Iterator[tuple[int, str | BadRow]]:
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if number == 1:
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                try:
-                    text: str | BadRow = line.rstrip(b"\r\n").decode("utf-8")
-                except UnicodeDecodeError as error:
-                    text = BadRow(number, f"not valid UTF-8 ({error.reason})")
-                yield number, text
-
-
-class JsonLines(TextLines):
-    """One JSON object per line. A blank line is a bad row, except at the end of the file."""
-
-    def names(self) -> list[str]:
-        """Returns the keys of all rows in order of first appearance. Reads the file."""
-        rows = (row for row in self.rows() if isinstance(row, Row))
-        return list(dict.fromkeys(name for row in rows for name in row.record))
-
-    def check_no_vectors(self) -> None:
-        """Does nothing: each row is checked when the file is read."""
-
-    def rows(self) -> Iterator[Row | BadRow]:
-        """See InputFile."""
-        num_blank = 0  # number of blank lines directly before this line
-        for number, line in self._lines():
-            if isinstance(line, str) and not line.strip():
-                num_blank += 1
-                continue
-            for blank in range(number - num_blank, number):
-                yield BadRow(blank, "a blank line is not a row")
-            num_blank = 0
-            yield line if isinstance(line, BadRow) else self._row(number, line)
-
-    def json_object(self, row: Row) -> bytes:
-        """See InputFile. Returns the bytes of the line, so that large or precise numbers do not change."""
-        return row.raw.encode()
-
-    def _row(self, number: int, line: str) -> Row | BadRow:
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            return BadRow(number, f"not valid JSON ({error})")
-        if not isinstance(record, dict):
-            return BadRow(number, "not a JSON object")
-        if self.field not in record:
-            return BadRow(number, f"no field {self.field!r}; it has {', '.join(record) or 'none'}; see --field")
-        return self.row(number, record[self.field], record, line.strip())
-
-
-class CsvRows(InputFile):
-    """A CSV file (RFC 4180) with a header: .csv with commas, .tsv with tabs. All values are texts.
-
-    A row with more or fewer values than the header is bad, and so is a blank line, except at the end of the file.
-    """
-
-    def rows(self) -> Iterator[Row | BadRow]:
-        """See InputFile."""
-        names = self.names()
-        blank_lines: list[int] = []
-        for line, values in itertools.islice(self._records(), 1, None):
-            if not values:
-                blank_lines.append(line)
-                continue
-            yield from (BadRow(blank, "a blank line is not a row") for blank in blank_lines)
-            blank_lines.clear()
-            if len(values) != len(names):
-                yield BadRow(line, f"it has {len(values)} values, but the header has {len(names)} columns")
-            elif any(_has_surrogates(value) for value in values):
-                yield BadRow(line, "not valid UTF-8")
-            else:
-                record = dict(zip(names, values, strict=True))
-                yield self.row(line, record[self.field], record)
-
-    def names(self) -> list[str]:
-        """Returns the names of the columns.
-
-        Raises:
-            UsageError: The file has no header, no column `field`, or two columns with the same name.
-            BadRowError: The header is not valid CSV.
-        """
-        _, names = next(self._records(), (1, []))
-        if not names:
-            raise UsageError(f"{self.path} has no header; write the names of the columns into its first line")
-        if any(_has_surrogates(name) for name in names):
-            raise UsageError(f"{self.path}: its header is not valid UTF-8")
-        if self.field not in names:
-            separator = "tabs" if self._delimiter == "\t" else "commas"
-            raise UsageError(
-                f"{self.path} has no column {self.field!r}; it has {', '.join(map(repr, names))}, separated by "
-                f"{separator}; see --field"
-            )
-        if len(set(names)) < len(names):
-            name = next(name for name in names if names.count(name) > 1)
-            raise UsageError(f"{self.path}: two columns are named {name!r}; rename one")
-        return names
-
-    @property
-    def _delimiter(self) -> str:
-        return "\t" if self.path.suffix.lower() == ".tsv" else ","
-
-    def _records(self) -> Iterator[tuple[int, list[str]]]:
-        """Yields the first line and the values of each record, the header included."""
-        csv.field_size_limit(_MAX_VALUE_CHARS)
-        with self.path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            reader = csv.reader(file, delimiter=self._delimiter, strict=True)
-            while True:
-                line = reader.line_num + 1
-                try:
-                    values = next(reader, None)
-                except csv.Error as error:  # the start of the next record is unknown
-                    raise self.row_error(line, f"not valid CSV ({error}); correct the quotes") from error
-                if values is None:
-                    return
-                yield line, values
-
-
-def _has_surrogates(value: str) -> bool:
-    """Returns whether a value contains bytes that are not UTF-8."""
-    return any("\ud800" <= char <= "\udfff" for char in value) if not value.isascii() else False
-
-
-class ParquetRows(InputFile):
-    """A Parquet file; needs pyarrow."""
-
-    unit = "row"
-    part = "column"
-
-    def rows(self) -> Iterator[Row | BadRow]:
-        """See InputFile. Reads one column only."""
-        return self._read([self.field])
-
-    def full_rows(self) -> Iterator[Row | BadRow]:
-        """See InputFile."""
-        return self._read(None)
-
-    def _read(self, columns: list[str] | None) -> Iterator[Row | BadRow]:
-        number = 0
-        for batch in self.batches(columns):
-            with self._errors(number):
-                records = batch.to_pylist()
-            for record in records:
-                number += 1
-                yield self.row(number, record[self.field], record)
-
-    def names(self) -> list[str]:
-        """See InputFile."""
-        return list(self.schema().names)
-
-    def schema(self) -> Any:
-        """Returns the pyarrow schema.
-
-        Raises:
-            BadRowError: The file is damaged.
-            UsageError: The text column is missing or duplicate.
-        """
-        from pyarrow import parquet
-
-        with self._errors(0):
-            schema = parquet.read_schema(self.path)
-        if self.field not in schema.names:
-            raise UsageError(f"{self.path} has no column {self.field!r}; it has {', '.join(schema.names)}; see --field")
-        if schema.names.count(self.field) > 1:
-            raise UsageError(f"{self.path}: two columns are named {self.field!r}; rename one")
-        return schema
-
-    def batches(self, columns: list[str] | None) -> Iterator[Any]:
-        """Yields pyarrow.RecordBatch. Raises BadRowError if the file is damaged, and UsageError as `schema` does."""
-        from pyarrow import parquet
-
-        self.schema()
-        num_rows = 0
-        with self._errors(0):
-            file = parquet.ParquetFile(self.path)
-        with file:
-            rows_at_once = PARQUET_IMAGES_AT_ONCE if self.has_images else PARQUET_ROWS_AT_ONCE
-            iterator = file.iter_batches(rows_at_once, columns=columns)
-            while True:
-                with self._errors(num_rows):
-                    batch = next(iterator, None)
-                if batch is None:
-                    return
-                yield batch
-                num_rows += batch.num_rows
-
-    def shards(self, max_rows: int, first: int) -> list[Shard]:
-        """Returns all rows in shards of `max_rows`, without reading rows. The last shard may be shorter.
-
-        Args:
-            max_rows: Maximum number of rows per shard.
-            first: Number of the first shard.
-        """
-        from pyarrow import parquet
-
-        with self._errors(0):
-            total = parquet.read_metadata(self.path).num_rows
-        return [
-            Shard(first + i, str(self.path), start, min(max_rows, total - start))
-            for i, start in enumerate(range(0, total, max_rows))
-        ]
-
-    def table(self, shard: Shard) -> Any:
-        """Returns the rows of a shard as a pyarrow.Table with all columns. Memory is little more than these rows.
-
-        Raises:
-            BadRowError: The file cannot be read any more, or was changed.
-        """
-        import pyarrow as pa
-        from pyarrow import parquet
-
-        with self._errors(shard.start), parquet.ParquetFile(self.path) as file:
-            counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-            starts = [0, *itertools.accumulate(counts)]
-            end = shard.start + shard.num_rows
-            groups = [group for group in range(len(counts)) if starts[group] < end and starts[group + 1] > shard.start]
-            skip = shard.start - starts[groups[0]] if groups else 0
-            slices = _sliced(file.iter_batches(row_groups=groups), skip, shard.num_rows)
-            table = pa.Table.from_batches(slices, schema=file.schema_arrow)
-        if len(table) != shard.num_rows:
-            raise BadRowError(f"{self.path} was changed while it was read; start over with --overwrite")
-        return table
-
-    @contextlib.contextmanager
-    def _errors(self, num_rows: int) -> Iterator[None]:
-        """Converts an error of pyarrow after `num_rows` rows to BadRowError."""
-        from pyarrow import ArrowException
-
-        try:
-            yield
-        except (ArrowException, OSError, OverflowError, ValueError) as error:
-            near = f", {self.unit} {num_rows + 1} or one soon after it" if num_rows else ""
-            raise BadRowError(
-                f"{self.path}{near}: it cannot be read as Parquet ({one_line(error)}); it is damaged, "
-                "has values without a Python type, or is not a Parquet file: write it again"
-            ) from error
-
-
-class ImageFolder(InputFile):
-    """The images in a folder and its subfolders, in the order of their paths. Hidden files and folders are left out.
-
-    Args:
-        path: The folder.
-    """
-
-    unit = "image"
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, FILE_FIELD, has_images=True)
-        self.image_folder = path
-
-    def rows(self) -> Iterator[Row | BadRow]:
-        """See InputFile."""
-        for number, name in enumerate(self._names(), 1):
-            yield self.row(number, name, {self.field: name})
-
-    def digest(self) -> str:
-        """Returns a digest of the paths. InputSummary.files has sizes and times."""
-        return hashlib.sha256("\0".join(self._names()).encode(errors="surrogateescape")).hexdigest()
-
-    def _names(self) -> list[str]:
-        paths = (path.relative_to(self.path) for path in self.path.rglob("*") if path.suffix.lower() in SUFFIXES)
-        return sorted(str(path) for path in paths if not any(part.startswith(".") for part in path.parts))
-
-
 def _stat_of(path: Path) -> str:
     status = path.stat()
     return repr((str(path), status.st_size, status.st_mtime_ns))
-
-
-def _sliced(batches: Iterable[Any], skip: int, num_rows: int) -> Iterator[Any]:
-    for batch in batches:
-        if skip >= len(batch):
-            skip -= len(batch)
-            continue
-        part = batch.slice(skip, num_rows)
-        skip, num_rows = 0, num_rows - len(part)
-        yield part
-        if not num_rows:
-            return
 
 
 def plain(value: object) -> str:
@@ -519,59 +225,57 @@ def plain(value: object) -> str:
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
-def parquet_inputs(path: str, field: str) -> list[ParquetRows]:
-    """Returns one Parquet file, or all Parquet files of a folder sorted by name.
-
-    Raises:
-        UsageError: There is no file, a file lacks the text column or has a column `embedding`, or columns of files
-            differ.
-        BadRowError: One cannot be read.
-    """
-    root = Path(path).resolve()
-    inputs = [ParquetRows(path, field) for path in ([root] if root.is_file() else sorted(root.glob("*.parquet")))]
-    if not inputs:
-        raise UsageError(f"IN: there is no Parquet file at {path}")
-    first = inputs[0].schema().remove_metadata()
-    for rows in inputs:
-        rows.check_no_vectors()
-        if not rows.schema().remove_metadata().equals(first):
-            raise UsageError(f"{rows.path} has other columns than {inputs[0].path}; embed each file separately")
-    return inputs
-
-
 def stat_digest(inputs: Iterable[InputFile]) -> str:
     """Returns a digest of names, sizes and modification times, to avoid reading large files."""
     return hashlib.sha256("".join(_stat_of(rows.path) for rows in inputs).encode()).hexdigest()
 
 
-def open_input(path: Path, field: str, *, has_images: bool = False) -> InputFile:
-    """Returns the input for a folder of images, or for a file by its suffix.
+class ImageValueError(Exception):
+    """A value is no image. The message is the reason for a bad row."""
+
+
+def read_image_value(value: object, folder: Path) -> bytes | Path:
+    """Returns the bytes of an image, or the path of a file that exists.
+
+    Args:
+        value: Bytes, a data URI in base64, a path, or an object with `bytes` or `path`.
+        folder: Paths are relative to it.
 
     Raises:
-        UsageError: The file does not exist, its suffix is unknown, its CSV header is wrong, or pyarrow is missing.
+        ImageValueError: The value has another type, or the file does not exist, is empty or is too large.
     """
-    if path.is_dir():
-        return ImageFolder(path)
-    if not path.is_file():
-        raise UsageError(f"FILE: there is no file {path}")
-    match path.suffix.lower():
-        case ".txt":
-            return TextLines(path, field, has_images=has_images)
-        case ".jsonl" | ".ndjson":
-            return JsonLines(path, field, has_images=has_images)
-        case ".csv" | ".tsv":
-            rows = CsvRows(path, field, has_images=has_images)
-            rows.names()
-            return rows
-        case ".parquet":
-            require_pyarrow("FILE")
-            return ParquetRows(path, field, has_images=has_images)
-    raise UsageError(f"FILE: {path.name} must end in .txt, .jsonl, .csv, .tsv or .parquet")
+    if isinstance(value, Mapping):
+        data = value.get("bytes")
+        value = _from_base64(data) if isinstance(data, str) else data or value.get("path")
+    if isinstance(value, bytes) and value:
+        return value
+    if not isinstance(value, str) or not value:
+        raise ImageValueError("has no image: neither the bytes of a file, nor a path, nor a data URI")
+    if value[:5].lower() == "data:":
+        head, comma, data = value[:_MAX_URI_HEAD].partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise ImageValueError("has a data URI without base64; send data:image/png;base64,DATA")
+        return _from_base64(value[len(head) + 1 :])
+    if value[:8].lower().startswith(("http://", "https://")):
+        raise ImageValueError(f"has the URL {quote(value)}; download the images first")
+    return _checked_file(folder, value)
 
 
-def require_pyarrow(flag: str) -> None:
-    """Raises UsageError with the command to install pyarrow if it is missing."""
+def _from_base64(data: str) -> bytes:
     try:
-        import pyarrow.parquet  # noqa: F401
-    except ImportError as error:
-        raise UsageError(f"{flag}: Parquet needs pyarrow: run `pip install 'penstock[parquet]'`") from error
+        return binascii.a2b_base64(data, strict_mode=True)
+    except ValueError as error:
+        raise ImageValueError(f"has an image whose base64 is not valid ({error})") from None
+
+
+def _checked_file(folder: Path, name: str) -> Path:
+    path = folder / name
+    try:
+        num_bytes = path.stat().st_size if path.is_file() else 0
+    except (OSError, ValueError):  # such as a name that is too long, or has a null character
+        num_bytes = 0
+    if not num_bytes:
+        raise ImageValueError(f"has {quote(name)}, which is no file, or an empty one")
+    if num_bytes > _MAX_FILE_BYTES:
+        raise ImageValueError(f"has {quote(name)}, which is larger than 256 MiB")
+    return path

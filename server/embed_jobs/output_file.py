@@ -12,16 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import orjson
-from numpy.typing import NDArray
 
 from penstock.engine.model_files.model_folder import one_line
 
 from ..settings import CommandError, UsageError
-from .columns import JsonColumns
-from .input_file import BadRow, InputFile, JsonLines, ParquetRows, Row, plain, require_pyarrow
+from .input_file import BadRow, InputFile, Row, plain
+from .input_formats import JsonLines
 from .job_folder import COLUMN, ShardVectors, replace_file, write_npy_header
+from .parquet_file import JsonColumns, ParquetRows, append_vectors, require_pyarrow
 
 ROWS_AT_ONCE: Final = 1024
 CHARS_AT_ONCE: Final = 1 << 26
@@ -201,15 +200,6 @@ def write_parquet(path: Path, source: InputFile, results: Results) -> None:
     with parquet.ParquetWriter(path, kept.append(column)) as writer:
         for numbers, table in _tables(source, results, kept):
             writer.write_table(append_vectors(table, results.vectors.rows(numbers)))
-
-
-def append_vectors(table: Any, vectors: NDArray[np.float32]) -> Any:
-    """Returns a pyarrow.Table with an additional column `embedding` of type FixedSizeList of float32."""
-    import pyarrow as pa
-
-    width = vectors.shape[1]
-    values = pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(vectors).ravel()), width)
-    return table.append_column(pa.field(COLUMN, pa.list_(pa.float32(), width)), values)
 
 
 def _tables(source: InputFile, results: Results, schema: Any) -> Iterator[tuple[list[int], Any]]:

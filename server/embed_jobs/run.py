@@ -25,8 +25,8 @@ from penstock.engine.protocol.errors import (
 from penstock.engine.protocol.images import ImageInput
 
 from ..settings import CommandError, EmbedSettings, UsageError, declared_settings, flag_of, load_failure
-from .columns import JsonColumns
-from .input_file import BadRow, BadRowError, InputFile, InputSummary, Row, open_input
+from .input_file import BadRow, BadRowError, InputFile, InputSummary, Row
+from .input_formats import open_input
 from .job_folder import JobFolder, Shard, ShardVectors, model_digest
 from .output_file import (
     Results,
@@ -37,6 +37,7 @@ from .output_file import (
     write_output,
     writer_for,
 )
+from .parquet_file import JsonColumns
 from .progress import Progress
 
 logger = logging.getLogger(__name__)

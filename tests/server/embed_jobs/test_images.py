@@ -13,8 +13,14 @@ from PIL import Image
 from pyarrow import parquet
 
 from penstock.engine.protocol.images import ImageInput
-from penstock.server.embed_jobs import input_file as input_module, output_file as output_module, run as run_module
-from penstock.server.embed_jobs.input_file import Row, open_input
+from penstock.server.embed_jobs import (
+    input_file as input_module,
+    output_file as output_module,
+    parquet_file as parquet_module,
+    run as run_module,
+)
+from penstock.server.embed_jobs.input_file import Row
+from penstock.server.embed_jobs.input_formats import open_input
 from penstock.server.settings import CommandError, UsageError
 
 NAMES = ["a.png", "b.JPG", "sub/c.webp", "sub/d.gif"]
@@ -104,7 +110,7 @@ def test_parquet_output_holds_few_large_rows_at_once(run, fake, tmp_path: Path, 
 
 @pytest.mark.parametrize("form", ["bytes", "struct", "path"])
 def test_parquet_has_bytes_or_paths(run, fake, folder: Path, tmp_path: Path, form: str, monkeypatch) -> None:
-    monkeypatch.setattr(input_module, "PARQUET_IMAGES_AT_ONCE", 3)
+    monkeypatch.setattr(parquet_module, "PARQUET_IMAGES_AT_ONCE", 3)
     values = {
         "bytes": FILES,
         "struct": [{"bytes": data, "path": None} for data in FILES[:2]]

@@ -16,7 +16,7 @@ from pyarrow import parquet
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import EngineOverloadedError
 from penstock.server.embed_jobs import input_file as input_module, progress as progress_module, run as run_module
-from penstock.server.embed_jobs.input_file import PARQUET_ROWS_AT_ONCE
+from penstock.server.embed_jobs.parquet_file import PARQUET_ROWS_AT_ONCE
 from penstock.server.embed_jobs.progress import Progress
 from penstock.server.embed_jobs.run import check_options, pooling_params, row_options
 from penstock.server.settings import CommandError, EmbedSettings, UsageError

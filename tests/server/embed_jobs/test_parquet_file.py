@@ -1,6 +1,7 @@
-"""Every column of the input is in the output, or the error names the value that the output cannot hold."""
+"""Every row of Parquet is read once. Every column of the input is in the output, or the error names the value."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from penstock.server.embed_jobs.input_file import stat_digest
+from penstock.server.embed_jobs.input_formats import open_input
+from penstock.server.embed_jobs.job_folder import Shard
+from penstock.server.embed_jobs.parquet_file import ParquetRows, parquet_inputs
 from penstock.server.settings import CommandError, UsageError
 
 ROWS = [
@@ -141,3 +146,75 @@ def test_column_named_embedding_is_rejected(run, suffix: str, fake, tmp_path: Pa
     assert not fake.calls
     run(source, tmp_path / "out.npy")  # has no columns
     assert len(np.load(tmp_path / "out.npy")) == 2
+
+
+def write(path: Path, rows: range, group: int = 1000, **columns: list[object]) -> Path:
+    texts = [f"text {row}" for row in rows]
+    parquet.write_table(pa.table({"id": list(rows), "text": texts, **columns}), path, row_group_size=group)
+    return path
+
+
+def shards_of(inputs: list[ParquetRows], max_rows: int) -> list[Shard]:
+    shards: list[Shard] = []
+    for rows in inputs:
+        shards += rows.shards(max_rows, len(shards))
+    return shards
+
+
+def read(shard: Shard) -> pa.Table:
+    return ParquetRows(Path(shard.path), "text").table(shard)
+
+
+@pytest.mark.parametrize(("group", "max_rows"), [(7, 10), (1000, 10), (3, 100), (10, 10), (1, 4)])
+def test_every_parquet_row_is_in_one_shard(tmp_path: Path, group: int, max_rows: int) -> None:
+    write(tmp_path / "b.parquet", range(50, 73), group)
+    write(tmp_path / "a.parquet", range(50), group)
+    shards = shards_of(parquet_inputs(str(tmp_path), "text"), max_rows)
+    tables = [read(shard) for shard in shards]
+    assert pa.concat_tables(tables).column("id").to_pylist() == list(range(73))
+    assert [len(table) for table in tables] == [shard.num_rows for shard in shards]
+    assert [shard.number for shard in shards] == list(range(len(shards)))
+    assert all(1 <= shard.num_rows <= max_rows for shard in shards)
+
+
+def test_unusable_parquet_inputs_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="IN: there is no Parquet file"):
+        parquet_inputs(str(tmp_path), "text")
+    write(tmp_path / "a.parquet", range(3))
+    with pytest.raises(UsageError, match="has no column 'body'; it has id, text; see --field"):
+        parquet_inputs(str(tmp_path), "body")
+    write(tmp_path / "b.parquet", range(3), other=[1, 2, 3])
+    with pytest.raises(UsageError, match=r"b\.parquet has other columns than"):
+        parquet_inputs(str(tmp_path), "text")
+    twice = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(UsageError, match="two columns are named 'text'; rename one"):
+        parquet_inputs(str(tmp_path / "twice.parquet"), "text")
+
+
+def test_rewritten_input_is_rejected_and_has_another_digest(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", range(30))
+    inputs = parquet_inputs(str(path), "text")
+    first, (shard,) = stat_digest(inputs), shards_of(inputs, 100)
+    assert first == stat_digest(parquet_inputs(str(path), "text"))
+    write(path, range(29))
+    assert first != stat_digest(inputs)
+    with pytest.raises(CommandError, match="was changed while it was read"):
+        read(shard)
+    path.unlink()
+    with pytest.raises(CommandError, match="cannot be read"):
+        read(shard)
+
+
+def test_shard_may_begin_far_inside_a_row_group(tmp_path: Path) -> None:
+    (rows,) = parquet_inputs(str(write(tmp_path / "a.parquet", range(140_000), 200_000)), "text")
+    for shard in rows.shards(60_000, 0):
+        ids = rows.table(shard).column("id").to_pylist()
+        assert ids == list(range(shard.start, min(shard.start + 60_000, 140_000)))
+
+
+def test_missing_pyarrow_names_the_pip_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.parquet", range(1))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(UsageError, match=r"^FILE: Parquet needs pyarrow: run `pip install 'penstock\[parquet\]'`"):
+        open_input(path, "text")
