@@ -355,10 +355,8 @@ wheel: $(VENV)/.installed $(LIBRARY) ## Build the wheel into dist/.
 	@ls dist/*.whl
 
 reference: $(VENV)/.installed $(LIBRARY) ## Write docs/reference: settings, models, routes and metrics, from the code.
-	@$(BIN)/python -m penstock.server.commands.settings_text > docs/reference/settings.md
-	@$(BIN)/python -m penstock.server.commands.known_models > docs/reference/models.md
-	@for page in routes metrics; do \
-		$(BIN)/python -m penstock.server.commands.api_text $$page > docs/reference/$$page.md; done
+	@for page in settings models routes metrics; do \
+		$(BIN)/python -m penstock.server.commands.reference $$page > docs/reference/$$page.md; done
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	@echo "Installing the builder of the documents"
@@ -373,7 +371,7 @@ docs: $(VENV)/.installed-docs ## Build the documents into build/site; a broken l
 	@git ls-files -z --cached --others --exclude-standard $(PAGES) | xargs -0 cp --parents -t build/pages
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@cd build/pages && find . -name '*.md' -exec cp --parents -t ../site {} +
-	@$(BIN)/python -m penstock.server.commands.api_text openapi > build/site/openapi.json
+	@$(BIN)/python -m penstock.server.commands.reference openapi > build/site/openapi.json
 	@echo "python -m http.server --directory build/site shows them on port 8000."
 
 # Graphviz as WebAssembly, from npm. Needs Node 20.

@@ -24,8 +24,13 @@ from .http.connection_limits import file_limit
 from .http.image_fetcher import AllowedHost, ImageFetcher
 from .http.json_reader import JsonReader
 from .middleware.auth import ApiKeys, AuthMiddleware
-from .middleware.rejection_queue import RejectionQueue
-from .middleware.requests import JsonDispatcher, RequestMiddleware, UnexpectedErrorMiddleware, end_at_shutdown
+from .middleware.requests import (
+    JsonDispatcher,
+    RejectionQueue,
+    RequestMiddleware,
+    UnexpectedErrorMiddleware,
+    end_at_shutdown,
+)
 from .models.manager import ModelLimits, ModelManager, ModelMetrics
 from .models.served_model import ServedModel
 from .models.table import ModelTable

@@ -180,7 +180,7 @@ LIMITS = [
     ("batch-jobs", "batches.input_lines", "MAX_ERRORS", "the first {} errors"),
     ("batch-jobs", "batches.line_limiter", "MAX_CONCURRENT_LINES", "{} lines at once"),
     ("batch-jobs", "batches.line_limiter", "AHEAD_S", "so that they take {} s"),
-    ("batch-jobs", "schemas.batch_bodies", "MAX_HOURS", "from 1h to {}h"),
+    ("batch-jobs", "batches.records", "MAX_HOURS", "from 1h to {}h"),
     ("batch-jobs", "embed_jobs.input_file", "SHARD_ROWS", "shards of at most {:,} rows"),
     ("batch-jobs", "embed_jobs.input_file", "SHARD_CHARS", "rows and {:,} characters"),
 ]

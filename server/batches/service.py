@@ -25,17 +25,24 @@ from penstock.engine.protocol.errors import (
 from ..admission import ServerRejectionReason
 from ..errors import quote
 from ..routing import BatchUse
-from ..schemas.batch_bodies import MAX_EXPIRY_S, MAX_HOURS, BatchRequest
 from ..settings import ServerSettings
 from .batch_run import BatchRun, RunContext
-from .file_store import DataDir, Files
+from .file_store import OVERHEAD_BYTES, DataDir, Files
 from .input_lines import BatchInput
 from .internal_client import InternalClient
 from .line_limiter import LineLimiter, LiveTraffic
 from .output_writer import RETRY_S
-from .records import BatchRecord, FileRecord, already_ended, new_batch_id, new_file_id
+from .records import (
+    MAX_EXPIRY_S,
+    MAX_HOURS,
+    BatchRecord,
+    BatchRequest,
+    FileRecord,
+    already_ended,
+    new_batch_id,
+    new_file_id,
+)
 from .store import Page, Store
-from .uploads import OVERHEAD_BYTES
 
 logger = logging.getLogger(__name__)
 

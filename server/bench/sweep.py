@@ -20,8 +20,7 @@ from .. import penstock_version
 from ..settings import BenchSettings, CommandError, UsageError, public_values
 from .load_generator import Round, run_round
 from .report import Point, Result, check_plot, pairs_of, plot, ratios, table
-from .target import Target
-from .workload import Workload
+from .workload import Target, Workload
 
 _DRAW_EVERY_S: Final = 0.5
 

@@ -27,7 +27,7 @@ from penstock.engine.protocol.model_info import ModelKind
 from penstock.engine.protocol.request import Input, Text, TextOrImage
 from penstock.engine.protocol.templates import ChatOptions
 
-from ..admission import ResponseSize, has_large_response
+from ..admission import ResponseSize, check_num_ids, has_large_response, size_of_token_rows
 from ..http.json_responses import json_response
 from ..http.request_head import LIMITS, RequestLimits
 from ..models.table import ModelTarget
@@ -37,7 +37,6 @@ from ..schemas.options import RequestBody
 from .context import ServerContext, context_of
 from .images import check_images, read_images, read_sources
 from .prompts import prompt_for
-from .sizes import check_num_ids, size_of_token_rows
 
 EMBEDDERS: Final = (ModelKind.EMBEDDING,)
 RERANKERS: Final = (ModelKind.CROSS_ENCODER,)

@@ -31,10 +31,9 @@ from ..settings import (
     load,
     load_failure,
 )
-from .default_model import model_and_names
 from .flags import OneLineParser, add_flags, translated
 from .known_models import TASKS, as_json, as_text, find_models
-from .model_plans import planned
+from .model_plans import model_and_names, planned
 from .ray_commands import add_ray
 
 INTERRUPTED: Final = 130
@@ -182,7 +181,7 @@ def _serve(arguments: dict[str, Any]) -> int:
 
 
 def _config(_: dict[str, Any]) -> int:
-    from .settings_text import config_template
+    from .model_plans import config_template
 
     print(config_template(), end="")
     return 0

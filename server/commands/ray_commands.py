@@ -11,9 +11,8 @@ from typing import Any, Final
 
 from ..cluster.ray_settings import RayEmbedSettings, RayServeSettings, check_flags
 from ..settings import UsageError, load, load_failure
-from .default_model import model_and_names
 from .flags import OneLineParser, add_flags
-from .model_plans import planned
+from .model_plans import model_and_names, planned
 
 logger = logging.getLogger(__name__)
 

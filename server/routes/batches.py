@@ -13,9 +13,10 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.engine.protocol.errors import UnknownObjectError
 
+from ..batches.file_store import too_large
+from ..batches.records import UPLOAD, BatchList, BatchObject, BatchRequest, FileDeleted, FileList, FileObject
 from ..batches.service import Batches
 from ..batches.store import Page
-from ..batches.uploads import too_large
 from ..calls.context import context_of
 from ..dialects import OPENAI, Responses
 from ..errors import ErrorBody, quote
@@ -23,7 +24,6 @@ from ..http.json_reader import receive_part
 from ..http.json_responses import json_response
 from ..http.request_head import is_from_other_origin
 from ..routing import Router
-from ..schemas.batch_bodies import UPLOAD, BatchList, BatchObject, BatchRequest, FileDeleted, FileList, FileObject
 
 FILES: Final = "/v1/files"
 _MORE_ERRORS: Final[Responses] = {

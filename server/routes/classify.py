@@ -15,8 +15,8 @@ from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTask
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.request import Input as EngineInput
 
+from ..admission import size_of_classes, size_of_texts
 from ..calls.call import CLASSIFIERS, EMBEDDERS, Call, check_count, check_inputs, engine_inputs
-from ..calls.sizes import size_of_classes, size_of_texts
 from ..dialects import COHERE, INFINITY, SGLANG, VLLM, keys_ignored_by
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields

@@ -14,9 +14,7 @@ from pydantic import BaseModel, Field
 from penstock.engine import ModelInfo, PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..calls.call import EMBEDDERS, Call, check_count
-from ..calls.images import ImageSize, image_usage, read_images
-from ..calls.sizes import (
+from ..admission import (
     FEWER_IDS,
     check_num_chars,
     check_num_ids,
@@ -25,10 +23,11 @@ from ..calls.sizes import (
     size_of_texts,
     size_of_tokens,
 )
-from ..calls.vectors import vector_width
+from ..calls.call import EMBEDDERS, Call, check_count
+from ..calls.images import ImageSize, image_usage, read_images
 from ..dialects import COHERE, keys_ignored_by
 from ..errors import COHERE_TAG
-from ..http.encoding import base64_row, check_width, quantize
+from ..http.vectors import base64_row, check_width, quantize, vector_width
 from ..routing import BatchUse, Router
 from ..schemas.encodings import QUANTIZATIONS, EmbeddingType, EmbeddingTypes
 from ..schemas.images import Image

@@ -10,11 +10,10 @@ from pydantic import BaseModel, Field
 from penstock.engine import ModelInfo, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
+from ..admission import size_beyond_expected, size_of_numbers, size_of_sparse
 from ..calls.call import EMBEDDERS, Call, check_inputs, engine_inputs
-from ..calls.sizes import size_beyond_expected, size_of_numbers, size_of_sparse
-from ..calls.vectors import check_encodings, vector_width
 from ..dialects import PENSTOCK, keys_ignored_by
-from ..http.encoding import Encoding, lazy_rows
+from ..http.vectors import Encoding, check_encodings, lazy_rows, vector_width
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
 from ..schemas.encodings import EncodingOptions

@@ -22,14 +22,14 @@ from penstock.engine import ModelInfo, PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
 from .. import penstock_version
+from ..admission import size_of_numbers
 from ..calls.call import EMBEDDERS, Call, check_count
 from ..calls.context import ServerContext, context_of
-from ..calls.sizes import size_of_numbers
-from ..calls.vectors import vector_width
 from ..dialects import OLLAMA, OPENAI, keys_ignored_by
 from ..errors import quote
 from ..http.json_bodies import JsonBody
 from ..http.json_responses import json_response
+from ..http.vectors import vector_width
 from ..models.manager import ModelEntry
 from ..models.weight_files import WeightFiles, short_count
 from ..routing import Access, Router, respond_as

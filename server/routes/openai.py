@@ -12,11 +12,10 @@ from pydantic import BaseModel, Field
 from penstock.engine import PoolingParams, PoolingTask, RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError
 
+from ..admission import size_of_numbers
 from ..calls.call import EMBEDDERS, Call, check_inputs, engine_inputs
-from ..calls.sizes import size_of_numbers
-from ..calls.vectors import BYTES_RESPONSE, check_encodings, vector_width, vectors_response
 from ..dialects import INFINITY, JINA, OPENAI, SGLANG, VLLM, VOYAGE, keys_ignored_by
-from ..http.encoding import Encoding
+from ..http.vectors import BYTES_RESPONSE, Encoding, check_encodings, vector_width, vectors_response
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
 from ..schemas.encodings import EmbeddingTypeOptions

@@ -15,9 +15,9 @@ from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.request import TextOrImage
 
+from ..admission import size_of_scores, size_of_texts
 from ..calls.call import RERANKERS, Call, check_count, truncate_texts
 from ..calls.images import read_images
-from ..calls.sizes import size_of_scores, size_of_texts
 from ..dialects import COHERE, INFINITY, JINA, SGLANG, SILICONFLOW, TEI, VLLM, VOYAGE, XINFERENCE, keys_ignored_by
 from ..errors import DEFAULT_TAG, TEI_TAG, quote
 from ..http.json_reader import by_keys

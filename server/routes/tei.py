@@ -19,9 +19,7 @@ from penstock.engine.protocol.multi_vector import SparseVector
 from penstock.engine.protocol.request import STAGE_TIMES, Stage
 
 from .. import penstock_version
-from ..calls.call import CLASSIFIERS, EMBEDDERS, RERANKERS, Call, check_count
-from ..calls.context import context_of
-from ..calls.sizes import (
+from ..admission import (
     FEWER_IDS,
     check_num_chars,
     check_num_ids,
@@ -34,10 +32,12 @@ from ..calls.sizes import (
     size_of_texts,
     size_of_tokens,
 )
-from ..calls.vectors import vector_width
+from ..calls.call import CLASSIFIERS, EMBEDDERS, RERANKERS, Call, check_count
+from ..calls.context import context_of
 from ..dialects import TEI
 from ..errors import COHERE_TAG, TEI_TAG, quote
 from ..http.json_responses import json_array, json_response
+from ..http.vectors import vector_width
 from ..routing import Access, BatchUse, Router, respond_as
 from ..schemas.tei_bodies import (
     TeiDecodeRequest,

@@ -25,9 +25,7 @@ from penstock.engine.protocol.model_info import ModelKind
 from penstock.engine.protocol.request import Input
 from penstock.engine.protocol.templates import ChatOptions
 
-from ..calls.call import Call, check_inputs, check_messages, engine_inputs
-from ..calls.context import context_of
-from ..calls.sizes import (
+from ..admission import (
     FEWER_IDS,
     check_num_chars,
     check_num_ids,
@@ -36,12 +34,13 @@ from ..calls.sizes import (
     size_of_texts,
     size_of_tokens,
 )
-from ..calls.vectors import BYTES_RESPONSE, check_bytes, vector_width, vectors_response
+from ..calls.call import Call, check_inputs, check_messages, engine_inputs
+from ..calls.context import context_of
 from ..dialects import TEI, VLLM, keys_ignored_by
 from ..errors import COHERE_TAG, DEFAULT_TAG, TEI_TAG, quote_names
-from ..http.encoding import Encoding, Rows, check_width
 from ..http.json_reader import by_keys
 from ..http.json_responses import json_response
+from ..http.vectors import BYTES_RESPONSE, Encoding, Rows, check_bytes, check_width, vector_width, vectors_response
 from ..routing import BatchUse, Router, respond_as
 from ..schemas.chat import ChatFields, InputFields
 from ..schemas.encodings import EncodingOptions

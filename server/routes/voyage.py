@@ -10,11 +10,11 @@ from pydantic import BaseModel, Field
 
 from penstock.engine import PoolingParams, PoolingTask
 
+from ..admission import size_of_numbers
 from ..calls.call import EMBEDDERS, Call, check_count
 from ..calls.images import image_usage, read_images
-from ..calls.sizes import size_of_numbers
-from ..calls.vectors import BYTES_RESPONSE, check_encodings, vector_width, vectors_response
 from ..dialects import VOYAGE, keys_ignored_by
+from ..http.vectors import BYTES_RESPONSE, check_encodings, vector_width, vectors_response
 from ..routing import BatchUse, Router
 from ..schemas.encodings import EmbeddingTypeOptions
 from ..schemas.inputs import Contents

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..http.encoding import EmbedDtype, Encoding, EncodingFormat, Endianness, Quantization
+from ..http.vectors import EmbedDtype, Encoding, EncodingFormat, Endianness, Quantization
 from .options import Listed
 
 EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]

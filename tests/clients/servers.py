@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 import numpy as np
 from PIL import Image
 
-from penstock.server.commands.default_model import default_model_folder
+from penstock.server.commands.model_plans import default_model_folder
 from tests.random_models import save_random_model, save_two_tower_model
 from tests.servers import launching
 

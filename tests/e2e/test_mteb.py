@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock.server.quality.client import EvalClient
-from penstock.server.quality.evaluate import evaluate
-from penstock.server.quality.mteb_tasks import find_tasks, run_tasks
+from penstock.server.quality.evaluate import EvalClient, evaluate, find_tasks, run_tasks
 from penstock.server.settings import EvalSettings, UsageError
 from penstock.server.target_server import TargetServer
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from penstock.server.batches.internal_client import RouteResponse
-from penstock.server.batches.records import BatchRecord, BatchStatus
+from penstock.server.batches.records import BatchRecord, BatchRequest, BatchStatus
 from penstock.server.batches.service import Batches
 from penstock.server.routing import BatchUse
-from penstock.server.schemas.batch_bodies import BatchRequest
 
 DAY_S = 24 * 3600
 TIMEOUT_S = 120

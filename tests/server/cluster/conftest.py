@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.server.commands.default_model import default_model_folder
+from penstock.server.commands.model_plans import default_model_folder
 
 from ...waiting import wait_until
 

@@ -133,7 +133,7 @@ def test_killed_node_loses_no_request(nodes: Starting, tmp_path: Path) -> None:
 def reference(texts: Sequence[str]) -> np.ndarray:
     """The vectors of a single engine."""
     from penstock.engine import LLM
-    from penstock.server.commands.default_model import default_model_folder
+    from penstock.server.commands.model_plans import default_model_folder
 
     with LLM(str(default_model_folder()), dtype="float32") as llm:
         return np.array([answer.outputs.embedding for answer in llm.embed(texts, use_tqdm=False)])

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from penstock.server.commands import cli
-from penstock.server.commands.default_model import model_and_names
+from penstock.server.commands.model_plans import model_and_names
 
 from ..bodies import table
 

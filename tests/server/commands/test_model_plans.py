@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.server.commands import cli, model_plans
-from penstock.server.commands.model_plans import read_config
-from penstock.server.commands.settings_text import config_template
+from penstock.server.commands.model_plans import config_template, read_config
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, UsageError, declared_settings, load, public_values
 

@@ -11,10 +11,7 @@ import orjson
 import pytest
 from fastapi import Request
 
-from penstock.server.admission import LARGE_RESPONSE_BYTES, AdmissionController
-from penstock.server.calls.sizes import ResponseSize
-from penstock.server.calls.vectors import vectors_response
-from penstock.server.http.encoding import EmbedDtype, Encoding, EncodingFormat
+from penstock.server.admission import LARGE_RESPONSE_BYTES, AdmissionController, ResponseSize
 from penstock.server.http.json_responses import (
     PART_BYTES,
     IncrementalResponse,
@@ -23,6 +20,7 @@ from penstock.server.http.json_responses import (
     json_bytes,
     json_response,
 )
+from penstock.server.http.vectors import EmbedDtype, Encoding, EncodingFormat, vectors_response
 from penstock.server.settings import ServerSettings
 
 HEAD = {"id": "i", "object": "list", "created": 1, "model": "m", "usage": {"prompt_tokens": 1, "total_tokens": 1}}

@@ -14,7 +14,7 @@ import pytest
 from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError
 from penstock.server.app import create_app
 from penstock.server.http.http_server import HttpServer
-from penstock.server.middleware import rejection_queue
+from penstock.server.middleware import requests as rejection_queue
 from penstock.server.settings import ServerSettings
 
 from ...waiting import until

@@ -8,14 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.server.middleware import rejection_queue
-from penstock.server.middleware.rejection_queue import (
-    MAX_DELAY_S,
-    REJECTIONS_PER_TICK,
-    TICK_S,
-    RejectionQueue,
-    max_delay_s,
-)
+from penstock.server.middleware import requests as rejection_queue
+from penstock.server.middleware.requests import MAX_DELAY_S, REJECTIONS_PER_TICK, TICK_S, RejectionQueue, max_delay_s
 
 
 class Clock:

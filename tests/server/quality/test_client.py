@@ -5,7 +5,7 @@ import base64
 import numpy as np
 import pytest
 
-from penstock.server.quality.client import EvalClient
+from penstock.server.quality.evaluate import EvalClient
 from penstock.server.settings import CommandError, EvalSettings
 from penstock.server.target_server import TargetServer
 

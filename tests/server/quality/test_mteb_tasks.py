@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.server.quality.mteb_tasks import MtebEncoder, find_tasks, run_tasks
+from penstock.server.quality.evaluate import MtebEncoder, find_tasks, run_tasks
 from penstock.server.settings import CommandError, UsageError
 
 LOADER = [{"text": ["a", "b"]}, {"text": ["c"]}]

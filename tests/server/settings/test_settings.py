@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.protocol.tasks import PoolingType
-from penstock.server.commands.default_model import NAMES, model_and_names
+from penstock.server.commands.model_plans import NAMES, model_and_names
 from penstock.server.http.connection_limits import TransferLimits
 from penstock.server.settings import (
     EmbedSettings,
@@ -125,7 +125,7 @@ def test_model_is_served_under_its_name_and_path(tmp_path, monkeypatch: pytest.M
     assert model_and_names(str(folder)) == (str(folder), ("my-model", str(folder)))
     assert model_and_names("owner/name") == ("owner/name", ("owner/name",))
     assert model_and_names("owner/name", ("a", "b")) == ("owner/name", ("a", "b"))
-    monkeypatch.setattr("penstock.server.commands.default_model.default_model_folder", lambda: folder)
+    monkeypatch.setattr("penstock.server.commands.model_plans.default_model_folder", lambda: folder)
     assert model_and_names(None) == (str(folder), NAMES)
 
 

@@ -1,0 +1,21 @@
+"""The pages of docs/reference have the settings, models, routes and metrics of the code."""
+
+import pytest
+
+from penstock.server.commands.reference import PAGES
+
+from ...conftest import ROOT
+
+ROW = {
+    "settings": "| `--max-queue-s SECONDS`",
+    "models": "| `BAAI/bge-m3` |",
+    "routes": "| `POST /v2/rerank` | rerank |",
+    "metrics": "| `penstock_batches_ended_total` | counter |",
+}
+
+
+@pytest.mark.parametrize("name", ROW)
+def test_reference_page_is_up_to_date(name: str) -> None:
+    text = PAGES[name]()
+    assert ROW[name] in text
+    assert (ROOT / "docs" / "reference" / f"{name}.md").read_text("utf-8") == text, "run `make reference`"
