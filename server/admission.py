@@ -56,6 +56,22 @@ _BODY_MEMORY: Final = "penstock.body_memory"
 _FETCHES: Final = "penstock.fetches"
 _RESPONSE_SIZE: Final = "penstock.response_size"
 _RESPONSE_MEMORY: Final = "penstock.response_memory"
+EXPECTED_ENTRIES: Final = 512
+"""Entries of a sparse vector for which memory is reserved before the model runs. Trained models give 100 to 200."""
+_NUMBER_BYTES: Final = 12
+"""Bytes of a number in JSON."""
+_SCORE_BYTES: Final = 45
+"""Bytes of a JSON object with one score, without the class name."""
+_ENTRY_BYTES: Final = 36
+"""Bytes of an entry of a sparse vector in JSON."""
+_TOKEN_BYTES: Final = 70
+"""Bytes of a token with its text and offsets in JSON."""
+_TOKEN_MEMORY: Final = 200
+"""Bytes of a token with its text and offsets as Python objects."""
+FEWER_IDS: Final = "Send fewer token ids at once."
+MAX_DECODED_IDS: Final = 1_000_000  # Per request: takes seconds in a tokenizer thread; a few megabytes of text.
+MAX_RESPONSE_TOKENS: Final = 500_000  # Per response: each token takes 70 bytes of JSON and 200 bytes of memory.
+MAX_TOKENIZED_CHARS: Final = 2_000_000  # Per tokenization request: each token takes at least 60 bytes of JSON.
 
 
 class ServerRejectionReason(StrEnum):
@@ -332,20 +348,6 @@ def _reserve(memory: Reservation, num_more: int) -> None:
         raise LimitError(503, message, rejection.reason, {"connection": "close", "retry-after": "1"})
 
 
-EXPECTED_ENTRIES: Final = 512
-"""Entries of a sparse vector for which memory is reserved before the model runs. Trained models give 100 to 200."""
-_NUMBER_BYTES: Final = 12
-"""Bytes of a number in JSON."""
-_SCORE_BYTES: Final = 45
-"""Bytes of a JSON object with one score, without the class name."""
-_ENTRY_BYTES: Final = 36
-"""Bytes of an entry of a sparse vector in JSON."""
-_TOKEN_BYTES: Final = 70
-"""Bytes of a token with its text and offsets in JSON."""
-_TOKEN_MEMORY: Final = 200
-"""Bytes of a token with its text and offsets as Python objects."""
-
-
 def size_of_numbers(num_values: int, *, num_encodings: int = 1) -> ResponseSize:
     """Returns the size of float32 arrays that are written in one or several formats."""
     return ResponseSize(num_encodings * _NUMBER_BYTES * num_values, 4 * num_values)
@@ -403,12 +405,6 @@ def size_beyond_expected(vectors: Sequence[SparseVector]) -> ResponseSize:
 
 def _entries(number: int) -> ResponseSize:
     return ResponseSize(_ENTRY_BYTES * number, 8 * number)
-
-
-FEWER_IDS: Final = "Send fewer token ids at once."
-MAX_DECODED_IDS: Final = 1_000_000  # Per request: takes seconds in a tokenizer thread; a few megabytes of text.
-MAX_RESPONSE_TOKENS: Final = 500_000  # Per response: each token takes 70 bytes of JSON and 200 bytes of memory.
-MAX_TOKENIZED_CHARS: Final = 2_000_000  # Per tokenization request: each token takes at least 60 bytes of JSON.
 
 
 def check_num_chars(num_chars: int, param: str) -> None:

@@ -35,7 +35,7 @@ from .models.manager import ModelLimits, ModelManager, ModelMetrics
 from .models.served_model import ServedModel
 from .models.table import ModelTable
 from .observability.metrics import AdmissionMetrics, GatherMetrics, Metrics, VectorCacheMetrics
-from .observability.observers import Observers
+from .observability.request_record import Observers
 from .openapi import DocumentedApp
 from .routes import (
     batches as batch_routes,

@@ -45,6 +45,13 @@ _RESERVED_SHARE: Final = 20
 _CHECK_EVERY_BYTES: Final = 4 * 1024 * 1024
 """Bytes of an upload after which disk space and limits are checked again."""
 _FIELDS: Final = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
+MULTIPART: Final = "multipart/form-data"
+_PIECE_BYTES: Final = 512 * 1024
+"""Bytes per call to the thread that parses and writes."""
+_MAX_FIELD_BYTES: Final = 4096
+_MAX_PARTS: Final = 16
+OVERHEAD_BYTES: Final = 64 * 1024
+"""Bytes that a body may have in addition to its file."""
 
 
 class DataDir:
@@ -294,15 +301,6 @@ def _expiry_s(fields: dict[str, str]) -> int:
             param="expires_after",
         )
     return int(seconds or 0)
-
-
-MULTIPART: Final = "multipart/form-data"
-_PIECE_BYTES: Final = 512 * 1024
-"""Bytes per call to the thread that parses and writes."""
-_MAX_FIELD_BYTES: Final = 4096
-_MAX_PARTS: Final = 16
-OVERHEAD_BYTES: Final = 64 * 1024
-"""Bytes that a body may have in addition to its file."""
 
 
 class Upload:

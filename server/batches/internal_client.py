@@ -16,7 +16,7 @@ from ..admission import BODY_IN_MEMORY
 from ..http.connection import CONNECTION_LOST
 from ..http.request_head import MAX_PRIORITY
 from ..models.table import IS_BACKGROUND
-from ..observability.timing import REQUEST, RequestRecord
+from ..observability.request_record import REQUEST, RequestRecord
 from ..routing import RouteTable
 
 _HEADERS: Final = [(b"content-type", b"application/json"), (b"x-priority", str(MAX_PRIORITY).encode())]

@@ -17,6 +17,14 @@ from ..http.json_bodies import JsonBody
 from ..schemas.json_schema import documented
 from ..schemas.options import Count
 
+CHECK_LINE: Final = 0
+"""Number of the check of the input file among the lines that run alone."""
+MIN_EXPIRY_S: Final = 3600
+MAX_EXPIRY_S: Final = 30 * 24 * 3600
+"""Also the default for files."""
+MAX_HOURS: Final = 168
+_HOURS: Final = r"^[1-9][0-9]{0,2}h$"
+
 
 class BatchStatus(StrEnum):
     """Status of a batch. The last four are final."""
@@ -32,9 +40,6 @@ class BatchStatus(StrEnum):
 
 
 ENDS: Final = frozenset({BatchStatus.COMPLETED, BatchStatus.FAILED, BatchStatus.EXPIRED, BatchStatus.CANCELLED})
-
-CHECK_LINE: Final = 0
-"""Number of the check of the input file among the lines that run alone."""
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,12 +221,6 @@ def new_batch_id() -> str:
     """Returns a random batch id."""
     return f"batch_{secrets.token_hex(12)}"
 
-
-MIN_EXPIRY_S: Final = 3600
-MAX_EXPIRY_S: Final = 30 * 24 * 3600
-"""Also the default for files."""
-MAX_HOURS: Final = 168
-_HOURS: Final = r"^[1-9][0-9]{0,2}h$"
 
 Metadata = Annotated[
     dict[

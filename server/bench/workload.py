@@ -27,6 +27,9 @@ BUILT_IN: Final = tuple(_LENGTHS)
 _MOST_TEXTS: Final = 8192
 """Distinct texts in one round, so that a cache of the server finds few of them."""
 _MIN_REQUESTS: Final = 64
+_DETECTED: Final = ("openai", "tei", "ollama")
+"""Dialects in the order of detection. cohere must be named."""
+Body = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +105,6 @@ def _json_text(line: str, place: str) -> str:
     if not isinstance(text, str) or not text:
         raise UsageError(f'{place} has no text; write {{"text": "..."}}')
     return text
-
-
-_DETECTED: Final = ("openai", "tei", "ollama")
-"""Dialects in the order of detection. cohere must be named."""
-
-Body = dict[str, Any]
 
 
 class Content(NamedTuple):

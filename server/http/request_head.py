@@ -29,6 +29,8 @@ _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _DOUBLED_VERSION: Final = re.compile(r"^/v[12](?=/v[12]/)")
 _TIMEOUT: Final = b"x-request-timeout"
 _PRIORITY: Final = b"x-priority"
+LIMITS: Final = "penstock.limits"
+"""Scope key of the RequestLimits of a request that runs a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +48,6 @@ class RequestLimits:
     priority: int = ChunkPriority.NORMAL
     client: str = ""
     namespace: str = ""
-
-
-LIMITS: Final = "penstock.limits"
-"""Scope key of the RequestLimits of a request that runs a model."""
 
 
 def limits_of(scope: Scope) -> RequestLimits:

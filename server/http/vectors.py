@@ -42,6 +42,19 @@ Quantization = Literal["int8", "uint8", "binary", "ubinary"]
 _SIGN_BIT: Final = 0x80
 _RANGE: Final = 8.0
 _BITS_PER_BYTE: Final = 8
+MAX_METADATA_ROWS: Final = 512  # Python's http.client accepts headers of up to 64 KiB; a row takes about 110 bytes.
+BYTES_RESPONSE: Final[dict[str, Any]] = {
+    "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    "headers": {
+        "metadata": {
+            "description": (
+                "With encoding_format 'bytes': JSON with id, created, model, usage and, in data, the index, "
+                "embed_dtype, endianness, start, end and shape of each row in the body."
+            ),
+            "schema": {"type": "string"},
+        }
+    },
+}
 
 
 class EncodingFormat(StrEnum):
@@ -241,21 +254,6 @@ def check_width(width: int, kind: Quantization, *, param: str = "embedding_type"
             "request a multiple of 8 dimensions, or use int8 or float.",
             param=param,
         )
-
-
-MAX_METADATA_ROWS: Final = 512  # Python's http.client accepts headers of up to 64 KiB; a row takes about 110 bytes.
-BYTES_RESPONSE: Final[dict[str, Any]] = {
-    "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    "headers": {
-        "metadata": {
-            "description": (
-                "With encoding_format 'bytes': JSON with id, created, model, usage and, in data, the index, "
-                "embed_dtype, endianness, start, end and shape of each row in the body."
-            ),
-            "schema": {"type": "string"},
-        }
-    },
-}
 
 
 def vectors_response(

@@ -43,14 +43,18 @@ from ..http.json_bodies import JsonBody
 from ..http.json_reader import BodyParser, receive_part
 from ..http.json_responses import PART_BYTES
 from ..http.request_head import LIMITS, RequestIds, canonical_path, check_media, limits_of
-from ..observability.observers import Observers
-from ..observability.timing import REQUEST, RequestRecord, server_timing
+from ..observability.request_record import REQUEST, Observers, RequestRecord, server_timing
 from ..routing import Route, RouteTable, route_of
 
 logger = logging.getLogger(__name__)
 
 PEEK_S: Final = 0.5
 """Maximum seconds for the first part of the body of a request that a full engine rejects."""
+TICK_S: Final = 0.05
+REJECTIONS_PER_TICK: Final = 10
+"""Rejections per tick, which is 200 per second. Rejections that reach their latest time are sent in addition."""
+MAX_DELAY_S: Final = 2.0
+"""Maximum delay of a rejection in seconds. The smallest Retry-After is 1 s."""
 
 
 class RequestMiddleware:
@@ -340,13 +344,6 @@ async def _read_body(request: Request, route: Route, parser: BodyParser) -> Any:
     if isinstance(body, JsonBody) and (request_id := body.body_request_id()) is not None:
         scope["penstock.request_id"] = request_id
     return body
-
-
-TICK_S: Final = 0.05
-REJECTIONS_PER_TICK: Final = 10
-"""Rejections per tick, which is 200 per second. Rejections that reach their latest time are sent in addition."""
-MAX_DELAY_S: Final = 2.0
-"""Maximum delay of a rejection in seconds. The smallest Retry-After is 1 s."""
 
 
 class RejectionQueue:

@@ -15,7 +15,7 @@ from penstock.engine.protocol.model_info import ModelKind
 
 from ..admission import ServerRejectionReason
 from ..errors import quote, quote_names
-from ..observability.timing import REQUEST
+from ..observability.request_record import REQUEST
 from .manager import ModelEntry, ModelManager, ModelStatus
 
 UNNAMED: Final = "default/not-specified"

@@ -21,7 +21,7 @@ from penstock.engine.protocol.request import Stage
 from .. import penstock_version
 from ..admission import REJECTION_REASONS, AdmissionController
 from ..http.connection import ConnectionState
-from .timing import REQUEST, RequestRecord
+from .request_record import REQUEST, RequestRecord
 
 _LATENCY_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _STAGE_BUCKETS_S: Final = (0.0001, 0.0002, 0.0005, 0.001, *_LATENCY_BUCKETS_S)

@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, format_trace_id, s
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from .. import penstock_version
-from .timing import UNKNOWN_ROUTE, RequestRecord, loggable
+from .request_record import UNKNOWN_ROUTE, RequestRecord, loggable
 
 _PARENT_HEADERS: Final = (b"traceparent", b"tracestate")
 _TRACES_PATH: Final = "/v1/traces"

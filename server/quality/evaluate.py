@@ -22,6 +22,12 @@ from .tasks import DEPTH, InputType, RetrievalTask, SimilarityTask, Task, read_t
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
+_INPUT_TYPES: Final[dict[str, InputType]] = {
+    "Classification": "classification",
+    "MultilabelClassification": "classification",
+    "Clustering": "clustering",
+}
+"""Purpose of the texts by type of task. Retrieval and reranking name query or document; others compare texts."""
 
 
 class EvalClient:
@@ -161,14 +167,6 @@ def _report(task: Task, client: EvalClient, settings: EvalSettings) -> dict[str,
 
 def _rounded(scores: dict[str, float]) -> dict[str, float | None]:
     return {name: rounded(score) for name, score in scores.items()}
-
-
-_INPUT_TYPES: Final[dict[str, InputType]] = {
-    "Classification": "classification",
-    "MultilabelClassification": "classification",
-    "Clustering": "clustering",
-}
-"""Purpose of the texts by type of task. Retrieval and reranking name query or document; others compare texts."""
 
 
 class MtebEncoder:

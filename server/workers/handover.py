@@ -1,9 +1,9 @@
-"""Accepts connections and passes each to the HTTP process with the fewest open connections.
+"""Passes connections between processes: the supervisor accepts them, and an HTTP process receives and serves them.
 
-The kernel could distribute connections over one shared socket or one socket per process. With a shared socket, the
-process that wakes first takes all waiting connections, so a few long connections fill one process. With one socket
-each, the kernel distributes by a hash, and connections that wait for a dead process are lost. Here no connection waits
-for a process that has ended.
+The supervisor passes each connection to the HTTP process with the fewest open connections. The kernel could distribute
+connections over one shared socket or one socket per process. With a shared socket, the process that wakes first takes
+all waiting connections, so a few long connections fill one process. With one socket each, the kernel distributes by a
+hash, and connections that wait for a dead process are lost. Here no connection waits for a process that has ended.
 """
 
 from __future__ import annotations
@@ -11,13 +11,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from typing import Final
+import ssl
+from collections.abc import Callable
+from typing import Any, Final
 
-from .messages import COUNT_BYTES
+import uvicorn
+
+from ..http.connection import Connection
+from ..http.connection_limits import NO_LIMITS, TransferLimits
+from ..http.http_server import HttpServer
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 2048
+COUNT_BYTES: Final = 4
+"""Bytes of the number of ended connections that a process sends back on its connection socket."""
+_MAX_RECEIVED: Final = 64
+"""Maximum number of connections to receive per event-loop iteration."""
 _MAX_ACCEPTED: Final = 64
 """Maximum number of connections to accept per event-loop iteration."""
 _RETRY_S: Final = 0.05
@@ -143,3 +153,118 @@ class Acceptor:
     def _pause(self) -> None:
         self._read(False)
         self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._accept)
+
+
+class PassedConnection(Connection):
+    """A connection that reports its end.
+
+    Attributes:
+        on_end: Called when it has ended.
+    """
+
+    on_end: Callable[[], None]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends the connection."""
+        super().connection_lost(exc)
+        self.on_end()
+
+
+class PassedConnectionServer(HttpServer):
+    """Serves one application on connections that another process accepts.
+
+    Args:
+        config: Configuration of uvicorn; its protocol is replaced by PassedConnection.
+        end: One end of a SOCK_SEQPACKET pair; a ConnectionSender has the other one.
+        limits: See HttpServer.
+        named: See HttpServer.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, end: socket.socket, limits: TransferLimits = NO_LIMITS, **named: Any
+    ) -> None:
+        super().__init__(config, limits, **named)
+        self._end = end
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts the application, then receives connections."""
+        await super().startup(sockets=[])
+        receiver: Any = _ConnectionReceiver(self._end, self._make)
+        self.servers.append(receiver)  # instead of a listener of uvicorn
+
+    def _make(self, port: bytes) -> tuple[PassedConnection, ssl.SSLContext | None]:
+        """Returns the protocol of a new connection to the port MAIN or METRICS, and its TLS context."""
+        config, app_state = self.config, self.lifespan.state
+        if port == METRICS:
+            assert self.metrics_config is not None
+            config, app_state = self.metrics_config, {}
+        return PassedConnection(config=config, server_state=self.server_state, app_state=app_state), config.ssl
+
+
+class _ConnectionReceiver:
+    """Receives connections until it is closed."""
+
+    def __init__(
+        self, end: socket.socket, make: Callable[[bytes], tuple[PassedConnection, ssl.SSLContext | None]]
+    ) -> None:
+        end.setblocking(False)
+        self._end = end
+        self._make = make
+        self._loop = asyncio.get_running_loop()
+        self._is_closed = False
+        self._openings: set[asyncio.Task[None]] = set()
+        self._num_ended = 0  # not yet reported to the accepting process
+        self._loop.add_reader(end.fileno(), self._handle)
+
+    def close(self) -> None:
+        """Receives the connections that were already sent. The acceptor sends later ones to another process."""
+        if not self._is_closed:
+            self._is_closed = True
+            # Sent connections stay readable, no more can be sent, and ended connections are still reported.
+            self._end.shutdown(socket.SHUT_RD)
+            while self._handle():
+                pass
+
+    async def wait_closed(self) -> None:
+        """Waits until the received connections are open."""
+        await asyncio.gather(*self._openings)
+
+    def _handle(self) -> bool:
+        """Receives some connections. Returns whether there may be more."""
+        for _ in range(_MAX_RECEIVED):
+            try:
+                port, descriptors, _, _ = socket.recv_fds(self._end, 1, 1)
+            except BlockingIOError:
+                return False
+            if not port:  # closed, or the acceptor has ended, which the Channel reports
+                self._loop.remove_reader(self._end.fileno())
+                return False
+            if not descriptors:
+                logger.error("a connection was lost: this process has reached its limit of open files")
+                self._report_end()
+            for descriptor in descriptors:
+                opening = self._loop.create_task(self._open(socket.socket(fileno=descriptor), port))
+                self._openings.add(opening)
+                opening.add_done_callback(self._openings.discard)
+        return True
+
+    async def _open(self, connection: socket.socket, port: bytes) -> None:
+        protocol, context = self._make(port)
+        protocol.on_end = self._report_end
+        try:
+            connection.setblocking(False)
+            await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=context)
+        except OSError as error:  # the client has closed it, or does not speak TLS
+            logger.debug("a connection could not be opened: %s", error)
+            connection.close()
+            self._report_end()
+
+    def _report_end(self) -> None:
+        self._num_ended += 1
+        try:
+            self._end.send(self._num_ended.to_bytes(COUNT_BYTES, "little"))
+        except BlockingIOError:
+            return  # reported with the next one
+        except OSError:
+            logger.debug("the accepting process has ended")
+        self._num_ended = 0

@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 Message = TypeVar("Message")
 _LENGTH_BYTES: Final = 8
-COUNT_BYTES: Final = 4
-"""Bytes of the number of ended connections that a process sends back on its connection socket."""
 
 
 class WorkerListening(msgspec.Struct, tag=True, frozen=True):

@@ -139,7 +139,7 @@ async def test_failing_observer_does_not_skip_the_next(serving, engine, caplog, 
     async with serving(engine, access_log=True) as client:
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
     names = [record.name for record in caplog.records]
-    assert names[-2:] == ["penstock.server.observability.observers", "penstock.access"]
+    assert names[-2:] == ["penstock.server.observability.request_record", "penstock.access"]
     assert "KeyError: 'made up'" in caplog.text
 
 

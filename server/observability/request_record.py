@@ -1,4 +1,7 @@
-"""Observers of requests that have ended: traces, metrics and the access log."""
+"""The record of a request, and its observers after the response: traces, metrics and access log.
+
+The record has the times, model and status of the request. REQUEST holds the record of the current task.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,119 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from starlette.types import Scope
+
+from penstock.engine.protocol.request import Stage, StageTimes
+
+from ..admission import REJECTED_BY
 from ..errors import request_fields
+from ..http.json_reader import IGNORED_FIELDS
+from ..routing import route_of
 from ..settings import ServerSettings, UsageError
-from .metrics import Metrics
-from .timing import Observer, RequestRecord, loggable
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+    from .metrics import Metrics
     from .tracing import Tracing
 
-logger = logging.getLogger("penstock.access")
-module_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("penstock.access")
+
+UNKNOWN_ROUTE: Final = "other"
+_MAX_PATH_CHARS: Final = 200
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """A request and its response.
+
+    Attributes:
+        began_s: time.perf_counter() when its head was read.
+        began_ns: Nanoseconds since 1970 at the same moment.
+        stages: Times of its stages.
+        route: Path of its route in the OpenAPI schema. Unknown paths share one value, to bound memory.
+        is_probe: Whether it is a health check, which is neither logged nor traced.
+        model: Shown name of its model; "" if it reached no model.
+        status: HTTP status; 500 before the response starts.
+        seconds: Seconds to the end of the response.
+        stage_seconds: Sums of `stages`.
+        task: Task of the engine; None if it was not called or failed.
+        num_inputs: Texts, documents or pairs.
+        span: The span of its trace; None without traces.
+        trace_id: Id of its trace; None without traces.
+        rejected_by: The limit that rejected the request; None if it was accepted.
+    """
+
+    scope: Scope
+    began_s: float
+    began_ns: int
+    stages: StageTimes = field(default_factory=StageTimes)
+    route: str = UNKNOWN_ROUTE
+    is_probe: bool = False
+    model: str = ""
+    has_started: bool = False
+    status: int = 500
+    seconds: float = 0.0
+    stage_seconds: Mapping[Stage, float] = field(default_factory=dict)
+    task: str | None = None
+    num_inputs: int = 0
+    num_tokens: int = 0
+    num_truncated: int = 0
+    span: Span | None = None
+    trace_id: str | None = None
+    rejected_by: str | None = None
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the status is not an error."""
+        return self.status < 400
+
+    @property
+    def ignored_fields(self) -> Sequence[str]:
+        """Unknown fields of the body that the server ignored."""
+        names: Sequence[str] = self.scope.get(IGNORED_FIELDS, ())
+        return names
+
+    def find_route(self) -> None:
+        """Reads the route from the scope."""
+        route = route_of(self.scope)
+        if route is not None:
+            self.route, self.is_probe = route.path, route.is_probe
+
+    def begin_response(self, status: int) -> None:
+        """Records the start of the response."""
+        self.status = status
+        if self.is_success and self.stages.last_s is not None:
+            self.stages.add(Stage.ENCODE, self.stages.last_s, time.perf_counter() - self.stages.last_s)
+        self.stage_seconds = self.stages.seconds()
+
+    def end(self) -> None:
+        """Records the end of the response."""
+        self.seconds = time.perf_counter() - self.began_s
+        self.rejected_by = self.scope.get(REJECTED_BY)
+
+
+Observer = Callable[[RequestRecord], Any]
+"""Called with every request at the end of its response."""
+
+REQUEST: Final[ContextVar[RequestRecord | None]] = ContextVar("penstock_request", default=None)
+"""The request that the current task serves."""
+
+
+def server_timing(seconds: Mapping[Stage, float]) -> bytes:
+    """Returns the value of the header Server-Timing (W3C), in milliseconds."""
+    return ", ".join([f"{stage};dur={1000 * spent:.3f}" for stage, spent in seconds.items()]).encode()
+
+
+def loggable(path: str) -> str:
+    """Returns a path that is safe in a log line: escaped and of bounded length."""
+    return path[:_MAX_PATH_CHARS].encode("unicode_escape").decode("ascii")
 
 
 class Observers:
@@ -44,7 +147,7 @@ class Observers:
         try:
             self._tracing.begin(record)
         except Exception:
-            module_logger.exception("no trace of request %s", record.scope["penstock.request_id"])
+            logger.exception("no trace of request %s", record.scope["penstock.request_id"])
 
     def observe(self, record: RequestRecord) -> None:
         """Calls every observer. Logs the error of one and calls the others, because the response has been sent."""
@@ -54,7 +157,7 @@ class Observers:
             except Exception:
                 request_id = record.scope["penstock.request_id"]
                 extra = request_fields(request_id, record.trace_id)
-                module_logger.exception("%s failed for request %s", observe, request_id, extra=extra)
+                logger.exception("%s failed for request %s", observe, request_id, extra=extra)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -93,7 +196,7 @@ class IgnoredFieldsLog:
         if now < self._next_s:
             self._num_skipped += 1
             return
-        module_logger.warning(
+        logger.warning(
             "request %s to %s has unknown fields, which were ignored: %s (%d such requests were not logged); "
             "--unknown-fields reject rejects them, ignore ends this warning",
             record.scope["penstock.request_id"],
@@ -130,7 +233,7 @@ def log_access(record: RequestRecord) -> None:
     details = [] if key_id is None else [f"key {key_id}"]
     details += [] if record.task is None else [f"{record.task} {record.num_inputs} inputs, {record.num_tokens} tokens"]
     details += [f"{stage} {spent:.1f} ms" for stage, spent in stages_ms.items()]
-    logger.info(
+    access_logger.info(
         "%s %s %d in %.1f ms%s (%s)",
         scope["method"],
         path,
