@@ -273,24 +273,25 @@ async def engine_inputs(
 
 
 async def _rendered_chats(call: Call, chats: Conversations, template: ChatOptions) -> list[Input]:
-    """Returns each chat as a prompt; for a model with an encoder of images, a chat with an image as the image."""
-    pictured = [chat for chat in chats if isinstance(chat, ImageChat)]
-    if pictured:
-        check_images(call, pictured, "messages")
-    images = await read_sources(call, [image for chat in pictured for image in chat.images], "messages")
-    is_read = call.info.mixes_images
-    messages = [chat.messages if isinstance(chat, ImageChat) else chat for chat in chats]
-    to_render = [own for own, chat in zip(messages, chats, strict=True) if is_read or not isinstance(chat, ImageChat)]
-    prompts = iter(await call.engine.render_chats(to_render, template) if to_render else ())
-    rendered: list[Input] = []
-    for chat in chats:
-        if not isinstance(chat, ImageChat):
-            rendered.append(next(prompts))
-        elif not is_read:
-            rendered.append(images[chat.images[0].path])
-        else:
-            rendered.append(call.engine.with_images(next(prompts), [images[image.path] for image in chat.images]))
-    return rendered
+    """Returns the prompt of each chat, with its images.
+
+    A model with a separate encoder of images (CLIP) reads no images in chats. It gets the image instead of the chat.
+    """
+    image_chats = {i: chat for i, chat in enumerate(chats) if isinstance(chat, ImageChat)}
+    if image_chats:
+        check_images(call, [*image_chats.values()], "messages")
+    images = await read_sources(call, [image for chat in image_chats.values() for image in chat.images], "messages")
+    inputs: dict[int, Input] = {}
+    if not call.info.mixes_images:
+        inputs = {i: images[chat.images[0].path] for i, chat in image_chats.items()}
+    messages = {i: chat.messages if isinstance(chat, ImageChat) else chat for i, chat in enumerate(chats)}
+    to_render = [i for i in messages if i not in inputs]
+    prompts = await call.engine.render_chats([messages[i] for i in to_render], template) if to_render else []
+    for i, prompt in zip(to_render, prompts, strict=True):
+        inputs[i] = prompt
+        if (chat := image_chats.get(i)) is not None:
+            inputs[i] = call.engine.with_images(prompt, [images[image.path] for image in chat.images])
+    return [inputs[i] for i in messages]
 
 
 async def truncate_texts(

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 from fastapi import Request, Response
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, Tag
 
 from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
@@ -25,7 +25,7 @@ from ..routing import BatchUse, RouteOptions, Router
 from ..schemas import json_schema
 from ..schemas.images import OBJECT_KEYS, Image, MixedContent, has_images, parse_content
 from ..schemas.inputs import Documents, document_contents, parse_text_or_image, parse_texts
-from ..schemas.json_schema import documented
+from ..schemas.json_schema import Parsed, documented
 from ..schemas.options import Count, Flag, FlagOrWord, Listed, ListResponse, PairBody, Usage, VersionMeta, truncated
 from ..schemas.tei_bodies import TeiRank, TeiRerankRequest
 from .tei import RERANK, TEI_HEADERS, rerank_texts
@@ -42,7 +42,7 @@ def parse_query(value: Any) -> str | Image:
     return content
 
 
-Query = Annotated[str | Image, PlainValidator(parse_query), WithJsonSchema(json_schema.QUERY)]
+Query = Annotated[str | Image, Parsed(parse_query, json_schema.QUERY)]
 
 
 class RerankRequest(PairBody):
@@ -227,7 +227,7 @@ def parse_score_side(value: Any) -> list[str | Image]:
     return [entry if isinstance(entry, Image) else text for entry, text in zip(entries, texts, strict=True)]
 
 
-ScoreSide = Annotated[list[str | Image], PlainValidator(parse_score_side), WithJsonSchema(json_schema.SCORE_SIDE)]
+ScoreSide = Annotated[list[str | Image], Parsed(parse_score_side, json_schema.SCORE_SIDE)]
 
 
 class ScoreRequest(PairBody):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, model_validator
 
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.templates import ChatOptions
@@ -14,6 +14,7 @@ from ..errors import quote
 from . import json_schema
 from .images import INPUT_KEYS, OBJECT_KEYS, ImageChat, ImageSource, parse_image_part
 from .inputs import Input, Inputs
+from .json_schema import Parsed
 from .options import Flag, RequestBody
 
 Chat = list[dict[str, Any]]
@@ -84,7 +85,7 @@ def _text_part(part: Any, name: str) -> dict[str, str]:
     return {"type": "text", "text": part["text"]}
 
 
-Messages = Annotated[Conversations, PlainValidator(parse_conversations), WithJsonSchema(json_schema.CHATS)]
+Messages = Annotated[Conversations, Parsed(parse_conversations, json_schema.CHATS)]
 
 
 class ChatFields(RequestBody):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 import orjson
-from pydantic import AfterValidator, BeforeValidator, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from penstock.engine.protocol.errors import InvalidRequestError
@@ -25,6 +25,7 @@ from .images import (
     parse_image_object,
     parse_image_part,
 )
+from .json_schema import Parsed
 from .options import Listed
 
 Text = str | list[int]
@@ -184,13 +185,13 @@ def _kind(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)[:60]
 
 
-Inputs = Annotated[list[Input], PlainValidator(parse_inputs), WithJsonSchema(json_schema.INPUTS)]
-TextsOrIds = Annotated[list[Text], PlainValidator(parse_texts_or_ids), WithJsonSchema(json_schema.FULL_INPUTS)]
-TokenIds = Annotated[list[int], PlainValidator(parse_token_ids), WithJsonSchema(json_schema.ANY_TOKEN_IDS)]
-SomeTokenIds = Annotated[list[int], PlainValidator(parse_some_token_ids), WithJsonSchema(json_schema.TOKEN_IDS)]
+Inputs = Annotated[list[Input], Parsed(parse_inputs, json_schema.INPUTS)]
+TextsOrIds = Annotated[list[Text], Parsed(parse_texts_or_ids, json_schema.FULL_INPUTS)]
+TokenIds = Annotated[list[int], Parsed(parse_token_ids, json_schema.ANY_TOKEN_IDS)]
+SomeTokenIds = Annotated[list[int], Parsed(parse_some_token_ids, json_schema.TOKEN_IDS)]
 TextOrObject = Annotated[str, BeforeValidator(parse_text), WithJsonSchema(json_schema.TEXT)]
-Texts = Annotated[list[str], PlainValidator(parse_texts), WithJsonSchema(json_schema.TEXTS)]
-TextOrTexts = Annotated[list[str], PlainValidator(parse_text_or_texts), WithJsonSchema(json_schema.TEXT_OR_TEXTS)]
+Texts = Annotated[list[str], Parsed(parse_texts, json_schema.TEXTS)]
+TextOrTexts = Annotated[list[str], Parsed(parse_text_or_texts, json_schema.TEXT_OR_TEXTS)]
 
 
 Document = str | dict[str, Any]
@@ -281,9 +282,9 @@ def _can_be_written(value: dict[str, Any]) -> bool:
     return True
 
 
-Images = Annotated[list[ImageSource], PlainValidator(parse_images), WithJsonSchema(json_schema.IMAGES)]
-Contents = Annotated[list[str | Image], PlainValidator(parse_contents), WithJsonSchema(json_schema.CONTENTS)]
-Documents = Annotated[list[Document], PlainValidator(parse_documents), WithJsonSchema(json_schema.DOCUMENTS)]
+Images = Annotated[list[ImageSource], Parsed(parse_images, json_schema.IMAGES)]
+Contents = Annotated[list[str | Image], Parsed(parse_contents, json_schema.CONTENTS)]
+Documents = Annotated[list[Document], Parsed(parse_documents, json_schema.DOCUMENTS)]
 
 
 TextOrList = TypeVar("TextOrList", bound=str | list[Any])
@@ -341,7 +342,7 @@ def lower_case(value: Any) -> Any:
 FullInputs = Annotated[TextsOrIds, AfterValidator(reject_empty), WithJsonSchema(json_schema.FULL_INPUTS)]
 FullText = Annotated[str, AfterValidator(reject_empty), WithJsonSchema(json_schema.FULL_STRING)]
 FullTexts = Annotated[Listed[Annotated[str, WithJsonSchema(json_schema.FULL_STRING)]], AfterValidator(reject_empty)]
-SequenceInputs = Annotated[Sequences, PlainValidator(parse_sequences), WithJsonSchema(json_schema.SEQUENCES)]
+SequenceInputs = Annotated[Sequences, Parsed(parse_sequences, json_schema.SEQUENCES)]
 TruncationSide = Annotated[
     Literal["left", "right"],
     BeforeValidator(lower_case),
@@ -362,4 +363,4 @@ def parse_batches(value: Any) -> list[list[int]]:
     return batches
 
 
-IdBatches = Annotated[list[list[int]], PlainValidator(parse_batches), WithJsonSchema(json_schema.ID_BATCHES)]
+IdBatches = Annotated[list[list[int]], Parsed(parse_batches, json_schema.ID_BATCHES)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
-from pydantic import ConfigDict, JsonValue
+from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, JsonValue
+from pydantic_core import CoreSchema, core_schema
 
 JsonSchema = dict[str, JsonValue]
 
@@ -130,3 +132,26 @@ def documented(
 
 
 _NOT_NULL: Final[dict[str, Any]] = {"not": {"type": "null"}}
+
+
+@dataclass(frozen=True, eq=False)
+class Parsed:
+    """Annotation of a field whose values a function reads.
+
+    pydantic's PlainValidator would also add the field's Python type to the OpenAPI document.
+
+    Args:
+        parse: Returns the value of the field, or raises ValueError.
+        schema: JSON Schema of the field.
+    """
+
+    parse: Callable[[Any], Any]
+    schema: JsonSchema
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Returns the validator of the field."""
+        return core_schema.no_info_plain_validator_function(self.parse)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchema:
+        """Returns the JSON Schema of the field."""
+        return dict(self.schema)

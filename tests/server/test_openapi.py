@@ -121,6 +121,18 @@ def test_every_field_of_a_body_is_described(full_document: dict) -> None:
             assert "$ref" in schema or '"description"' in json.dumps(schema), (name, field)
 
 
+def test_every_component_is_used(full_document: dict) -> None:
+    components = full_document["components"]
+    used, texts = set(), [json.dumps(full_document["paths"])]
+    while texts:
+        for kind, name in re.findall(r'"#/components/(\w+)/([^"]+)"', texts.pop()):
+            if (kind, name) not in used:
+                used.add((kind, name))
+                texts.append(json.dumps(components[kind][name]))
+    kinds = components.keys() - {"securitySchemes"}  # operations name them without a reference
+    assert {(kind, name) for kind in kinds for name in components[kind]} == used
+
+
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/encode", "/pooling", "/classify"])
 def test_body_has_one_kind_of_input(path: str) -> None:
     schema = OPERATIONS["post", path]["requestBody"]["content"]["application/json"]["schema"]
