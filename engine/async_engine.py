@@ -120,7 +120,7 @@ class AsyncEngine:
         ready = await group.start()
         try:
             return cls.attached(config, ready, dispatcher, group)
-        except BaseException:
+        except BaseException:  # stop the engine processes, whatever the reason
             await group.close()
             raise
 

@@ -62,7 +62,7 @@ class LoopThread:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except BaseException:
+        except BaseException:  # such as KeyboardInterrupt
             future.cancel()
             raise
 
@@ -114,7 +114,7 @@ class LLM:
         self._loop = LoopThread()
         try:
             self._engine = self._loop.run(AsyncEngine.start(replace(config, scheduler=scheduler), log_level=log_level))
-        except BaseException:
+        except BaseException:  # stop the thread, whatever the reason
             self._loop.stop()
             raise
         self._close = weakref.finalize(self, _close, self._engine, self._loop)

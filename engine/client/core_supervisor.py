@@ -93,7 +93,7 @@ class CoreSupervisor:
         try:
             await core.start()
             return await self._ready
-        except BaseException:
+        except BaseException:  # stop the engine process, also if the start is cancelled
             await core.close()
             raise
 

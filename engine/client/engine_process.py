@@ -123,7 +123,7 @@ class EngineProcess:
         """Returns the bytes of its private memory; 0 if it has ended or the system does not report them."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text("ascii", "replace")
-        except OSError:
+        except OSError:  # it has ended, or the system has no /proc
             return 0
         line = next((line for line in status.splitlines() if line.startswith("RssAnon:")), None)
         return 0 if line is None else int(line.split()[1]) * 1024

@@ -201,7 +201,7 @@ class ReplicaGroup:
                 supervisor.pin_model(ready.info)
             async with asyncio.TaskGroup() as starting:
                 tasks = [starting.create_task(supervisor.start()) for supervisor in others]
-        except BaseException as error:
+        except BaseException as error:  # stop the replicas that have started, also if the start is cancelled
             await self.close()
             if isinstance(error, BaseExceptionGroup):
                 raise error.exceptions[0] from error

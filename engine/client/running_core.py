@@ -87,7 +87,7 @@ class CoreLink:
         except EOFError:  # `_watch` reports the end of the process and closes the link, unless the process still runs
             self._loop.remove_reader(self._descriptor)
             self._timer = self._timer or self._loop.call_later(_DISCONNECTED_TIMEOUT_S, self._on_unreadable)
-        except Exception:
+        except Exception:  # a callback of the event loop has no caller
             logger.exception("the engine's messages cannot be read")
             self._loop.remove_reader(self._descriptor)
             self._on_unreadable()
@@ -226,7 +226,7 @@ class ProcessCore:
                 self._process.lifeline.send(b"\0")
 
     def _receive_pong(self, lifeline: socket.socket) -> None:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError):  # it has ended: `_watch` reports why
             if lifeline.recv(_MAX_UNANSWERED_PINGS):
                 self._heartbeat.record_pong()
                 return
@@ -310,7 +310,7 @@ class ThreadCore:
                 loop.call_soon_threadsafe(created.set_result, core)
                 core.run()
                 reason = "the engine thread ended"
-            except Exception as error:
+            except Exception as error:  # the reason is reported to all requests
                 logger.exception("the engine thread failed")
                 reason = f"the engine thread failed: {error!r}"
             if not self._is_stuck:

@@ -103,7 +103,7 @@ def _echo_heartbeats(address: Path) -> None:
     """
     folder = address.parent.resolve()  # the address may be a link
     lifeline = sys.stdin.fileno()
-    with contextlib.suppress(ConnectionError):
+    with contextlib.suppress(ConnectionError):  # the parent was killed
         while heartbeats := os.read(lifeline, _HEARTBEAT_BYTES):
             os.write(lifeline, heartbeats)
     with contextlib.suppress(OSError):  # a parent that ended normally has removed them

@@ -80,7 +80,7 @@ class ChatRenderer:
             return self._compiled.render(values)
         except TemplateError as error:
             raise _rejected(str(error)) from error
-        except Exception as error:
+        except Exception as error:  # templates compute with the values of the request
             raise _rejected(f"{type(error).__name__}: {error}") from error
 
     def _render_continued(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:

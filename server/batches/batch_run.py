@@ -156,7 +156,7 @@ class BatchRun:
         except FileNotFoundError as error:  # the lines without a response are unknown
             drop_tracebacks(error)
             batch.errors.append(LineError("file_not_found", "The input file does not exist any more.", "input_file_id"))
-        except Exception as error:
+        except Exception as error:  # a bug: the batch fails, and the others go on
             logger.exception("%s failed", batch.id)
             drop_tracebacks(error)
             message = f"The server failed ({type(error).__name__}); see its log."
@@ -164,7 +164,7 @@ class BatchRun:
             if batch.num_lines:
                 try:
                     await self._write_missing_lines(_NOT_RUN[BatchStatus.FAILED])
-                except Exception as second_error:
+                except Exception as second_error:  # the batch still ends as failed
                     logger.exception("the lines of %s without a response cannot be written", batch.id)
                     drop_tracebacks(second_error)
         return BatchStatus.FAILED
@@ -354,7 +354,7 @@ class BatchRun:
         """Returns the custom id of a line and the response of the route; None if the line cannot be read now."""
         try:
             return await self._read_and_send(span, runs_alone=runs_alone)
-        except Exception as error:
+        except Exception as error:  # logged here, because the caller does not know the line
             logger.exception("line %d of %s failed", span.number, self.batch.id)
             drop_tracebacks(error)
             raise

@@ -144,7 +144,7 @@ class Files:
                 await self._check_upload(owner, upload)
                 await self._store.add_file(file)
                 arriving.remove(upload)
-        except BaseException:
+        except BaseException:  # also if the client disconnects, which cancels the upload
             part.unlink(missing_ok=True)
             self.path(file_id).unlink(missing_ok=True)
             raise

@@ -116,14 +116,14 @@ class OutputWriter:
                 if not is_logged:
                     logger.error("%s waits: its responses cannot be written: %s", self._batch.id, error)
                     is_logged = True
-            except Exception as error:
+            except Exception as error:  # a bug: `add` raises it
                 logger.exception("the responses of %s cannot be written", self._batch.id)
                 _resolve(entries, error)
                 return
             else:
                 _resolve(entries, None)
                 return
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError):  # the pause has passed without `close`
                 async with asyncio.timeout(self._retry_s):
                     await self._closing.wait()
             if self._closing.is_set():

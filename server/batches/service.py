@@ -79,7 +79,7 @@ class Batches:
         self._data = DataDir(settings.data_dir)
         try:
             self._store = Store(self._data.database)
-        except BaseException:
+        except BaseException:  # unlock the folder, whatever the reason
             self._data.close()
             raise
         self.secret = self._data.secret
@@ -246,7 +246,7 @@ class Batches:
         try:
             await run.run()
             self.num_ended[run.batch.status.value] += 1
-        except Exception as error:
+        except Exception as error:  # the task of a batch has no caller
             logger.exception("%s cannot be completed; the next start tries again", run.batch.id)
             drop_tracebacks(error)
         finally:

@@ -201,7 +201,7 @@ def _engine_process(in_process: bool) -> Iterator[EngineProcess | None]:
     with contextlib.ExitStack() as stack:
         process = None
         if not in_process:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the server starts the process later, and reports the error
                 process = stack.enter_context(EngineProcess())
         for stop_signal in stops:
             signal.signal(stop_signal, _stop)

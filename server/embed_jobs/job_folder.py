@@ -276,7 +276,7 @@ def _npy_shape(path: Path) -> tuple[int, int]:
 def _npy_rows(path: Path) -> int | None:
     try:
         return _npy_shape(path)[0]
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # missing or damaged: the shard runs again
         return None
 
 
@@ -286,5 +286,5 @@ def _parquet_rows(path: Path) -> int | None:
 
     try:
         return int(parquet.read_metadata(path).num_rows)
-    except (pa.ArrowException, OSError):
+    except (pa.ArrowException, OSError):  # missing or damaged: the shard runs again
         return None

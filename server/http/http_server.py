@@ -140,7 +140,7 @@ class Certificate:
         files = [self._certificate] if self._key is None else [self._certificate, self._key]
         try:
             return tuple((s.st_mtime_ns, s.st_size, s.st_ino) for s in (file.stat() for file in files))
-        except OSError:
+        except OSError:  # missing, while a tool replaces it
             return ()
 
 
@@ -224,7 +224,7 @@ class HttpServer(uvicorn.Server):
         """
         self._loop = asyncio.get_running_loop()
         while not await self.on_tick(0):
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError):  # a tick without a wake-up
                 await asyncio.wait_for(self._wake_up.wait(), _TICK_S)
             self._reload_if_changed()
             self._collect_if_idle(self._loop.time())

@@ -249,7 +249,7 @@ class JsonDispatcher:
                 body = None  # free it: the client may read the response slowly
                 self._on_response(scope)
             await response(scope, receive, send)
-        except Exception as error:
+        except Exception as error:  # the client gets a response after every error
             if (error_response := unexpected_error(scope, error)) is None:
                 raise
             await error_response(scope, receive, send)
@@ -269,7 +269,7 @@ class UnexpectedErrorMiddleware:
         """Sends a 500, unless the response has already begun."""
         try:
             await self.app(scope, receive, send)
-        except Exception as error:
+        except Exception as error:  # the client gets a response after every error
             if scope["type"] != "http" or (error_response := unexpected_error(scope, error)) is None:
                 raise
             await error_response(scope, receive, send)

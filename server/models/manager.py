@@ -232,7 +232,7 @@ class ModelManager:
                 log_failure(entry, error)
             self.is_starting = False
             self._on_ready()
-        except Exception as error:
+        except Exception as error:  # the server ends with the reason
             self._on_failure(error)
             raise
 
@@ -264,7 +264,7 @@ class ModelManager:
         try:
             async with asyncio.timeout(self._limits.wait_s):
                 engine = await waiter
-        except BaseException as error:
+        except BaseException as error:  # also if the client disconnects, which cancels the wait
             if waiter in entry.waiters:
                 entry.waiters.remove(waiter)
             elif not waiter.cancelled() and waiter.result() is not None:
@@ -335,7 +335,7 @@ class ModelManager:
             engine = await entry.model.start()
             try:
                 check_prompt_name(entry.model.default_prompt_name, engine.info)
-            except BaseException:
+            except BaseException:  # stop the engine process, whatever the reason
                 await engine.close()
                 raise
         except Exception as error:  # noqa: BLE001 - recorded in the entry; other models are not affected

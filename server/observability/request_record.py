@@ -146,7 +146,7 @@ class Observers:
             return
         try:
             self._tracing.begin(record)
-        except Exception:
+        except Exception:  # a request must not fail because of its trace
             logger.exception("no trace of request %s", record.scope["penstock.request_id"])
 
     def observe(self, record: RequestRecord) -> None:
@@ -154,7 +154,7 @@ class Observers:
         for observe in self._observers:
             try:
                 observe(record)
-            except Exception:
+            except Exception:  # the other observers must see the request
                 request_id = record.scope["penstock.request_id"]
                 extra = request_fields(request_id, record.trace_id)
                 logger.exception("%s failed for request %s", observe, request_id, extra=extra)

@@ -74,7 +74,7 @@ class ConnectionSender:
                 self.num_open -= int.from_bytes(count, "little")
         except BlockingIOError:
             return
-        except OSError:
+        except OSError:  # HttpProcess reports why
             logger.debug("an HTTP process has ended")
         asyncio.get_running_loop().remove_reader(self._end.fileno())
 
@@ -265,6 +265,6 @@ class _ConnectionReceiver:
             self._end.send(self._num_ended.to_bytes(COUNT_BYTES, "little"))
         except BlockingIOError:
             return  # reported with the next one
-        except OSError:
+        except OSError:  # SupervisorLink ends this process
             logger.debug("the accepting process has ended")
         self._num_ended = 0

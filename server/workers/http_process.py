@@ -126,12 +126,12 @@ class HttpProcess:
         self._number += 1
         answer = self._questions[self._number] = asyncio.get_running_loop().create_future()
         self.send(GetMetrics(self._number))
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):  # the last metrics stay
             async with asyncio.timeout(timeout_s):
                 await answer
 
     async def _pause(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):  # the pause has passed without `stop`
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
 

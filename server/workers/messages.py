@@ -215,7 +215,7 @@ class Channel(Generic[Message]):
                     self._on_message(self._decode(message))
         except EOFError:
             self._end()
-        except Exception:
+        except Exception:  # a callback of the event loop has no caller
             logger.exception("a message between the server's processes is invalid")
             self._end()
 

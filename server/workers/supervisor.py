@@ -192,7 +192,7 @@ class WorkerSupervisor:
     async def _keep(self, worker: HttpProcess) -> None:
         try:
             await worker.run()
-        except Exception:
+        except Exception:  # a bug: the server stops
             logger.exception("an HTTP process cannot be supervised any more")
         if not self._is_stopping.is_set():
             self._fail(NothingServedError())

@@ -85,7 +85,7 @@ def _can_reset_peak() -> bool:
     """Whether the kernel lets this process reset its memory peak. Hardened containers may not."""
     try:
         _CLEAR_REFS.write_text(_RESET_PEAK)
-    except OSError:
+    except OSError:  # not writable, or not Linux
         return False
     return True
 
