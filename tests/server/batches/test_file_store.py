@@ -56,7 +56,7 @@ async def test_file_above_the_limit_is_rejected(files: Files) -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 10**6])
 async def test_file_is_stored_unchanged(files: Files, size: int, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.server.batches.uploads._PIECE_BYTES", size)
+    monkeypatch.setattr("penstock.server.batches.file_store._PIECE_BYTES", size)
     content = b"\r\n--c\r\n-\r\n--\r\n" * 20 + bytes(range(256))
     file = await receive(files, HEAD + FILE + content + END, size)
     assert files.path(file.id).read_bytes() == content

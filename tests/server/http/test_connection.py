@@ -13,7 +13,7 @@ import pytest
 from fastapi import HTTPException
 
 from penstock.server.admission import AdmissionController
-from penstock.server.http import http_server, response_writer as streams
+from penstock.server.http import http_server, response_writer
 from penstock.server.http.connection import MAX_OVERHEAD_BYTES, CloseReason
 from penstock.server.http.http_server import HttpServer
 from penstock.server.http.json_reader import JsonReader
@@ -192,7 +192,7 @@ async def test_response_before_the_end_of_a_body_is_not_reset(head: bytes, piece
 async def test_rest_of_an_unread_body_is_read_for_a_limited_time(
     head: bytes, piece: bytes, end: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "LINGER_S", 0.3)
+    monkeypatch.setattr(response_writer, "LINGER_S", 0.3)
     async with running(limited(admission_of(LARGE))) as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head)

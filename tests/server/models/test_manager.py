@@ -11,7 +11,7 @@ from penstock.server.models import manager as manager_module
 from penstock.server.models.manager import ModelEntry, ModelLimits, ModelManager, ModelStatus
 from penstock.server.models.served_model import ServedModel
 
-from ...waiting import loop_iterations, until
+from ...waiting import later, loop_iterations, until
 
 MIB = 1 << 20
 
@@ -247,7 +247,7 @@ async def test_least_recently_used_models_are_unloaded(engines: Engines, request
     entries = {entry.name: entry for entry in manager.entries}
     for name in requests:
         await use(manager, entries[name])
-        await asyncio.sleep(0.002)
+        await loop_iterations()
     assert engines.closed == list(unloaded)
 
 
@@ -277,7 +277,7 @@ async def test_model_in_use_is_unloaded_after_its_requests(engines: Engines) -> 
 
 
 async def test_model_with_long_requests_stays_loaded(engines: Engines) -> None:
-    manager = engines.manager("a", "b", max_loaded=1, drain_timeout_s=0.1, wait_s=0.3)
+    manager = engines.manager("a", "b", max_loaded=1, drain_timeout_s=0.1)
     a, b = manager.entries
     await manager.acquire(a)
     for_b = asyncio.create_task(manager.load(b))
@@ -307,18 +307,21 @@ async def test_requests_that_outlast_the_drain_are_logged(engines: Engines, capl
 
 
 async def test_idle_model_is_unloaded_after_its_ttl(engines: Engines) -> None:
-    manager = engines.manager(engines.model("a", ttl_s=0.1), "b")
+    manager = engines.manager(engines.model("a", ttl_s=100.0), "b")
     a, b = manager.entries
     await manager.acquire(a)
     await use(manager, b)
-    await asyncio.sleep(0.2)
+    with later(200.0):
+        await loop_iterations()
     assert a.state == "ready", "a request uses it"
-    a.release(0.0)
+    a.release(-inf)
     a.acquire()
-    await asyncio.sleep(0.15)
+    with later(200.0):
+        await loop_iterations()
     assert a.state == "ready", "another request uses it"
-    a.release(time.monotonic())
-    await until(lambda: a.state == "unloaded")
+    a.release(-inf)
+    with later(200.0):
+        await until(lambda: a.state == "unloaded")
     assert b.state == "ready"
     await use(manager, a)
     assert a.state == "ready"
@@ -359,8 +362,7 @@ async def test_patient_request_unloads_no_recently_used_model(engines: Engines, 
         with pytest.raises(EngineUnavailableError, match="no memory for b while other models are in use"):
             await manager.acquire(second, is_background=True)
         assert (engines.closed, first.is_idle, second.status) == ([], not is_in_use, ModelStatus.UNLOADED)
-    monkeypatch.setattr(manager_module, "RECENT_USE_S", 0.01)
-    await asyncio.sleep(0.02)
+    monkeypatch.setattr(manager_module, "RECENT_USE_S", 0.0)
     await manager.acquire(second, is_background=True)
     second.release(time.monotonic())
     assert engines.closed == ["a"]

@@ -94,7 +94,7 @@ async def test_options_reach_the_engine(serving: Serving, make_engine: type[Fake
 
 
 async def test_sparse_vectors_beyond_the_expected_size_need_memory(serving, make_engine, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.server.calls.sizes.EXPECTED_ENTRIES", 2)
+    monkeypatch.setattr("penstock.server.admission.EXPECTED_ENTRIES", 2)
     monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 100)
     for text, status in (("a b", 200), ("a b c", 400)):
         response = await encode(serving, make_engine(**M3), input=[text], outputs=["sparse"])
