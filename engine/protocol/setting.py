@@ -128,6 +128,14 @@ def shown_size(num_bytes: int) -> str:
     return f"{num_bytes}{'KMGTPE'[exponent - 1]}iB" if exponent else f"{num_bytes}B"
 
 
+def short_count(count: int) -> str:
+    """Returns 22.7M for 22,713,216."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.1f}{letter}"
+    return str(count)
+
+
 def parse_json(text: str) -> Any:
     """Returns the value of a JSON text.
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from penstock.engine import EngineConfig, ModelInfo
+from penstock.engine.protocol.setting import short_count
 
 from ..models.manager import ModelEntry
-from ..models.weight_files import WeightFiles, short_count
+from ..models.weight_files import WeightFiles
 from ..settings import ServerSettings
 
 _ALL_ADDRESSES: Final = ("0.0.0.0", "::", "")

@@ -17,9 +17,9 @@ from types import FrameType
 from typing import Any, Final
 
 from penstock.engine.client.engine_process import EngineProcess
+from penstock.engine.protocol.setting import short_count
 
 from .. import penstock_version
-from ..models.weight_files import short_count
 from ..settings import (
     BenchSettings,
     CommandError,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-from ..models.weight_files import short_count
+from penstock.engine.protocol.setting import short_count
 
 Task = Literal["embed", "rerank", "classify", "sparse", "multi_vector"]
 TASKS: Final[tuple[Task, ...]] = get_args(Task)

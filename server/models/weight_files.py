@@ -83,11 +83,3 @@ def _num_parameters(path: Path) -> int:
         )
     except WeightError:
         return 0
-
-
-def short_count(count: int) -> str:
-    """Returns 22.7M for 22,713,216."""
-    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if count >= size:
-            return f"{count / size:.1f}{letter}"
-    return str(count)

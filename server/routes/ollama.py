@@ -20,6 +20,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from penstock.engine import ModelInfo, PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
+from penstock.engine.protocol.setting import short_count
 
 from .. import penstock_version
 from ..admission import size_of_numbers
@@ -31,7 +32,7 @@ from ..http.json_bodies import JsonBody
 from ..http.json_responses import json_response
 from ..http.vectors import vector_width
 from ..models.manager import ModelEntry
-from ..models.weight_files import WeightFiles, short_count
+from ..models.weight_files import WeightFiles
 from ..routing import Access, Router, respond_as
 from ..schemas.inputs import TextOrTexts
 from ..schemas.json_schema import documented

@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.server.models.weight_files import WeightFiles, WeightHeaders, short_count
+from penstock.engine.protocol.setting import short_count
+from penstock.server.models.weight_files import WeightFiles, WeightHeaders
 
 from ...gguf_files import write_gguf
 
