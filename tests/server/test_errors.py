@@ -15,7 +15,7 @@ from penstock.engine.protocol.errors import (
     EngineOverloadedError,
     RequestTooLongError,
 )
-from penstock.server.errors import ERROR_KINDS
+from penstock.server.errors import ERROR_KINDS, quote, quote_names
 from penstock.server.routes import models
 
 LONG = "z" * 10_000
@@ -206,6 +206,15 @@ async def test_only_the_first_wrong_entry_of_a_list_is_named(client, path: str, 
     response = await client.post(path, json=body)
     assert response.status_code in (400, 422)
     assert " more." not in response.text  # errors for all entries of a large body would take gigabytes
+
+
+def test_shown_names_and_values_have_60_characters() -> None:
+    assert quote_names([]) == "nothing"
+    assert quote_names(["n" * 60, "m" * 61]) == "n" * 60 + ", " + "m" * 60 + "..."
+    assert quote_names([str(i) for i in range(20)]).endswith(", 18, 19")
+    assert quote_names([str(i) for i in range(21)]).endswith(", 18, 19, ...")
+    assert [quote(value) for value in (None, True, False, "a" * 58)] == ["null", "true", "false", repr("a" * 58)]
+    assert [len(quote(value)) for value in ("a" * 59, 10**99, ["b" * 30] * 3, {"a": "b" * 99})] == [60] * 4
 
 
 async def test_openai_client_sends_a_request_past_its_deadline_once(client: httpx.AsyncClient, engine) -> None:
