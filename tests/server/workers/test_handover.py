@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -176,3 +177,30 @@ async def test_ending_server_serves_its_passed_connections() -> None:
         server.should_exit = True
         await serving
     sender.close()
+
+
+class FullTable:
+    """A listener in a process without free file descriptors."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener, self.num_failed = listener, 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._listener, name)
+
+    def accept(self) -> object:
+        self.num_failed += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+async def test_connection_waits_until_it_can_be_accepted(server: Server, resources, caplog) -> None:
+    process, listener = Process(resources), server.acceptor._listener
+    server.acceptor.add(process.sender)
+    server.acceptor._listener = full = FullTable(listener)
+    server.connect(b"hello")
+    await until(lambda: full.num_failed >= 2)  # the second attempt follows a pause
+    assert caplog.messages == ["connections cannot be accepted now: Too many open files"] * full.num_failed
+    server.acceptor._listener = listener
+    await until(lambda: process.sender.num_open == 1)
+    (connection,) = process.receive()
+    assert connection.recv(100) == b"hello"
