@@ -5,7 +5,7 @@
 
 For each model: generates its folder, installs each peer in its own environment, selects the fastest setting with the
 first load, starts all peers and runs the loads one after the other. If a peer cannot be installed or started, the
-report has the reason, and the other peers run.
+report has the reason, and the other peers run. CLIP-B/32 runs the loads of images, the other models those of texts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from types import FrameType
 from machine import cpu_name, machine
 from peers.catalogue import PEERS, Place, given_server
 from peers.comparison import LOADS, Comparison, Plan
-from peers.model import SHAPES, Model
+from peers.model import IMAGE_MODEL, SHAPES, Model
 from peers.report import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,7 +71,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for option, known in (("--models", SHAPES), ("--peers", PEERS), ("--loads", LOADS)):
+    for option, known in (("--models", [*SHAPES, IMAGE_MODEL]), ("--peers", PEERS), ("--loads", LOADS)):
         parser.add_argument(option, type=_names(known), default=list(known), metavar="A,B", help=", ".join(known))
     parser.add_argument(
         "--server", nargs=2, action="append", default=[], metavar=("NAME", "URL"), help="a server that runs"

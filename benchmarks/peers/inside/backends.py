@@ -5,6 +5,8 @@ Each environment has only one of the libraries, so functions import them.
 
 from __future__ import annotations
 
+import base64
+import io
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,21 +27,30 @@ class SentenceTransformers:
     """sentence-transformers, which sorts by length itself. Computes the reference.
 
     Args:
-        options: model.
+        options: model, threads, dtype.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
         import torch
         from sentence_transformers import SentenceTransformer
 
-        self._model = SentenceTransformer(options["model"], device="cpu").to(torch.float32)
+        torch.set_num_threads(options["threads"])
+        self._model = SentenceTransformer(options["model"], device="cpu").to(getattr(torch, options["dtype"]))
 
     def embed(self, texts: list[str]) -> NDArray[np.float32]:
-        """Returns [N, D] embeddings."""
+        """Returns [N, D] embeddings of texts, or of images as data URIs."""
+        inputs = [_image(text) if text.startswith("data:image/") else text for text in texts]
         vectors = self._model.encode(
-            texts, batch_size=BATCH_SIZE, normalize_embeddings=True, show_progress_bar=False, convert_to_numpy=True
+            inputs, batch_size=BATCH_SIZE, normalize_embeddings=True, show_progress_bar=False, convert_to_tensor=True
         )
-        return np.asarray(vectors, np.float32)
+        return np.asarray(vectors.float().numpy(), np.float32)
+
+
+def _image(uri: str) -> Any:
+    """Returns an image of Pillow, which is decoded when the library reads its pixels."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
 
 
 class _Graph:

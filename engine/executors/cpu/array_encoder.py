@@ -49,7 +49,7 @@ class Arithmetic(NamedTuple):
 
     Attributes:
         products: Format of the products with weights.
-        attention: Format of the two products of attention: DOT or F32.
+        attention: Format of the products without an INT8 form, those of attention and of patches: DOT or F32.
     """
 
     products: Format
@@ -121,7 +121,7 @@ class ArrayEncoder:
         head = None if steps is None else ArrayHead(library, steps)
         self.kv_itemsize = self._encoder.kv_itemsize
         self.has_layers = bool(spec.layers)
-        self._patches = read_patches(spec, info, weights, library)
+        self._patches = read_patches(spec, info, weights, library, arithmetic.attention)
         self.attention_pool = read_attention_pool(spec, weights, library)
         self.vocabulary_head: ArrayHead | None = None
         if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:

@@ -19,6 +19,8 @@ from ...protocol.images import ImagePatches, ImageSpec
 from .array_head import ArrayHead
 
 _CHANNELS: Final = 3
+_CENTRE: Final = np.float32(128)
+"""Subtracted from pixels before the product: bfloat16 represents -128 to 127 exactly, and smaller values have smaller errors."""
 
 
 class PatchEmbedding:
@@ -29,6 +31,7 @@ class PatchEmbedding:
     Args:
         library: The C library.
         spec: Preprocessing of the images.
+        form: Format of the product: F32 or DOT.
         weight: [D, B] float32, in the order of ImagePatches.
         bias: [D] float32; None: no bias.
         class_row: [D] float32, the row before the patches, with its position; None: no such row.
@@ -41,6 +44,7 @@ class PatchEmbedding:
         library: CpuLibrary,
         spec: ImageSpec,
         *,
+        form: Format,
         weight: Floats,
         bias: Floats | None,
         class_row: Floats | None,
@@ -49,7 +53,7 @@ class PatchEmbedding:
     ) -> None:
         weight_DB, bias_D = with_preprocessing(weight, bias, spec)
         self._library = library
-        self._product = library.pack(weight_DB, bias_D, Format.F32)
+        self._product = library.pack(weight_DB, bias_D, form)
         self._class_row = class_row
         self._positions_PD = positions
         self._resizes = resizes_positions
@@ -61,16 +65,17 @@ class PatchEmbedding:
             if self._class_row is not None:
                 rows.append(self._class_row[None])
             positions = resized_grid(self._positions_PD, image.grid) if self._resizes else self._positions_PD
-            rows.append(self._library.product(self._product, image.pixels.astype(np.float32), add=positions))
+            pixels = np.subtract(image.pixels, _CENTRE, dtype=np.float32)
+            rows.append(self._library.product(self._product, pixels, add=positions))
         return np.concatenate(rows)
 
 
 def with_preprocessing(weight_DB: Floats, bias_D: Floats | None, spec: ImageSpec) -> tuple[Floats, Floats]:
-    """Returns the weight and bias of a product of bytes: (x * rescale - mean) / std, then x W^T + b."""
+    """Returns the weight and bias of a product of pixels minus _CENTRE: (x * rescale - mean) / std, then x W^T + b."""
     num_pixels = weight_DB.shape[1] // _CHANNELS
     std_B, mean_B = (np.tile(np.array(values, np.float64), num_pixels) for values in (spec.std, spec.mean))
     scaled_DB = weight_DB / std_B
-    shift_D = -(scaled_DB @ mean_B) + (0 if bias_D is None else bias_D)
+    shift_D = scaled_DB @ (_CENTRE * spec.rescale - mean_B) + (0 if bias_D is None else bias_D)
     return (scaled_DB * spec.rescale).astype(np.float32), shift_D.astype(np.float32)
 
 

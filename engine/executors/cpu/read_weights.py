@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels import cpu as library
-from penstock.kernels.cpu import ActivationCode, CpuLibrary
+from penstock.kernels.cpu import ActivationCode, CpuLibrary, Format
 
 from ...checkpoint.views import Array, ArrayWeights, Floats, as_floats, cast_table
 from ...families.spec import (
@@ -115,7 +115,9 @@ def read_encoder(
     )
 
 
-def read_patches(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights, machine: CpuLibrary) -> PatchEmbedding | None:
+def read_patches(
+    spec: ModelSpec, info: ModelInfo, weights: ArrayWeights, machine: CpuLibrary, form: Format
+) -> PatchEmbedding | None:
     """Reads the first step of an encoder of images; None in an encoder of texts. See `read_encoder`."""
     patches, width = spec.embedding.patches, spec.hidden_size
     if patches is None:
@@ -134,6 +136,7 @@ def read_patches(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights, machin
     return PatchEmbedding(
         machine,
         info.image_spec,
+        form=form,
         weight=weight_DB,
         bias=base.floats(f"{patches.name}.bias", width) if patches.bias is Bias.REQUIRED else None,
         class_row=class_row,
