@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,9 @@ from .model_tokenizer import Truncation
 from .tokenizer import TokenizerPool
 
 Patches = tuple[ImagePatches, ...]
+_MAX_KEPT_TEXTS: Final = 64
+_MAX_KEPT_CHARS: Final = 4_096
+"""Characters of the longest text of a prompt whose ids are kept; it may have an instruction of the client."""
 
 
 class PromptEncoder:
@@ -35,6 +39,7 @@ class PromptEncoder:
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._images = images
+        self._kept_ids: dict[str, NDArray[np.int32]] = {}
 
     async def encode(
         self,
@@ -120,14 +125,25 @@ class PromptEncoder:
         self, template: PromptTemplate, *, add_special_tokens: bool
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Returns the special tokens before a prompt, and the ids after the input."""
-        (after,) = (
-            await self._tokenizer.token_ids([template.after], add_special_tokens=False) if template.after else ((),)
-        )
+        ids = await self._prompt_ids(template.after)
         special = self._tokenizer.special_tokens
-        ids = np.array(after, np.int32)
         if special is None or not add_special_tokens:
             return ids[:0], ids
         return special.leading, np.concatenate([ids, special.trailing])
+
+    async def _prompt_ids(self, text: str) -> NDArray[np.int32]:
+        """Returns the ids of a text before or after an input, and keeps those of the last texts for later requests."""
+        if not text:
+            return np.empty(0, np.int32)
+        ids = self._kept_ids.pop(text, None)
+        if ids is None:
+            (found,) = await self._tokenizer.token_ids([text], add_special_tokens=False)
+            ids = np.array(found, np.int32)
+        if len(text) <= _MAX_KEPT_CHARS:
+            if len(self._kept_ids) >= _MAX_KEPT_TEXTS:
+                del self._kept_ids[next(iter(self._kept_ids))]
+            self._kept_ids[text] = ids
+        return ids
 
     async def _encode(
         self,
@@ -155,7 +171,7 @@ class PromptEncoder:
         truncation: Truncation,
     ) -> dict[int, TokenizedInput]:
         leading, trailing = ends
-        (before_ids,) = await self._tokenizer.token_ids([before], add_special_tokens=False) if before else ((),)
+        before_ids = await self._prompt_ids(before)
         num_ends = len(leading) + len(trailing)
         if num_ends + len(before_ids) >= truncation.max_num_tokens:
             num_tokens = num_ends + len(before_ids)
@@ -168,7 +184,7 @@ class PromptEncoder:
             for i in [i for i, tokens in encoded.items() if tokens.is_truncated]:
                 limit = truncation.of([i]).without(num_ends + len(before_ids))
                 (tokens,) = await self._tokenizer.encode([texts[i]], limit, add_special_tokens=False)
-                ids = np.concatenate([np.array(before_ids, np.int32), tokens.token_ids])
+                ids = np.concatenate([before_ids, tokens.token_ids])
                 encoded[i] = replace(tokens, token_ids=ids, is_truncated=True)
         return {
             i: replace(tokens, token_ids=np.concatenate([leading, tokens.token_ids, trailing]))

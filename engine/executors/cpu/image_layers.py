@@ -20,7 +20,7 @@ from .array_head import ArrayHead
 
 _CHANNELS: Final = 3
 _CENTRE: Final = np.float32(128)
-"""Subtracted from pixels before the product: bfloat16 represents -128 to 127 exactly, and smaller values have smaller errors."""
+"""Subtracted from pixels before the product: bfloat16 represents -128 to 127 exactly, and small sums more precisely."""
 
 
 class PatchEmbedding:
