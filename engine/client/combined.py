@@ -75,6 +75,7 @@ class CombinedEmbedder:
             sparse=[SparseVector.of(o["sparse"]) for o in outputs] if PoolingTask.SPARSE_EMBED in wanted else None,
             vectors=None if token_ids is None else [o["token_embeddings"] for o in outputs],
             token_ids=token_ids,
+            patches=None if token_ids is None else [*map(self._encoder.patch_grid, tokenized, token_ids)],
         )
 
     @property

@@ -115,6 +115,21 @@ class ImageSpec:
         """Returns the tokens of an image in a language model, except with TILES."""
         return len(image.pixels) // self.merge_size**2
 
+    def cells(self, image: ImagePatches, num_tokens: int) -> NDArray[np.intp]:
+        """Returns [R, C]: for each cell of a grid on the image the index of its token in a language model.
+
+        Args:
+            image: An image.
+            num_tokens: Its tokens, without the tags of tiles.
+        """
+        if self.resize is not ImageResize.TILES:
+            rows, columns = (edge // self.merge_size for edge in image.grid)
+            return np.arange(rows * columns).reshape(rows, columns)
+        rows, columns = image.grid if image.grid != (0, 0) else (1, 1)
+        side = math.isqrt(num_tokens // len(image.pixels))
+        tiles = np.arange(rows * columns * side**2).reshape(rows, columns, side, side)
+        return tiles.swapaxes(1, 2).reshape(rows * side, columns * side)
+
     def max_bytes(self, width: int, height: int) -> int:
         """Returns the most bytes of a preprocessed image.
 
@@ -140,6 +155,21 @@ class ImageSpec:
         elif self.resize is ImageResize.TILES:
             return ImagePatches(np.full((1, 3 * self.patch_size**2), 127, np.uint8), (0, 0))
         return ImagePatches(np.full((grid[0] * grid[1], 3 * self.patch_size**2), 127, np.uint8), grid)
+
+
+@dataclass(frozen=True, slots=True)
+class PatchGrid:
+    """The token vectors of an image as cells of a grid that covers the image, for heat maps.
+
+    Attributes:
+        rows: R.
+        columns: C.
+        vectors: [R * C]: index of the token vector of each cell, from left to right, then from top to bottom.
+    """
+
+    rows: int
+    columns: int
+    vectors: list[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

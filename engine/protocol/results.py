@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from .images import PatchGrid
 from .multi_vector import SparseVector
 
 Output = TypeVar("Output")
@@ -100,6 +101,8 @@ class CombinedResult:
         sparse: One sparse vector per input.
         vectors: [L_i, D] float32 each: a row per token.
         token_ids: The token id of each row of `vectors`.
+        patches: The rows of `vectors` that belong to the image of each input; None for inputs without exactly one
+            image, and for models other than language models.
     """
 
     num_tokens: list[int]
@@ -107,6 +110,7 @@ class CombinedResult:
     sparse: list[SparseVector] | None = None
     vectors: list[NDArray[np.float32]] | None = None
     token_ids: list[list[int]] | None = None
+    patches: list[PatchGrid | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

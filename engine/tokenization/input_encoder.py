@@ -13,7 +13,7 @@ import numpy as np
 from ..images.preprocessor import ImagePreprocessor
 from ..protocol.config import EngineConfig
 from ..protocol.errors import CUT_TO_FIT, InvalidRequestError, RequestTooLongError
-from ..protocol.images import ImageInput, MixedInput
+from ..protocol.images import ImageInput, MixedInput, PatchGrid
 from ..protocol.model_info import ModelInfo, TextPadding
 from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, expanded
 from ..protocol.params import PoolingParams
@@ -154,6 +154,10 @@ class InputEncoder:
         for index, image in zip(images, patches, strict=True):
             encoded[index] = TokenizedInput.of_image(image, preprocessor.spec.num_class_rows)
         return [encoded[index] for index in range(len(inputs))]
+
+    def patch_grid(self, tokens: TokenizedInput, token_ids: Sequence[int]) -> PatchGrid | None:
+        """See PromptEncoder; None for other models."""
+        return None if self._prompt_encoder is None else self._prompt_encoder.patch_grid(tokens, token_ids)
 
     def with_images(self, prompt: str, images: Sequence[ImageInput]) -> MixedInput:
         """See AsyncEngine.with_images."""

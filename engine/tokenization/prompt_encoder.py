@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..images.preprocessor import ImagePreprocessor
 from ..protocol.errors import InvalidRequestError, RequestTooLongError
-from ..protocol.images import ImageInput, ImagePatches, MixedInput
+from ..protocol.images import ImageInput, ImagePatches, MixedInput, PatchGrid
 from ..protocol.request import Input, Text, TextOrImage, TokenizedInput
 from ..protocol.templates import InputPrompts, PromptTemplate
 from .model_tokenizer import Truncation
@@ -109,6 +109,20 @@ class PromptEncoder:
         for image, text in zip(images, texts[1:], strict=True):
             parts += [image, text]
         return MixedInput(tuple(parts))
+
+    def patch_grid(self, tokens: TokenizedInput, token_ids: Sequence[int]) -> PatchGrid | None:
+        """Returns the grid of the vectors of an image; None for an input without exactly one image.
+
+        Args:
+            tokens: The input.
+            token_ids: The ids of the tokens with a vector.
+        """
+        if len(tokens.images) != 1:
+            return None
+        (image,) = tokens.images
+        positions = np.flatnonzero(np.array(token_ids, np.int32) == self._prompts.placeholder_id)
+        cells = self._images.spec.cells(image, len(positions))
+        return PatchGrid(*cells.shape, positions[cells].ravel().tolist())
 
     async def _decode(self, inputs: Sequence[Input]) -> list[Patches]:
         """Returns the patches of the images of each input."""

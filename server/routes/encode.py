@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any, ClassVar, Final, Literal
 
 from fastapi import Request, Response
@@ -64,7 +65,13 @@ class EncodeRequest(EncodingOptions, InputFields, EmbeddingBody):
         ),
     )
     instruction: str | None = Field(None, description="Replaces the instruction of the model's query prompt.")
-    return_token_ids: Flag | None = Field(None, description="Also return the token id of each row of `multi_vector`.")
+    return_token_ids: Flag | None = Field(
+        None,
+        description=(
+            "Also return the token id of each row of `multi_vector`, and for an image in a language model the grid of "
+            "its rows (`patches`)."
+        ),
+    )
 
     def wanted(self, model: ModelInfo) -> list[Output]:
         """Returns the kinds of vectors to compute, in the order of TASKS: their names form the task label in metrics.
@@ -114,6 +121,16 @@ class SparseRow(BaseModel):
     values: list[float]
 
 
+class Patches(BaseModel):
+    """The rows of multi_vector that belong to an image, as a grid that covers the image."""
+
+    rows: int
+    columns: int
+    vectors: list[int] = Field(
+        description="Index of the row of multi_vector for each cell, from left to right, then from top to bottom."
+    )
+
+
 class EncodeRow(BaseModel):
     """The outputs of one input. An output that was not requested is absent."""
 
@@ -124,6 +141,9 @@ class EncodeRow(BaseModel):
     multi_vector: list[list[float]] | list[list[int]] | str | None = Field(None, description="One row per token.")
     token_ids: list[int] | None = Field(
         None, description="Token ids of the rows of multi_vector, with return_token_ids only."
+    )
+    patches: Patches | None = Field(
+        None, description="Only with return_token_ids, for an input with one image in a language model."
     )
 
 
@@ -161,8 +181,14 @@ async def encode(body: EncodeRequest, request: Request) -> Response:
         columns["multi_vector"] = lazy_rows(result.vectors, encoding)
     if result.token_ids is not None and body.return_token_ids:
         columns["token_ids"] = result.token_ids
+        if result.patches is not None:
+            columns["patches"] = [None if grid is None else asdict(grid) for grid in result.patches]
     data = [
-        {"object": "encoding", "index": i, **{name: column[i] for name, column in columns.items()}}
+        {
+            "object": "encoding",
+            "index": i,
+            **{name: column[i] for name, column in columns.items() if column[i] is not None},
+        }
         for i in range(len(result.num_tokens))
     ]
     return call.respond({**call.response_fields("encode"), "data": data})

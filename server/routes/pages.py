@@ -33,6 +33,7 @@ _SCRIPTS: Final = (
         "colors",
         "embed",
         "rank",
+        "pages",
         "vectors",
         "tokens",
         "code",

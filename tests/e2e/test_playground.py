@@ -1,11 +1,13 @@
 """The playground in a headless Chromium with the default model."""
 
+import base64
 import json
 import shutil
 import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.server.routes.encode import EncodeResponse
@@ -249,6 +251,44 @@ def test_images_are_compared_with_texts(page: Page, server) -> None:
     page.value("void (facts().modalities = ['text'], offer())")
     assert page.value("document.querySelector('#rerank .images').hidden")
     assert page.value("document.querySelector('#rerank-documents').required")
+
+
+def test_query_tokens_are_shown_on_a_page(page: Page, server) -> None:
+    # The same response stands for the query and for the page, whose last four vectors are those of patches.
+    rows = np.array([[1, 0], [0.6, 0.8], [0.8, 0.6], [0, 1], [1, 0]], "<f4")
+    row = {"object": "encoding", "index": 0, "token_ids": [8, 7, 7, 7, 7]}
+    row |= {"multi_vector": base64.b64encode(rows.tobytes()).decode()}
+    row |= {"patches": {"rows": 2, "columns": 2, "vectors": [4, 2, 3, 1]}}
+    answers = {"/v1/encode": (200, {**LIST, "data": [row]}), "/decode": (200, ["<page>", "dam"])}
+    own = models("embedding", ("token_embed", "score"), ("multi_vector",), modalities=["text", "image"])
+    stub(page, {**own, **answers})
+    page.open(server.url, READY)
+    page.click("#multi-tab")
+    page.fill("#multi-query", "dam")
+    page.fill("#multi-documents", "")
+    page.value("""(async () => {
+        const canvas = Object.assign(document.createElement("canvas"), { width: 80, height: 40 });
+        const blob = await new Promise((done) => canvas.toBlob(done));
+        await addImages("multi", [new File([blob], "report.png", { type: "image/png" })]);
+    })()""")
+    page.send("multi")
+    assert page.text("#multi .facts").startswith("5 query vectors · 1 image")
+    assert page.texts("#multi .chips button")[0] == "All tokens"
+    shown = "document.querySelector('#multi .page canvas')"
+    opacity = f"[...{shown}.getContext('2d').getImageData(0, 0, 2, 2).data].filter((_, i) => i % 4 === 3).join()"
+    page.click("#multi .chips button:nth-child(2)")
+    assert page.texts("#multi .chips [aria-pressed=true]") == page.texts("#multi .chips button:nth-child(2)")
+    assert page.value(opacity) == "200,160,0,120"
+    page.value("document.querySelector('#multi .page').focus()")
+    page.press("ArrowRight")
+    page.press("ArrowRight")
+    page.press("ArrowDown")
+    assert page.text("#multi .legend output") == "row 2, column 2: 0.6000"
+    page.click("#multi .folds details details summary")
+    assert page.texts("#multi .pairs tbody tr:nth-child(2) td")[1] == "row 2, column 2"
+    assert page.errors() == []
+    page.value("void (facts().outputs = ['dense'], offer())")
+    assert page.value("document.querySelector('#multi .images').hidden")
 
 
 def test_images_added_together_are_kept_beside_unreadable_ones(page: Page, server) -> None:

@@ -20,6 +20,7 @@ from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongE
 from penstock.engine.protocol.images import ImageInput, MixedInput
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TextOrImage
+from penstock.engine.protocol.tasks import PoolingTask
 
 from ..random_models import PAGE_MODELS, save_page_model, save_qwen3_vl_model
 
@@ -115,6 +116,16 @@ async def test_vectors_of_pages_and_queries_equal_transformers(
     for rows, own, wanted in zip(together.rows, alone, expected, strict=True):
         assert np.abs(rows - wanted).max() < TOLERANCE
         assert np.abs(own - rows).max() < 1e-5
+    found = await engine.embed_combined(sides, [PoolingTask.TOKEN_EMBED], PARAMS)
+    assert found.patches is not None
+    assert found.token_ids is not None
+    assert [grid is None for grid in found.patches] == [False] * len(pages) + [True] * len(queries)
+    for grid, ids in zip(found.patches[: len(pages)], found.token_ids, strict=False):
+        assert grid is not None
+        assert len(set(grid.vectors)) == len(grid.vectors) == grid.rows * grid.columns
+        assert len({ids[i] for i in grid.vectors}) == 1
+        assert (grid.rows, grid.columns) == (2, 2) or kind != "ColPali"
+        assert grid.vectors == sorted(grid.vectors) or kind == "ColModernVBert"
     scored = await engine.score(queries[:1], sides[: len(pages)], PARAMS)
     similarities = [expected[-2] @ rows.T for rows in expected[: len(pages)]]
     assert np.abs(scored.scores - [each.max(axis=1).sum() for each in similarities]).max() < 10 * TOLERANCE

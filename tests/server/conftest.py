@@ -16,7 +16,7 @@ from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.dispatcher import DispatcherStats
 from penstock.engine.client.replica_group import ReplicaStatus
 from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError, RequestTooLongError
-from penstock.engine.protocol.images import ImageInput, MixedInput
+from penstock.engine.protocol.images import ImageInput, MixedInput, PatchGrid
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.multi_vector import SparseVector
 from penstock.engine.protocol.params import PoolingParams
@@ -195,6 +195,7 @@ class FakeEngine:
             fields["sparse"] = self._sparse(inputs)
         if PoolingTask.TOKEN_EMBED in tasks:
             fields |= {"vectors": self._token_rows(inputs, counts), "token_ids": [list(range(n)) for n in counts]}
+            fields["patches"] = [PatchGrid(1, 2, [0, 1]) if isinstance(item, ImageInput) else None for item in inputs]
         return CombinedResult(counts, **fields)
 
     def _token_rows(self, inputs, counts):

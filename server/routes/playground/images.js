@@ -1,11 +1,12 @@
 // Images beside texts: chosen, dropped or pasted files. An item is a text, or an image with a name and a data URI.
 
 const THUMB_PIXELS = 192, SHOWN_URI_CHARS = 64;
-const WITH_IMAGES = ["embed", "rerank"];
+const WITH_IMAGES = ["embed", "rerank", "multi"];
 const pictures = {};  // Task to its images.
 
 const readsImages = () => facts().modalities.includes("image");
-const imagesOf = (task) => (readsImages() ? pictures[task] ?? [] : []);
+const takesImages = (task) => readsImages() && (task !== "multi" || facts().outputs.includes("multi_vector"));
+const imagesOf = (task) => (takesImages(task) ? pictures[task] ?? [] : []);
 const textOf = (item) => item.name ?? item;
 const asInput = (item) => (item.uri ? { image: item.uri } : item);
 
@@ -65,7 +66,7 @@ async function addImages(task, files) {
 
 function showImages(task) {
   const box = document.querySelector(`#${task} .images`);
-  box.hidden = !readsImages();
+  box.hidden = !takesImages(task);
   box.querySelector(".thumbs").replaceChildren(...imagesOf(task).map((item) => {
     const remove = make("button", { type: "button", class: "quiet", "aria-label": `Remove ${item.name}` }, "×");
     remove.addEventListener("click", () => {
@@ -84,16 +85,16 @@ function acceptImages(box) {
     await addImages(task, input.files);
     input.value = "";  // The same file may be chosen again.
   });
-  form.addEventListener("paste", (event) => { if (readsImages()) addImages(task, event.clipboardData.files); });
+  form.addEventListener("paste", (event) => { if (takesImages(task)) addImages(task, event.clipboardData.files); });
   form.addEventListener("dragover", (event) => {
-    if (!readsImages() || !event.dataTransfer.types.includes("Files")) return;
+    if (!takesImages(task) || !event.dataTransfer.types.includes("Files")) return;
     event.preventDefault();
     box.classList.add("over");
   });
   form.addEventListener("dragleave", () => box.classList.remove("over"));
   form.addEventListener("drop", (event) => {
     box.classList.remove("over");
-    if (!readsImages() || !event.dataTransfer.files.length) return;
+    if (!takesImages(task) || !event.dataTransfer.files.length) return;
     event.preventDefault();
     addImages(task, event.dataTransfer.files);
   });

@@ -63,20 +63,26 @@ async function multi(ask) {
     return_token_ids: true,
     encoding_format: "base64",
   });
-  const documents = texts("multi-documents");
+  const documents = itemsOf("multi", "multi-documents");
   const [query] = tokenRows((await encode([$("multi-query").value], "query")).data);
-  const rows = tokenRows((await encode(documents, "document")).data);
+  const rows = tokenRows((await encode(documents.map(asInput), "document")).data);
   const names = await tokenNames(ask, [query, ...rows].flatMap(({ ids }) => ids));
   const named = (ids) => ids.map((id) => names.get(id) ?? `#${id}`);
-  const found = rows.map((row, at) => ({ at, ids: row.ids, ...maxSim(query.vectors, row.vectors) }));
+  const found = rows.map((row, at) => {
+    const tokens = row.patches ? patchNames(named(row.ids), row.patches) : named(row.ids);
+    return { at, tokens, patches: row.patches, ...maxSim(query.vectors, row.vectors) };
+  });
   found.sort((a, b) => b.score - a.score);
   const entries = found.map(({ at, score }) => ({ text: documents[at], score, place: `document ${at + 1}` }));
   const order = section("MaxSim", make("ol", { class: "bars" }, ...bars(entries)));
-  const cards = found.map(({ at, ids, best, cosines, score }, place) => {
-    const pairs = () => tokenPairs(named(query.ids), named(ids), best, cosines);
-    return folded(`Document ${at + 1}, token by token: ${score.toFixed(4)}`, pairs, place < 1);
+  const cards = found.map(({ at, tokens, patches, best, cosines, score }, place) => {
+    const pairs = () => tokenPairs(named(query.ids), tokens, best, cosines);
+    const page = () => make("div", {}, pageMap(documents[at], named(query.ids), cosines, patches),
+      folded("Closest part of each query token", pairs));
+    const title = `Document ${at + 1}, ${patches ? "query tokens on the page" : "token by token"}: ${score.toFixed(4)}`;
+    return folded(title, patches ? page : pairs, place < 1);
   });
-  const summary = [`${plural(query.ids.length, "query vector")}`, plural(documents.length, "document")];
+  const summary = [`${plural(query.ids.length, "query vector")}`, ...counts(documents)];
   const note = `${$("model").value} was trained for one vector per text, not for token vectors.`;
   const notes = isTrained ? [] : [make("p", { class: "facts" }, note)];
   return [summary, ...notes, order, make("section", { class: "folds" }, ...cards)];
@@ -84,11 +90,11 @@ async function multi(ask) {
 
 // Decodes base64 of float32 rows, one row per id.
 function tokenRows(data) {
-  return data.map(({ token_ids: ids, multi_vector: text }) => {
+  return data.map(({ token_ids: ids, multi_vector: text, patches }) => {
     const binary = atob(text), bytes = new Uint8Array(binary.length);
     for (let i = 0; i < bytes.length; i++) bytes[i] = binary.charCodeAt(i);
     const values = new Float32Array(bytes.buffer), width = values.length / Math.max(ids.length, 1);
-    return { ids, vectors: ids.map((_, i) => values.subarray(i * width, (i + 1) * width)) };
+    return { ids, patches, vectors: ids.map((_, i) => values.subarray(i * width, (i + 1) * width)) };
   });
 }
 

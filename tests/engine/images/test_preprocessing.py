@@ -166,3 +166,41 @@ def test_narrow_image_is_enlarged_inside_the_crop_only(monkeypatch: pytest.Monke
     np.testing.assert_array_equal(preprocess(image, _CLIP).pixels, expected)
     monkeypatch.undo()
     assert preprocess(picture("RGB", 1, 65_535), _CLIP).grid == (7, 7)  # 224 x 14,679,840 pixels as a whole
+
+
+@pytest.mark.parametrize("size", [(90, 40), (40, 90), (28, 28)])
+def test_cells_of_tiles_cover_the_image(size: tuple[int, int]) -> None:
+    side, tile = 2, 28
+    spec = ImageSpec(
+        patch_size=tile, resize=ImageResize.TILES, size=(84, 84), mean=(0.5,) * 3, std=(0.5,) * 3, max_patches=10
+    )
+    height, width = size
+    image = Image.fromarray(np.arange(height * width, dtype=np.uint8).reshape(size)).convert("RGB")
+    patches = preprocess(image, spec)
+    num_tiles = len(patches.pixels)
+    cells = spec.cells(patches, num_tiles * side**2)
+    rows, columns = patches.grid if num_tiles > 1 else (1, 1)
+    assert cells.shape == (rows * side, columns * side)
+    # Each tile has its own tokens, from left to right, then from top to bottom; the whole image is the last tile.
+    for number in range(rows * columns):
+        top, left = number // columns * side, number % columns * side
+        own = cells[top : top + side, left : left + side]
+        assert own.tolist() == [[4 * number, 4 * number + 1], [4 * number + 2, 4 * number + 3]]
+
+
+def test_cells_of_an_area_are_blocks_of_patches() -> None:
+    spec = ImageSpec(
+        patch_size=4,
+        resize=ImageResize.AREA,
+        size=(0, 0),
+        mean=(0.5,) * 3,
+        std=(0.5,) * 3,
+        max_patches=400,
+        merge_size=2,
+        min_pixels=64,
+        max_pixels=6_400,
+    )
+    patches = preprocess(Image.new("RGB", (48, 32)), spec)
+    cells = spec.cells(patches, spec.num_tokens(patches))
+    assert cells.shape == (4, 6)
+    assert cells.ravel().tolist() == list(range(24))

@@ -151,6 +151,15 @@ async def test_cohere_client_sends_images(client, engine) -> None:
     assert (answer.meta.billed_units.input_tokens, answer.texts) == (4, ["one two"])
 
 
+async def test_patches_of_images_are_returned_with_token_ids(client) -> None:
+    body = {"input": ["a", {"image": URI}], "outputs": ["multi_vector"], "return_token_ids": True}
+    text, image = (await client.post("/v1/encode", json=body)).json()["data"]
+    assert image["patches"] == {"rows": 1, "columns": 2, "vectors": [0, 1]}
+    assert "patches" not in text
+    image = (await client.post("/v1/encode", json=body | {"return_token_ids": False})).json()["data"][1]
+    assert "patches" not in image
+
+
 async def test_voyage_usage_counts_pixels(client, engine) -> None:
     contents = [
         [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
