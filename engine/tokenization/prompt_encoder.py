@@ -122,7 +122,8 @@ class PromptEncoder:
         (image,) = tokens.images
         positions = np.flatnonzero(np.array(token_ids, np.int32) == self._prompts.placeholder_id)
         cells = self._images.spec.cells(image, len(positions))
-        return PatchGrid(*cells.shape, positions[cells].ravel().tolist())
+        rows, columns = cells.shape
+        return PatchGrid(rows, columns, positions[cells].ravel().tolist())
 
     async def _decode(self, inputs: Sequence[Input]) -> list[Patches]:
         """Returns the patches of the images of each input."""
