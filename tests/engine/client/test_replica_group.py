@@ -168,6 +168,24 @@ async def test_first_replica_decides_the_arithmetic_of_all(running_cores: list[F
     assert all(core.is_closed for core in cores)
 
 
+async def test_failed_or_cancelled_start_ends_all_replicas(running_cores: list[FakeRunningCore]) -> None:
+    for end in ("fail", "cancel"):
+        running_cores.clear()
+        group, _ = make_group(3)
+        starting = asyncio.create_task(group.start())
+        await loop_iterations()
+        running_cores[0].ready()
+        await loop_iterations()
+        if end == "fail":
+            running_cores[2].fail("no such weight")
+        else:
+            starting.cancel()
+        with pytest.raises(errors.WeightError if end == "fail" else asyncio.CancelledError):
+            await starting
+        assert [core.is_closed for core in running_cores] == [True] * 3
+        assert group.state is EngineState.DEAD
+
+
 async def test_engine_is_ready_while_one_replica_is(running_cores: list[FakeRunningCore]) -> None:
     cores = running_cores
     group, dispatcher = await started(cores)
