@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.model_files.model_folder import locate_model, read_json, read_object
+from penstock.engine.model_files.model_folder import as_load_error, locate_model, read_json, read_object
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.errors import ModelLoadError, WeightError
 
 from .folders import BERT, MEAN, TRANSFORMER, resolve, write
 
@@ -47,6 +47,26 @@ def test_json_files_are_read(tmp_path: Path) -> None:
     assert (value["a"], value["b"]) == (-3, "\U0001f600")
     path.write_text('{"a":' * 49 + "1" + "}" * 49)
     assert read_object(path).keys() == {"a"}
+    path.unlink()
+    path.symlink_to(tmp_path / "not downloaded")
+    with pytest.raises(ModelLoadError, match="is a link to a file that does not exist; download the model"):
+        read_json(path)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (FileNotFoundError(2, "No such file", "a.bin"), r"^the head cannot be read: a\.bin: No such file\.$"),
+        (KeyError("weight"), r"^the head cannot be read \(KeyError: 'weight'\): a value is damaged"),
+        (WeightError("no weight"), "^no weight$"),
+    ],
+)
+def test_errors_of_broken_files_become_load_errors(error: Exception, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message), as_load_error("the head cannot be read"):
+        raise error
+    full = OSError(28, "No space left on device")
+    with pytest.raises(OSError, match="No space"), as_load_error("the head cannot be read"):
+        raise full
 
 
 @pytest.mark.parametrize(

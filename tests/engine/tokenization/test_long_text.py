@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -271,3 +272,11 @@ async def test_windows_without_room_are_rejected_at_start(
     with pytest.raises(errors.ModelLoadError, match=message):
         async with serving(tiny, size=size, **pooler):
             pass
+
+
+def test_tokenizer_that_changes_texts_has_no_windows() -> None:
+    model: Any = SimpleNamespace(name="t5", enable_chunked_processing=True)
+    with pytest.raises(errors.ModelLoadError, match=r"^--pooler-config: .* the tokenizer of t5 does more\.$"):
+        LongText.of(model, None)
+    model.enable_chunked_processing = False
+    assert LongText.of(model, None) is None
