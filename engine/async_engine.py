@@ -120,7 +120,7 @@ class AsyncEngine:
         ready = await group.start()
         try:
             return cls.attached(config, ready, dispatcher, group)
-        except BaseException:  # stop the engine processes, whatever the reason
+        except BaseException:  # stop the engine processes, also after an interrupt
             await group.close()
             raise
 

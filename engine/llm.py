@@ -114,7 +114,7 @@ class LLM:
         self._loop = LoopThread()
         try:
             self._engine = self._loop.run(AsyncEngine.start(replace(config, scheduler=scheduler), log_level=log_level))
-        except BaseException:  # stop the thread, whatever the reason
+        except BaseException:  # stop the thread, also after an interrupt
             self._loop.stop()
             raise
         self._close = weakref.finalize(self, _close, self._engine, self._loop)

@@ -31,8 +31,9 @@ from .settings import ServerSettings
 
 REJECTED_BY: Final = "penstock.rejected_by"
 """Scope key of the limit that rejected the request, for the metrics."""
-BODY_IN_MEMORY: Final = "penstock.body_in_memory"
-"""Scope key of a request of the server itself. Its body is already in memory and is not counted again."""
+IS_BATCH_LINE: Final = "penstock.is_batch_line"
+"""Scope key of a line of a batch, a request of the server itself. Its body is already in memory and is not counted
+again, it does not count as traffic of clients, and no recently used model is unloaded for it."""
 SMALL_BODY_BYTES: Final = 4_096
 """Bytes. Smaller bodies are not counted: connections are limited, and counting would slow down small requests."""
 VALUE_BYTES: Final = 8
@@ -224,7 +225,7 @@ class AdmissionController:
         """
         num_bytes = self.content_length(scope)
         is_small = num_bytes is not None and num_bytes <= SMALL_BODY_BYTES
-        return None if is_small or BODY_IN_MEMORY in scope else self._new_body_memory(scope)
+        return None if is_small or IS_BATCH_LINE in scope else self._new_body_memory(scope)
 
     def content_length(self, scope: Scope) -> int | None:
         """Returns the Content-Length of a request; None if it has none. Raises LimitError 413 if it is too large."""

@@ -8,7 +8,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -22,7 +21,6 @@ from .calls.context import ServerContext
 from .dialects import install_error_handlers
 from .http.connection_limits import file_limit
 from .http.image_fetcher import AllowedHost, ImageFetcher
-from .http.json_reader import JsonReader
 from .middleware.auth import ApiKeys, AuthMiddleware
 from .middleware.requests import (
     JsonDispatcher,
@@ -126,11 +124,10 @@ def create_app(
         version=penstock_version(),
         docs_url=None,
         redoc_url=None,
-        lifespan=_build_lifespan(context, routes, keys, observers, manager, batches),
+        lifespan=_build_lifespan(routes, keys, observers, manager, batches),
         telemetry=_NO_TELEMETRY,
     )
     app.state.context = context
-    app.state.json_reader = JsonReader(context.admission, settings.max_inputs_per_request)
     app.state.models = manager
     app.state.routes = routes
     if batches is not None:
@@ -138,8 +135,12 @@ def create_app(
     app.router.redirect_slashes = False
     install_error_handlers(app)
     app.add_middleware(UnexpectedErrorMiddleware)
-    layers = _inner_middleware(app, context, batches, keys, admin_keys)
+    counted = nullcontext if batches is None else batches.traffic.running
+    app.dispatcher = JsonDispatcher(app.own_layers, app.exception_handlers, context, counted)
+    layers: ASGIApp = app.dispatcher
     end_request: ASGIApp = end_at_shutdown
+    if keys.are_required or admin_keys.are_required:
+        layers = AuthMiddleware(layers, keys, admin_keys)
     if settings.cors_origins:
         layers, end_request = _cors(layers, settings), _cors(end_request, settings)
     app.layers = RequestMiddleware(layers, routes, observers, rejections, end_request)
@@ -178,41 +179,20 @@ def _build_context(
 
 
 def _build_lifespan(
-    context: ServerContext,
-    routes: RouteTable,
-    keys: ApiKeys,
-    observers: Observers,
-    manager: ModelManager,
-    batches: Batches | None,
-) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    routes: RouteTable, keys: ApiKeys, observers: Observers, manager: ModelManager, batches: Batches | None
+) -> Callable[[Application], AbstractAsyncContextManager[None]]:
     """Returns the lifespan: it runs observers, models and batches."""
-    models, release = context.models, context.admission.release
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Application) -> AsyncIterator[None]:
         running_batches: AbstractAsyncContextManager[None] = nullcontext()
         if batches is not None:
-            dispatcher = JsonDispatcher(app, app.exception_handlers, release, models.release)
-            client = InternalClient(app, dispatcher, routes, keys.client_name, keys.namespace_of, keys.is_valid)
+            client = InternalClient(app, app.dispatcher, routes, keys.client_name, keys.namespace_of, keys.is_valid)
             running_batches = batches.running(client)
         async with observers.running(), manager.running(), running_batches:
             yield
 
     return lifespan
-
-
-def _inner_middleware(
-    app: Application, context: ServerContext, batches: Batches | None, keys: ApiKeys, admin_keys: ApiKeys
-) -> ASGIApp:
-    """Returns the middleware between CORS and the routes. The last one added sees a request first."""
-    models, release = context.models, context.admission.release
-    counted = nullcontext if batches is None else batches.traffic.running
-    layers: ASGIApp = JsonDispatcher(
-        app.own_layers, app.exception_handlers, release, models.release, models.check_queue, counted
-    )
-    if keys.are_required or admin_keys.are_required:
-        layers = AuthMiddleware(layers, keys, admin_keys)
-    return layers
 
 
 def _cors(app: ASGIApp, settings: ServerSettings) -> CORSMiddleware:
@@ -247,11 +227,13 @@ class Application(DocumentedApp):
     """FastAPI behind the middleware of this server. JsonDispatcher passes other requests than JSON requests to FastAPI.
 
     Attributes:
-        layers: The outermost middleware. The innermost middleware calls `own_layers`.
+        layers: The outermost middleware. The innermost one is `dispatcher`, which calls `own_layers`.
+        dispatcher: Also gets the lines of batches, without the outer middleware.
         metrics_app: The application of --metrics-port; None without that port.
     """
 
     layers: RequestMiddleware
+    dispatcher: JsonDispatcher
     metrics_app: Application | None = None
     keys: Sequence[ApiKeys] = ()
 

@@ -59,7 +59,7 @@ def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, forbidden: int 
         raise
     try:
         _check(path, os.fstat(file), forbidden)
-    except BaseException:  # close the file, whatever the reason
+    except BaseException:  # close the file, also after an interrupt
         os.close(file)
         raise
     return file

@@ -12,10 +12,9 @@ from starlette.types import ASGIApp, Message, Scope
 
 from penstock.engine.protocol.request import STAGE_TIMES
 
-from ..admission import BODY_IN_MEMORY
+from ..admission import IS_BATCH_LINE
 from ..http.connection import CONNECTION_LOST
 from ..http.request_head import MAX_PRIORITY
-from ..models.table import IS_BACKGROUND
 from ..observability.request_record import REQUEST, RequestRecord
 from ..routing import RouteTable
 
@@ -104,8 +103,7 @@ class InternalClient:
             "penstock.api_client": self._client_name(owner) if owner else "",
             "penstock.api_namespace": self._namespace_of(owner),
             "penstock.request_id": name,
-            IS_BACKGROUND: True,
-            BODY_IN_MEMORY: True,
+            IS_BATCH_LINE: True,
             CONNECTION_LOST: asyncio.get_running_loop().create_future(),  # there is no connection
         }
         self._routes.match(scope)

@@ -79,7 +79,7 @@ class Batches:
         self._data = DataDir(settings.data_dir)
         try:
             self._store = Store(self._data.database)
-        except BaseException:  # unlock the folder, whatever the reason
+        except BaseException:  # unlock the folder, also after an interrupt
             self._data.close()
             raise
         self.secret = self._data.secret

@@ -268,7 +268,7 @@ def _opened(path: Path) -> sqlite3.Connection:
             database.executescript(f"BEGIN; {_FROM_VERSION_1} PRAGMA user_version = {_VERSION}; COMMIT;")
         database.executescript(_TABLES)
         database.execute(f"PRAGMA user_version = {_VERSION}")
-    except BaseException:  # close the file, whatever the reason
+    except BaseException:  # close the file, also after an interrupt
         database.close()
         raise
     return database

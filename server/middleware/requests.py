@@ -1,9 +1,12 @@
 """The path of a request from the HTTP server to the function of its route.
 
-RequestMiddleware is the outermost middleware: it finds the route, sets the request id and measures times.
-JsonDispatcher is the innermost: it reads the body, calls the function of a JSON route, and converts errors to
-responses. FastAPI would try the patterns of all routes in turn, and then resolve the dependencies of the function. JSON
-routes have fixed paths and functions with the parameters `body` and `request`, so one dictionary lookup is enough.
+A request passes RequestMiddleware, CORSMiddleware (with --cors-origins), AuthMiddleware (with API keys) and
+JsonDispatcher. RequestMiddleware finds the route, sets the request id and measures times. JsonDispatcher reads the
+body, calls the function of a JSON route, and converts errors to responses.
+
+FastAPI handles other routes. It would try the patterns of all routes in turn, and then resolve the dependencies of the
+function. JSON routes have fixed paths and functions with the parameters `body` and `request`, so one dictionary lookup
+is enough.
 
 All middleware is pure ASGI: starlette's BaseHTTPMiddleware costs a task per request.
 """
@@ -34,13 +37,13 @@ from penstock.engine.protocol.errors import (
 )
 from penstock.engine.protocol.request import CLIENT, STAGE_TIMES
 
-from ..admission import note_rejection
-from ..calls.context import ClientWatch
+from ..admission import IS_BATCH_LINE, note_rejection
+from ..calls.context import ClientWatch, ServerContext
 from ..dialects import DIALECT, dialect_of
 from ..errors import HIDDEN_MESSAGE, TRACE_ID, quote, request_fields
 from ..http.connection import DISCARD_BODY
 from ..http.json_bodies import JsonBody
-from ..http.json_reader import BodyParser, receive_part
+from ..http.json_reader import BodyParser, JsonReader, receive_part
 from ..http.json_responses import PART_BYTES
 from ..http.request_head import LIMITS, RequestIds, canonical_path, check_media, limits_of
 from ..observability.request_record import REQUEST, Observers, RequestRecord, server_timing
@@ -185,31 +188,28 @@ async def _send_in_parts(message: Message, send: Send) -> None:
 class JsonDispatcher:
     """Calls the functions of JSON routes, and passes other requests on.
 
-    ClientWatch cancels a request when its client disconnects or its deadline passes. After every request its memory
-    reservations are released.
+    ClientWatch cancels a request when its client disconnects or its deadline passes. The engine of a request is
+    released before the response is sent, its memory reservations after it.
 
     Args:
+        app: Handles all other requests.
         error_handlers: Maps an exception class to a function that builds the response.
-        on_end: Releases the memory reservations of a request. Called with its scope after its response was sent.
-        on_response: Releases the engine of a request. Called with its scope before the response or error is sent.
-        check_queue: Raises EngineOverloadedError if a request of this client must be rejected before its body is read.
-        counted: Counts a request that runs a model while its function runs; see LiveTraffic.
+        counted: Counts a request of a client that runs a model while its function runs; see LiveTraffic.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         error_handlers: Mapping[Any, Callable[[Request, Any], Any]],
-        on_end: Callable[[Scope], None],
-        on_response: Callable[[Scope], None] = lambda _: None,
-        check_queue: Callable[[str], None] = lambda _: None,
+        context: ServerContext,
         counted: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.app = app
         self._error_handlers = error_handlers
-        self._on_end = on_end
-        self._on_response = on_response
-        self._check_queue = check_queue
+        self._models = context.models
+        self._admission = context.admission
+        self._settings = context.settings
+        self._reader = JsonReader(context.admission, context.settings.max_inputs_per_request)
         self._counted = counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -217,6 +217,7 @@ class JsonDispatcher:
         CLIENT.set(scope.get("penstock.api_client", ""))
         route = route_of(scope)
         parser = None if route is None else route.body_parser
+        is_from_client = IS_BATCH_LINE not in scope
         try:
             if route is None or parser is None:
                 await self.app(scope, receive, send)
@@ -226,13 +227,14 @@ class JsonDispatcher:
                 if route.runs_model:
                     scope[LIMITS] = limits = limits_of(scope)  # before the body is read: its headers may be invalid
                     try:
-                        self._check_queue(limits.client)
+                        if is_from_client:
+                            self._models.check_queue(limits.client)
                     except EngineOverloadedError:
-                        await _peek_at_body(request, route)
+                        await self._peek_at_body(request, route)
                         raise
-                body = await _read_body(request, route, parser)
+                body = await self._read_body(request, route, parser)
                 with (
-                    self._counted() if route.runs_model else nullcontext(),
+                    self._counted() if route.runs_model and is_from_client else nullcontext(),
                     ClientWatch(request) if route.ends_with_client else nullcontext(),
                 ):
                     response = await route.endpoint(body=body, request=request)
@@ -247,7 +249,7 @@ class JsonDispatcher:
                     response.headers["connection"] = "close"  # the client may send its body or not
             finally:
                 body = None  # free it: the client may read the response slowly
-                self._on_response(scope)
+                self._models.release(scope)
             await response(scope, receive, send)
         except Exception as error:  # the client gets a response after every error
             if (error_response := unexpected_error(scope, error)) is None:
@@ -255,8 +257,63 @@ class JsonDispatcher:
             await error_response(scope, receive, send)
         finally:
             if parser is None:
-                self._on_response(scope)
-            self._on_end(scope)
+                self._models.release(scope)
+            self._admission.release(scope)
+
+    async def _peek_at_body(self, request: Request, route: Route) -> None:
+        """Finds the dialect of a request of a full engine, without reading all of its body.
+
+        Searches the first part of the body for the keys of dialects. A key in a string value does not match, because
+        its quotes are escaped. The route's dialect applies if the first part takes more than PEEK_S seconds, or if the
+        client waits for `100 Continue`. Raises LimitError 413 if the body is too large.
+        """
+        self._admission.content_length(request.scope)
+        if not route.by_key or _expects_continue(request.scope):
+            return
+        try:
+            async with asyncio.timeout(PEEK_S):
+                part, _ = await receive_part(request.scope, request.receive)
+        except TimeoutError:
+            return
+        for key, dialect in route.by_key.items():
+            if re.search(rb'"%b"\s*:' % key.encode(), part):
+                request.scope[DIALECT] = dialect
+
+    async def _read_body(self, request: Request, route: Route, parser: BodyParser) -> Any:
+        """Returns the parsed body of a request, and stores its dialect and id in the scope.
+
+        Raises:
+            RequestValidationError: The body is missing, is not valid JSON, or does not match the schema.
+            HTTPException: 415 for another media type or a compressed body, 413 for too many values, 400 if the client
+                has disconnected.
+        """
+        scope = request.scope
+        media = coding = b""
+        for name, value in scope["headers"]:
+            if name == b"content-type":
+                media = value
+            elif name == b"content-encoding":
+                coding = value
+        if media != b"application/json":
+            origins, takes_any = self._settings.cors_origins, route.dialect.accepts_any_media_type
+            check_media(media.decode("latin-1"), scope["headers"], origins, takes_any=takes_any)
+        try:
+            content = await self._reader.read(scope, request.receive)
+        except RequestValidationError:
+            encoding = coding.decode("latin-1").strip().lower()
+            if encoding not in ("", "identity"):
+                message = f"Content-Encoding is {quote(encoding)}; send the body uncompressed."
+                raise HTTPException(415, message) from None
+            raise
+        if isinstance(content, dict):
+            for key, dialect in route.by_key.items():
+                if content.get(key) is not None:
+                    scope[DIALECT] = dialect
+        self._reader.check_entries(content, parser.tag_of(content))
+        body = parser.parse(content, scope)
+        if isinstance(body, JsonBody) and (request_id := body.body_request_id()) is not None:
+            scope["penstock.request_id"] = request_id
+        return body
 
 
 class UnexpectedErrorMiddleware:
@@ -285,65 +342,9 @@ def unexpected_error(scope: Scope, error: Exception) -> Response | None:
     return dialect_of(scope).status_error(500, f"{HIDDEN_MESSAGE} ({scope['penstock.request_id']})")
 
 
-async def _peek_at_body(request: Request, route: Route) -> None:
-    """Finds the dialect of a request of a full engine, without reading all of its body.
-
-    Searches the first part of the body for the keys of dialects. A key in a string value does not match, because its
-    quotes are escaped. The route's dialect applies if the first part takes more than PEEK_S seconds, or if the client
-    waits for `100 Continue`. Raises LimitError 413 if the body is too large.
-    """
-    request.app.state.context.admission.content_length(request.scope)
-    if not route.by_key or _expects_continue(request.scope):
-        return
-    try:
-        async with asyncio.timeout(PEEK_S):
-            part, _ = await receive_part(request.scope, request.receive)
-    except TimeoutError:
-        return
-    for key, dialect in route.by_key.items():
-        if re.search(rb'"%b"\s*:' % key.encode(), part):
-            request.scope[DIALECT] = dialect
-
-
 def _expects_continue(scope: Scope) -> bool:
     """Returns whether the client may wait for `100 Continue` before it sends its body."""
     return any(name == b"expect" for name, _ in scope["headers"])
-
-
-async def _read_body(request: Request, route: Route, parser: BodyParser) -> Any:
-    """Returns the parsed body of a request, and stores its dialect and id in the scope.
-
-    Raises:
-        RequestValidationError: The body is missing, is not valid JSON, or does not match the schema.
-        HTTPException: 415 for another media type or a compressed body, 413 for too many values, 400 if the client has
-            disconnected.
-    """
-    scope, reader = request.scope, request.app.state.json_reader
-    media = coding = b""
-    for name, value in scope["headers"]:
-        if name == b"content-type":
-            media = value
-        elif name == b"content-encoding":
-            coding = value
-    if media != b"application/json":
-        origins = request.app.state.context.settings.cors_origins
-        check_media(media.decode("latin-1"), scope["headers"], origins, takes_any=route.dialect.accepts_any_media_type)
-    try:
-        content = await reader.read(scope, request.receive)
-    except RequestValidationError:
-        encoding = coding.decode("latin-1").strip().lower()
-        if encoding not in ("", "identity"):
-            raise HTTPException(415, f"Content-Encoding is {quote(encoding)}; send the body uncompressed.") from None
-        raise
-    if isinstance(content, dict):
-        for key, dialect in route.by_key.items():
-            if content.get(key) is not None:
-                scope[DIALECT] = dialect
-    reader.check_entries(content, parser.tag_of(content))
-    body = parser.parse(content, scope)
-    if isinstance(body, JsonBody) and (request_id := body.body_request_id()) is not None:
-        scope["penstock.request_id"] = request_id
-    return body
 
 
 class RejectionQueue:

@@ -335,7 +335,7 @@ class ModelManager:
             engine = await entry.model.start()
             try:
                 check_prompt_name(entry.model.default_prompt_name, engine.info)
-            except BaseException:  # stop the engine process, whatever the reason
+            except BaseException:  # stop the engine process, also after an interrupt
                 await engine.close()
                 raise
         except Exception as error:  # noqa: BLE001 - recorded in the entry; other models are not affected

@@ -13,15 +13,13 @@ from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol.errors import EngineUnavailableError, ModelNotFoundError
 from penstock.engine.protocol.model_info import ModelKind
 
-from ..admission import ServerRejectionReason
+from ..admission import IS_BATCH_LINE, ServerRejectionReason
 from ..errors import quote, quote_names
 from ..observability.request_record import REQUEST
 from .manager import ModelEntry, ModelManager, ModelStatus
 
 UNNAMED: Final = "default/not-specified"
 """Sent by Infinity's client if its caller names no model."""
-IS_BACKGROUND: Final = "penstock.is_background"
-"""Scope key of a patient request: no recently used model is unloaded for it."""
 _USED: Final = "penstock.models"
 """Scope key of the models whose engines the request uses."""
 
@@ -111,7 +109,7 @@ class ModelTable:
     async def load(self, name: str | None, scope: Scope, kinds: Collection[ModelKind] = ()) -> ModelTarget:
         """Loads the model of a request and returns the target. Raises the errors of `find` and ModelManager.acquire."""
         entry = self.entry(name, kinds)
-        await self._manager.acquire(entry, is_background=IS_BACKGROUND in scope)
+        await self._manager.acquire(entry, is_background=IS_BATCH_LINE in scope)
         return self._target(entry, name, scope)
 
     def check_queue(self, client: str) -> None:

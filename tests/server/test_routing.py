@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from fastapi import HTTPException, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.routing import Match
 
+from penstock.server.admission import AdmissionController
 from penstock.server.app import Application, create_app
 from penstock.server.dialects import OLLAMA, OPENAI, TEI
 from penstock.server.middleware.requests import JsonDispatcher
@@ -113,12 +115,19 @@ def test_unknown_path_has_the_dialect_of_its_prefix() -> None:
         assert scope[DIALECT] is dialect, path
 
 
+def released_to(ended: list[Any]) -> Any:
+    """Returns a ServerContext that adds the scopes of released requests to `ended`."""
+    admission = AdmissionController(ServerSettings())
+    admission.release = ended.append
+    return SimpleNamespace(models=Mock(), admission=admission, settings=ServerSettings())
+
+
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/embeddings"), ("POST", "/v1/models"), ("POST", "/none")])
 async def test_other_methods_and_paths_are_forwarded(method: str, path: str) -> None:
     behind, ended = AsyncMock(), []
     scope = {"type": "http", "method": method, "path": path}
     make_app().state.routes.match(scope)
-    await JsonDispatcher(behind, {}, ended.append)(scope, AsyncMock(), AsyncMock())
+    await JsonDispatcher(behind, {}, released_to(ended))(scope, AsyncMock(), AsyncMock())
     behind.assert_awaited_once()
     assert ended == [scope]  # the request is released
     assert "route" not in scope
@@ -128,7 +137,7 @@ async def test_other_methods_and_paths_are_forwarded(method: str, path: str) -> 
 async def test_error_gets_a_response_and_releases_the_request(error: Exception, status: int) -> None:
     app, ended, send = make_app(), [], AsyncMock()
     handler = AsyncMock(return_value=Response(status_code=418))
-    dispatcher = JsonDispatcher(AsyncMock(), {StarletteHTTPException: handler}, ended.append)
+    dispatcher = JsonDispatcher(AsyncMock(), {StarletteHTTPException: handler}, released_to(ended))
     scope = {
         "type": "http",
         "method": "POST",

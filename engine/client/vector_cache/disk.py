@@ -167,7 +167,7 @@ class DiskTier:
             self._rows = self._env.open_db(b"rows")
             self._numbers = self._env.open_db(b"numbers")
             self._file = open_own(data, os.O_RDONLY)
-        except BaseException:  # close the database, whatever the reason
+        except BaseException:  # close the database, also after an interrupt
             self._env.close()
             raise
 

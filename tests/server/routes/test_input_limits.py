@@ -36,7 +36,7 @@ async def test_one_entry_over_the_limit_is_rejected(serving, make_engine, kind: 
     engine = make_engine(**SPLADE) if kind == "splade" else make_engine(kind, CLASSES if "classifier" in kind else ())
     async with serving(engine, max_inputs_per_request=2) as client:
         if counted_by == "route":  # the reader of bodies counts entries, too
-            client._transport.app.state.json_reader = JsonReader(AdmissionController(ServerSettings()), 10**6)
+            client._transport.app.dispatcher._reader = JsonReader(AdmissionController(ServerSettings()), 10**6)
         for path, _, body, param in (case for case in BODIES if case[1] == kind):
             rejected = await client.post(path, json=body)
             accepted = await client.post(path, json=shortened(body, param))
