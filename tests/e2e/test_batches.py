@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .. import gated_server
-from ..gated_server import Gate
 from ..waiting import wait_until
 
 openai = pytest.importorskip("openai")
@@ -18,15 +16,10 @@ MODEL = "all-MiniLM-L6-v2"
 
 
 @pytest.fixture(scope="module")
-def gate(tmp_path_factory) -> Gate:
-    return Gate(tmp_path_factory.mktemp("gate") / "gate")
-
-
-@pytest.fixture(scope="module")
-def client(launch, default_model, gate: Gate, tmp_path_factory):
+def client(launch, default_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("batches") / "data"
     flags = ("--dtype", "float32", "--data-dir", str(folder), "--max-file-bytes", "1MiB")
-    server = launch(*flags, command=gated_server.COMMAND, **gate.environment)
+    server = launch(*flags)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
         yield client
 
@@ -87,20 +80,3 @@ def test_batch_answers_each_line(client) -> None:
     output = client.files.retrieve(batch.output_file_id)
     assert output.expires_at == output.created_at + 7200
     assert batch.id in [each.id for each in client.batches.list(limit=1)]
-
-
-def test_cancelled_batch_keeps_its_answers(client, gate: Gate) -> None:
-    gate.let_through(100)
-    batch = create(client, jsonl([f"text {i}" for i in range(600)]))
-    wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 100)
-    with pytest.raises(openai.ConflictError, match=batch.id):
-        client.files.delete(batch.input_file_id)
-    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
-    batch = ended(client, batch)
-    gate.open()
-    assert (batch.status, batch.request_counts.completed) == ("cancelled", 100)
-    files = [client.files.content(name).text.splitlines() for name in (batch.output_file_id, batch.error_file_id)]
-    names = [json.loads(line)["custom_id"] for lines in files for line in lines]
-    assert sorted(names) == sorted(f"line-{i}" for i in range(600))
-    with pytest.raises(openai.ConflictError, match="cancelled"):
-        client.batches.cancel(batch.id)

@@ -15,6 +15,9 @@ from pathlib import Path
 
 from ..servers import MIB, Server
 
+MAX_WORK_S = 0.25
+"""Limit of the event loop's processor time during one probe, on two cores."""
+
 
 def head(*lines: str, method: str = "POST", path: str = "/v1/embeddings") -> bytes:
     """The head of a request with some header lines."""

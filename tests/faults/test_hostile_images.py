@@ -15,8 +15,7 @@ import pytest
 
 from ..random_models import save_two_tower_model
 from ..servers import MIB, Launch, Server
-from .load import Seen, watching
-from .test_dense_bodies import MAX_WORK_S
+from .load import MAX_WORK_S, Seen, watching
 
 pytest.importorskip("PIL.Image")
 from ..engine.images.hostile import attacks, large_but_valid

@@ -12,8 +12,7 @@ import pytest
 
 from ..servers import MIB, Launch, Server
 from ..waiting import wait_until
-from .load import request, watching
-from .test_dense_bodies import MAX_WORK_S
+from .load import MAX_WORK_S, request, watching
 
 pytestmark = pytest.mark.slow
 
