@@ -21,6 +21,7 @@ ENV PYTHONSAFEPATH=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT
 WORKDIR /build
 COPY pyproject.toml setup.py constraints.txt README.md LICENSE docker/requirements.py ./
 # The compiler of the native kernels stays in this stage.
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 # What the server needs at run time, traces included, for the layers below that change less often than the sources.
 RUN python requirements.py > /requirements.txt && python requirements.py slim > /requirements-slim.txt \
@@ -49,6 +50,7 @@ FROM packages-slim AS environment-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # torch brings programs that test it, and headers for extensions in C++; serving reads none of them. Nor does it read
 # more than one or two of transformers' 400 models, of those that run through it: they go without bytecode.
+# hadolint ignore=DL3003
 RUN pip --python /opt/penstock/bin/python install --constraint /constraints.txt ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} \
         --requirement /requirements.txt \
     && cd /opt/penstock/lib/python3*/site-packages \

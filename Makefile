@@ -45,7 +45,7 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 
 .DEFAULT_GOAL := help
 .PHONY: help install native serve examples test-server test test-all test-nightly test-faults test-clients test-ray test-mteb test-schema test-deploy test-image test-arm64 mutants \
-	test-wheel test-gpu gpu-packages bench-gpu check lint types pyright imports format hooks bench bench-conditions bench-loop bench-overlap bench-peers wheel wheel-arm64 reference docs diagram constraints clean
+	test-wheel test-gpu gpu-packages bench-gpu check lint types pyright imports format hooks bench bench-conditions bench-loop bench-overlap bench-peers wheel wheel-arm64 sbom reference docs diagram constraints clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -353,6 +353,17 @@ wheel: $(VENV)/.installed $(LIBRARY) ## Build the wheel into dist/.
 	@rm -rf build/lib build/bdist.* dist
 	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
+
+SBOM := build/sbom
+
+sbom: | $(BIN)/python ## List the packages that the wheel in dist/ installs (CycloneDX), and the hashes of dist/, in build/sbom.
+	@rm -rf $(SBOM) && $(BIN)/python -m venv $(SBOM)/tools && $(BIN)/python -m venv --without-pip $(SBOM)/environment
+	@$(SBOM)/tools/bin/python -m pip install --quiet --no-input cyclonedx-bom==7.5.0
+	@$(BIN)/python -m pip --python $(SBOM)/environment/bin/python install --quiet --no-input --no-compile \
+		--constraint constraints.txt dist/penstock-*_$$(uname -m).whl
+	@$(SBOM)/tools/bin/cyclonedx-py environment $(SBOM)/environment/bin/python --pyproject pyproject.toml \
+		--output-reproducible --output-file $(SBOM)/penstock.cdx.json
+	@cd dist && sha256sum penstock-* > ../$(SBOM)/SHA256SUMS && cat ../$(SBOM)/SHA256SUMS
 
 reference: $(VENV)/.installed $(LIBRARY) ## Write docs/reference: settings, models, routes and metrics, from the code.
 	@for page in settings models routes metrics; do \
