@@ -12,6 +12,7 @@ import pytest_asyncio
 from penstock.engine.core.make_scheduler import _limit_model_len
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
+from penstock.engine.protocol.images import ImageInput, MixedInput
 from penstock.engine.protocol.model_info import ModelInfo, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions
@@ -72,6 +73,17 @@ async def test_empty_input_error_rejects_empty_texts(pool: TokenizerPool, text: 
     with pytest.raises(InvalidRequestError, match=r"^Input 0 is empty") as caught:
         await encoder.pairs([("a", text)], PARAMS, OPTIONS, param=None)
     assert caught.value.param == "text_2"
+
+
+async def test_image_for_a_model_of_texts_is_rejected(pool: TokenizerPool) -> None:
+    encoder, image = encoder_of(pool), ImageInput(b"png", "input[1].image")
+    message = rf"^input\[1\]\.image is an image, but {INFO.name} reads only text"
+    for item in (image, MixedInput(("a", image))):
+        with pytest.raises(InvalidRequestError, match=message):
+            await encoder.encode(["a", item], PARAMS, OPTIONS)
+    for pair in (("a", image), (image, "a")):
+        with pytest.raises(InvalidRequestError, match=message):
+            await encoder.pairs([("a", "dam"), pair], PARAMS, OPTIONS, param=None)
 
 
 @pytest.mark.parametrize(
