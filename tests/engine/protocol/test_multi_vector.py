@@ -176,6 +176,12 @@ SETTINGS = "config_sentence_transformers.json"
     [
         (SETTINGS, {"query_length": 0}, errors.ModelLoadError, "query_length is 0"),
         (
+            SETTINGS,
+            {"query_length": 9999},
+            errors.ModelLoadError,
+            r"pads queries to 9999 tokens .*longest input is \d+ ",
+        ),
+        (
             "sentence_bert_config.json",
             {"query_expansion": {"strategy": "odd"}},
             *(errors.ModelLoadError, "'fixed' or"),
@@ -192,7 +198,15 @@ async def test_wrong_settings_are_rejected(
     tmp_path: Path, name: str, change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     folder = write_pylate(tmp_path)
-    change_json(folder / SETTINGS, {"attend_to_expansion_tokens": False})
+    change_json(folder / SETTINGS, {"attend_to_expansion_tokens": name == SETTINGS})
     change_json(folder / name, change)
     with pytest.raises(error, match=message):
+        resolve_model(EngineConfig(model=str(folder)))
+
+
+async def test_list_of_kept_tokens_is_rejected(tmp_path: Path) -> None:
+    folder = FOLDERS["modernbert_min"](tmp_path)
+    (mask,) = (path for path in folder.glob("*/config.json") if "skiplist_words" in path.read_text())
+    change_json(mask, {"keep_only_token_ids": [5]})
+    with pytest.raises(errors.UnsupportedModelError, match="has keep_only_token_ids, which penstock does not support"):
         resolve_model(EngineConfig(model=str(folder)))
