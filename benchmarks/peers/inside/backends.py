@@ -27,7 +27,7 @@ class SentenceTransformers:
     """sentence-transformers, which sorts by length itself. Computes the reference.
 
     Args:
-        options: model, threads, dtype.
+        options: model, threads, dtype, and batch_size if it is not BATCH_SIZE.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -35,13 +35,18 @@ class SentenceTransformers:
         from sentence_transformers import SentenceTransformer
 
         torch.set_num_threads(options["threads"])
+        self._batch_size = options.get("batch_size", BATCH_SIZE)
         self._model = SentenceTransformer(options["model"], device="cpu").to(getattr(torch, options["dtype"]))
 
     def embed(self, texts: list[str]) -> NDArray[np.float32]:
         """Returns [N, D] embeddings of texts, or of images as data URIs."""
         inputs = [_image(text) if text.startswith("data:image/") else text for text in texts]
         vectors = self._model.encode(
-            inputs, batch_size=BATCH_SIZE, normalize_embeddings=True, show_progress_bar=False, convert_to_tensor=True
+            inputs,
+            batch_size=self._batch_size,
+            normalize_embeddings=True,
+            show_progress_bar=False,
+            convert_to_tensor=True,
         )
         return np.asarray(vectors.float().numpy(), np.float32)
 

@@ -112,8 +112,9 @@ class RejectsShort:
 
     def __init__(self, **_: object) -> None: ...
 
-    def embed(self, texts: Sequence[str], **options: object) -> list[Any]:
+    def embed(self, texts: Sequence[Any], **options: object) -> list[Any]:
         assert options == {"pooling_params": PoolingParams(), "prompt_name": "query", "use_tqdm": False}
+        texts = [text.read_bytes() if isinstance(text, Path) else text for text in texts]
         if any(len(text) == 1 for text in texts):
             raise InvalidRequestError("too short")
         return [SimpleNamespace(outputs=SimpleNamespace(embedding=[len(text)])) for text in texts]
@@ -142,7 +143,7 @@ def test_shards_report_their_rows_or_the_first_bad_row(embedder_class: Any, tmp_
     job = JobFolder(tmp_path / "out", ".parquet", "--overwrite")
     job.begin({})
     config = embedder_class.EmbedderConfig(
-        EngineConfig(model="m"), "text", PoolingParams(), "query", job, "info", "text"
+        EngineConfig(model="m"), "text", False, PoolingParams(), "query", job, "info", "text"
     )
     embed = embedder_class.Embedder(config, shards)
     found = embed({"item": np.array([2, 0, 1])})
@@ -153,3 +154,22 @@ def test_shards_report_their_rows_or_the_first_bad_row(embedder_class: Any, tmp_
     assert job.left(shards) == shards[1:]
     Path(path).unlink()
     assert embed({"item": np.array([0])}) == {"num_rows": [2], "error": [""]}, "a finished shard is not read again"
+
+
+def test_images_of_a_shard_are_bytes_or_paths_beside_the_file(embedder_class: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"12345")
+    path = str(tmp_path / "in.parquet")
+    pictures = [{"bytes": b"123", "path": None}, {"bytes": None, "path": "a.png"}, {"bytes": None, "path": "lost.png"}]
+    parquet.write_table(pa.table({"picture": pictures}), path)
+    shards = [Shard(number, path, 2 * number, 2 - number) for number in range(2)]
+    job = JobFolder(tmp_path / "out", ".parquet", "--overwrite")
+    job.begin({})
+    config = embedder_class.EmbedderConfig(
+        EngineConfig(model="m"), "picture", True, PoolingParams(), "query", job, "info", "text"
+    )
+    found = embedder_class.Embedder(config, shards)({"item": np.array([0, 1])})
+    reason = "the column 'picture' has 'lost.png', which is no file, or an empty one"
+    assert found["error"] == ["", f"{path}, row 3: {reason}"]
+    rows = parquet.read_table(job.path(shards[0])).to_pylist()
+    assert [row["picture"] for row in rows] == pictures[:2]
+    assert [row["embedding"] for row in rows] == [[3.0], [5.0]]

@@ -58,7 +58,7 @@ def test_unreadable_images_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         row.read()
     path.write_bytes(b"01234")
     for limit, kind in ((5, Row), (4, BadRow)):
-        monkeypatch.setattr("penstock.server.embed_jobs.input_file._MAX_FILE_BYTES", limit)
+        monkeypatch.setattr("penstock.engine.images.values._MAX_FILE_BYTES", limit)
         (found,) = open_input(tmp_path, "").rows()
         assert type(found) is kind
     assert "'a.png', which is larger than 256 MiB" in str(found)
