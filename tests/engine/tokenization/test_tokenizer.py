@@ -87,6 +87,19 @@ async def test_truncated_pairs_equal_transformers(pool: TokenizerPool, reference
         assert types == [int(i >= item.type_boundary) for i in range(len(item))]
 
 
+def test_errors_count_tokens_that_are_added_later() -> None:
+    limit = Truncation(max_num_tokens=10).of([4, 7]).without(3).without(1)
+    assert limit.max_num_tokens == 6
+    with pytest.raises(RequestTooLongError, match="10 tokens, but input 7 has 12 tokens") as caught:
+        limit.reject_length_unless_truncated(8, 1)
+    assert (caught.value.num_tokens, caught.value.max_num_tokens) == (12, 10)
+    with pytest.raises(RequestTooLongError, match="but input 4 has at least 12 tokens"):
+        limit.reject_length_unless_truncated(8, 0, is_whole=False)
+    assert limit.no_space_error("an image takes 12").message.startswith(
+        "The limit is 10 tokens, but an image takes 12;"
+    )
+
+
 async def test_too_long_text_is_rejected_with_both_numbers(pool: TokenizerPool) -> None:
     match = r"maximum context length is 7 tokens, but input 1 has 42 tokens"
     with pytest.raises(RequestTooLongError, match=match) as rejected:
