@@ -114,8 +114,8 @@ class AsyncEngine:
         """
         configs = replica_configs(config)
         limits = config.scheduler
-        own = None if cache is None else ModelCache(cache)
-        dispatcher = Dispatcher(limits.max_queued_tokens, limits.max_queue_s, own, num_replicas=len(configs))
+        model_cache = None if cache is None else ModelCache(cache)
+        dispatcher = Dispatcher(limits.max_queued_tokens, limits.max_queue_s, model_cache, num_replicas=len(configs))
         group = ReplicaGroup(configs, dispatcher, log_level=log_level, log_format=log_format, process=process)
         ready = await group.start()
         try:

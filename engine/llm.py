@@ -205,9 +205,9 @@ class LLM:
         options = RequestOptions(instruction=instruction)
 
         async def call(indices: list[int]) -> list[PoolingRequestOutput[ScoringOutput]]:
-            own = await _loaded(left if len(left) == 1 else [left[index] for index in indices])
+            queries = await _loaded(left if len(left) == 1 else [left[index] for index in indices])
             documents = await _loaded([right[index] for index in indices])
-            result = await self._engine.score(own, documents, params, options)
+            result = await self._engine.score(queries, documents, params, options)
             rows = zip(result.scores.tolist(), result.num_tokens, strict=True)
             return [PoolingRequestOutput(ScoringOutput(score), num_tokens) for score, num_tokens in rows]
 
@@ -286,12 +286,12 @@ class LLM:
                 param="pooling_params",
             )
         groups: dict[PoolingParams, list[int]] = {}
-        for index, own in enumerate(each):
-            groups.setdefault(_params(own, truncate_prompt_tokens), []).append(index)
+        for index, input_params in enumerate(each):
+            groups.setdefault(_params(input_params, truncate_prompt_tokens), []).append(index)
         outputs: dict[int, Output] = {}
-        for own, indices in groups.items() or [(PoolingParams(), [])]:
+        for group_params, indices in groups.items() or [(PoolingParams(), [])]:
             some = [inputs[index] for index in indices]
-            done = self._run(partial(_call_loaded, call, own), some, use_tqdm, _slice_size(some))
+            done = self._run(partial(_call_loaded, call, group_params), some, use_tqdm, _slice_size(some))
             outputs.update(zip(indices, done, strict=True))
         return [outputs[index] for index in range(len(inputs))]
 

@@ -59,8 +59,8 @@ class CombinedEmbedder:
                 param="outputs",
             )
         for task in others:
-            own = params if task is not PoolingTask.SPARSE_EMBED else PoolingParams()
-            own.verify(task, self._info)
+            task_params = params if task is not PoolingTask.SPARSE_EMBED else PoolingParams()
+            task_params.verify(task, self._info)
         params = self._encoder.with_query_flag(params.resolved(first, self._info).clone(also=tuple(others)), options)
         async with self._dispatcher.open(options, is_cacheable=is_cacheable(params)) as request:
             whole = params.clone(task=PoolingTask.TOKEN_EMBED)  # no windows: only embeddings can be averaged

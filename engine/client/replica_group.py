@@ -168,10 +168,10 @@ class ReplicaGroup:
         if len(dispatcher.replicas) > 1:
             dispatcher.backend = ReplicaRouter(dispatcher.replicas)
         for config, replica in zip(configs, dispatcher.replicas, strict=True):
-            own, process = process, None
+            started, process = process, None
             self._supervisors.append(
                 CoreSupervisor(
-                    config, replica, self._update_state, log_level=log_level, log_format=log_format, process=own
+                    config, replica, self._update_state, log_level=log_level, log_format=log_format, process=started
                 )
             )
         self._update_state()
@@ -226,8 +226,8 @@ class ReplicaGroup:
         if not stats:
             return []
         return [
-            ReplicaStatus(placement_of(config), supervisor.state, supervisor.num_restarts, own)
-            for config, supervisor, own in zip(self._configs, self._supervisors, stats, strict=True)
+            ReplicaStatus(placement_of(config), supervisor.state, supervisor.num_restarts, replica_stats)
+            for config, supervisor, replica_stats in zip(self._configs, self._supervisors, stats, strict=True)
         ]
 
     def host_bytes(self) -> int:

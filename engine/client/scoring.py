@@ -191,10 +191,10 @@ class PairScorer:
 
     def _with_adapter(self, names: Sequence[str], options: RequestOptions) -> RequestOptions:
         """Returns options with the first of the model's task adapters in `names`, unless the request selects one."""
-        own = [adapter.name for adapter in self._info.task_adapters if adapter.is_served]
+        served = [adapter.name for adapter in self._info.task_adapters if adapter.is_served]
         if options.adapter is not None:
             return options
-        return replace(options, adapter=next((name for name in names if name in own), None))
+        return replace(options, adapter=next((name for name in names if name in served), None))
 
     def _named_prompt(self, names: Sequence[str], options: RequestOptions) -> RequestOptions:
         """Returns options with the prompt of the adapter, or else the first of `names` that the model has.

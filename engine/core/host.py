@@ -79,9 +79,9 @@ def _cgroup_memory() -> list[int]:
 
 def _cgroups(controller: str) -> list[Path]:
     """Returns the folders of this process's control groups for a controller, from the innermost to the outermost."""
-    own = [line.split(":", 2) for line in _OWN_CGROUPS.read_text().splitlines()] if _OWN_CGROUPS.is_file() else []
+    groups = [line.split(":", 2) for line in _OWN_CGROUPS.read_text().splitlines()] if _OWN_CGROUPS.is_file() else []
     folders = []
-    for number, controllers, path in own:
+    for number, controllers, path in groups:
         if number == "0" or controller in controllers.split(","):
             root = _CGROUPS if number == "0" else _CGROUPS / controller
             group = root / path.lstrip("/")
@@ -100,7 +100,7 @@ def cores_by_node() -> dict[int, list[Core]]:
     usable = _usable_processors()
     nodes = {int(folder.name[4:]): _read_cpu_list(folder / "cpulist") & usable for folder in _NODES.glob("node[0-9]*")}
     nodes = {number: nodes[number] for number in sorted(nodes) if nodes[number]} or {0: usable}
-    return {number: _cores(own) for number, own in nodes.items()}
+    return {number: _cores(processors) for number, processors in nodes.items()}
 
 
 def pin(processors: Collection[int]) -> None:

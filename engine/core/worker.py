@@ -205,7 +205,7 @@ class ClientConnections:
         """Cancels the requests of a client that has disconnected."""
         self._waker.ignore(connection)
         connection.close()
-        for client in [number for number, own in self._connections.items() if own is connection]:
+        for client in [number for number, other in self._connections.items() if other is connection]:
             del self._connections[client]
             self._core.cancel_client(client)
 
@@ -225,8 +225,8 @@ def split(message: FromCore, frames: list[Frame]) -> dict[int, _Part]:
         positions: dict[int, list[int]] = {}
         for position, request_id in enumerate(results.request_ids):
             positions.setdefault(client_number_of(request_id), []).append(position)
-        for client, own in positions.items():
-            arrays.setdefault(client, []).append(results.pick(own))
+        for client, indices in positions.items():
+            arrays.setdefault(client, []).append(results.pick(indices))
     for request in message.finished:
         finished.setdefault(client_number_of(request[0]), []).append(request)
     parts: dict[int, _Part] = {}

@@ -94,8 +94,8 @@ def _spec(info: ModelInfo) -> ModelSpec:
     spec = bert_spec(config, info)
     assert spec.attention is not None
 
-    def projection(shared: str, own: str, term: str) -> LinearSpec | None:
-        name = f"{_ATTENTION}.{shared if config.share_att_key else own}"
+    def projection(shared: str, separate: str, term: str) -> LinearSpec | None:
+        name = f"{_ATTENTION}.{shared if config.share_att_key else separate}"
         return linear(name, D, D) if term in config.terms else None
 
     head = spec.head

@@ -47,13 +47,15 @@ def resolve_adapters(draft: ModelDraft, root: Path) -> None:
     Raises:
         ModelLoadError: A file cannot be read, or an entry of --adapter is no adapter.
     """
-    own, source = _own_adapters(draft, root)
-    given = tuple(_given_adapter(entry) for entry in draft.engine.adapter)
-    if both := {adapter.name for adapter in own} & {adapter.name for adapter in given}:
+    stored, source = _own_adapters(draft, root)
+    configured = tuple(_given_adapter(entry) for entry in draft.engine.adapter)
+    if both := {adapter.name for adapter in stored} & {adapter.name for adapter in configured}:
         raise ModelLoadError(f"--adapter: {draft.name} has its own adapter {min(both)!r}; give yours another name.")
-    draft.set("adapters", own + given, f"{source}, --adapter" if own and given else "--adapter" if given else source)
+    if configured:
+        source = f"{source}, --adapter" if stored else "--adapter"
+    draft.set("adapters", stored + configured, source)
     is_jina_v5 = draft.config.get("adapted_model_type") == _JINA_V5
-    has_default = is_jina_v5 and any(adapter.name == _JINA_V5_DEFAULT for adapter in own)
+    has_default = is_jina_v5 and any(adapter.name == _JINA_V5_DEFAULT for adapter in stored)
     draft.set("default_adapter", _JINA_V5_DEFAULT if has_default else None, _JINA_V5 if has_default else "default")
 
 
@@ -84,8 +86,8 @@ def _folders(root: Path, path: Path) -> tuple[AdapterSpec, ...]:
     An adapter beside the weights of the model is not served: it is unknown whether it is merged into them.
     """
     found = {file for folder in (root, path) for pattern in _FOLDERS for file in folder.glob(pattern)}
-    own = sorted(file.parent for file in found if not any(map(_CHECKPOINT.match, file.relative_to(root).parts)))
-    names = [folder.name for folder in own]
+    folders = sorted(file.parent for file in found if not any(map(_CHECKPOINT.match, file.relative_to(root).parts)))
+    names = [folder.name for folder in folders]
     return tuple(
         AdapterSpec(name=ADAPTER_FILE, is_task=True)
         if folder in (root, path)
@@ -94,7 +96,7 @@ def _folders(root: Path, path: Path) -> tuple[AdapterSpec, ...]:
             folder=str(folder),
             is_task=True,
         )
-        for folder in own
+        for folder in folders
     )
 
 

@@ -68,10 +68,10 @@ def with_image(text: ModelInfo, image: ModelInfo, spec: ImageSpec) -> ModelInfo:
             f"{image.embedding_size}."
         )
     num_rows = spec.max_patches + spec.num_class_rows
-    own = dataclasses.replace(image, tasks=(PoolingTask.EMBED,), image_spec=spec, max_model_len=num_rows)
+    encoder = dataclasses.replace(image, tasks=(PoolingTask.EMBED,), image_spec=spec, max_model_len=num_rows)
     tasks = tuple(task for task in text.tasks if task is not PoolingTask.TOKEN_EMBED)
     sources = {**text.sources, "image": _IMAGES, "tasks": _IMAGES}
-    return dataclasses.replace(text, tasks=tasks, image=own, sources=sources)
+    return dataclasses.replace(text, tasks=tasks, image=encoder, sources=sources)
 
 
 def _part(config: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -183,9 +183,9 @@ def read_area_spec(
         raise source.unsupported("image_processor_type", f"{names[0]}, not {name!r},")
     values = source.with_defaults(_QWEN2_VL)
     vision = config.get("vision_config") or {}
-    for key, own in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")):
-        if values.count(key) != _value(vision, own, values.count(key)):
-            raise values.unsupported(key, f"the {own} of config.json, {vision.get(own)!r}")
+    for key, config_key in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")):
+        if values.count(key) != _value(vision, config_key, values.count(key)):
+            raise values.unsupported(key, f"the {config_key} of config.json, {vision.get(config_key)!r}")
     size = values.get("size")
     size = size if isinstance(size, dict) else {}
     min_pixels = values.get("min_pixels") or size.get("shortest_edge")

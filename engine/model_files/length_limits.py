@@ -54,11 +54,11 @@ def resolve_max_model_len(
         ModelLoadError: The operator's limit exceeds the positions of the model.
     """
     table, limit, position_source = _position_limit(config, config_file)
-    own, source = _own_limit(config, table, position_source, tokenizer_config, files) or _default_limit(config)
-    if limit is not None and own > limit:
-        own, source = limit, position_source
+    longest, source = _own_limit(config, table, position_source, tokenizer_config, files) or _default_limit(config)
+    if limit is not None and longest > limit:
+        longest, source = limit, position_source
     if engine.max_model_len is None:
-        return own, source
+        return longest, source
     if limit is not None and engine.max_model_len > limit:
         raise ModelLoadError(
             f"--max-model-len is {engine.max_model_len}, but {engine.model} has positions for {limit} tokens "

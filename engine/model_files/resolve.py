@@ -281,9 +281,9 @@ def _resolve_embedding(draft: ModelDraft) -> None:
     pooler, files = draft.engine.pooler_config, draft.files
     is_embedding = draft.fields["kind"] is ModelKind.EMBEDDING
     family = FAMILIES.get(draft.fields["model_type"])
-    own = family.dense(draft.config) if family is not None and is_embedding else ()
-    dense = own + (files.dense if files is not None and is_embedding else ())
-    source = MODULES_FILE if len(dense) > len(own) else draft.sources["model_type"]
+    family_dense = family.dense(draft.config) if family is not None and is_embedding else ()
+    dense = family_dense + (files.dense if files is not None and is_embedding else ())
+    source = MODULES_FILE if len(dense) > len(family_dense) else draft.sources["model_type"]
     draft.set("dense", dense, source if dense else "default")
     width = draft.fields["hidden_size"] * (len(draft.fields["sequence_pooling"]) or 1)
     for spec in dense:

@@ -341,8 +341,8 @@ def _pair_chat(config: dict[str, Any]) -> PairChat | None:
     if chat is None:
         return None
     arguments = dict((config.get("processing_kwargs") or {}).get("chat_template") or {})
-    for own in ("restore_suffix", "padding", "truncation", "max_length", "return_tensors"):
-        arguments.pop(own, None)
+    for key in ("restore_suffix", "padding", "truncation", "max_length", "return_tensors"):
+        arguments.pop(key, None)
     return PairChat(is_structured=chat.get("format") == "structured", arguments=arguments)
 
 

@@ -98,8 +98,8 @@ def resolve_multi_vector(draft: ModelDraft, root: Path, tokenizer_config: dict[s
     if multi_vector.document_length is not None and draft.engine.max_model_len is None:
         # The length in PyLate's Transformer config depends on the last use of the model.
         longest = max(multi_vector.document_length, multi_vector.max_num_tokens(is_query=True) or 0)
-        own = dataclasses.replace(files, max_seq_length=longest, tokenizer_max_length=None)
-        limit, limit_source = resolve_max_model_len(draft.config, tokenizer_config, own, draft.engine)
+        limits = dataclasses.replace(files, max_seq_length=longest, tokenizer_max_length=None)
+        limit, limit_source = resolve_max_model_len(draft.config, tokenizer_config, limits, draft.engine)
         draft.set("max_model_len", limit, source if limit == longest else limit_source)
     limit, limit_source = draft.fields["max_model_len"], draft.sources["max_model_len"]
     if multi_vector.expansion is not None and multi_vector.expansion.length > limit:
@@ -125,15 +125,15 @@ def _read(draft: ModelDraft, root: Path, files: SentenceTransformersFiles) -> tu
         source = SETTINGS_FILE
     elif settings.get("model_type") == "ColBERT":
         multi_vector = MultiVector(skip_words=_PUNCTUATION)
-    own: dict[str, Any] = {"averages": str(settings.get("similarity_fn_name")).lower() == "meanmaxsim"}
+    values: dict[str, Any] = {"averages": str(settings.get("similarity_fn_name")).lower() == "meanmaxsim"}
     for name in ("query_length", "document_length"):
         if module.get(name) is not None:
-            own[name] = _length(module[name], f"{files.transformer_source}: {name}")
+            values[name] = _length(module[name], f"{files.transformer_source}: {name}")
     if "query_expansion" in module:
-        own["expansion"] = _expansion(module["query_expansion"], f"{files.transformer_source}: query_expansion")
+        values["expansion"] = _expansion(module["query_expansion"], f"{files.transformer_source}: query_expansion")
     if files.mask_folder is not None:
-        own |= _read_mask(root, files.mask_folder)
-    return dataclasses.replace(multi_vector, **own), prompts, source
+        values |= _read_mask(root, files.mask_folder)
+    return dataclasses.replace(multi_vector, **values), prompts, source
 
 
 def _read_stanford(metadata: dict[str, Any]) -> tuple[MultiVector, dict[str, str]]:

@@ -266,8 +266,8 @@ class ModelInfo:
     @property
     def task_adapters(self) -> tuple[AdapterSpec, ...]:
         """The adapters of a model that was trained with one adapter per task; otherwise empty."""
-        own = tuple(adapter for adapter in self.adapters if adapter.is_task)
-        return own if len(own) > 1 else ()
+        task_adapters = tuple(adapter for adapter in self.adapters if adapter.is_task)
+        return task_adapters if len(task_adapters) > 1 else ()
 
     @property
     def served_adapters(self) -> tuple[AdapterSpec, ...]:

@@ -172,8 +172,10 @@ class SparseVector:
 
     def similarity(self, other: SparseVector, *, is_cosine: bool) -> float:
         """Returns the dot product with another vector, or the cosine."""
-        _, own, others = np.intersect1d(self.indices, other.indices, assume_unique=True, return_indices=True)
-        product = float(np.dot(self.values[own], other.values[others]))
+        _, positions, other_positions = np.intersect1d(
+            self.indices, other.indices, assume_unique=True, return_indices=True
+        )
+        product = float(np.dot(self.values[positions], other.values[other_positions]))
         if not is_cosine:
             return product
         lengths = float(np.linalg.norm(self.values) * np.linalg.norm(other.values))

@@ -81,9 +81,9 @@ class SharedResource:
     def add(self, client: str, amount: int) -> None:
         """Counts an amount for a client; a negative amount releases it. "" means all clients together."""
         self.used += amount
-        own = self._by_client.get(client, 0) + amount
-        if own:
-            self._by_client[client] = own
+        held = self._by_client.get(client, 0) + amount
+        if held:
+            self._by_client[client] = held
         else:
             self._by_client.pop(client, None)
 
@@ -101,29 +101,29 @@ class SharedResource:
         is_full = others > 0 and excess > 0
         if not is_full and self._max_own is None:
             return None
-        own = self._by_client.get(client, 0) - held
+        client_used = self._by_client.get(client, 0) - held
         if self._max_own is not None:
             if is_full:
                 return self._full_rejection(amount, others, excess)
-            if own <= 0 or own + needed <= self._max_own:
+            if client_used <= 0 or client_used + needed <= self._max_own:
                 return None
             message = (
-                f"Your other requests hold {self._shown(own)} {self._unit} of {self._name}{self._takes(amount)}; one "
-                f"client may hold {self._shown(self._max_own)} ({self._flag})."
+                f"Your other requests hold {self._shown(client_used)} {self._unit} of {self._name}"
+                f"{self._takes(amount)}; one client may hold {self._shown(self._max_own)} ({self._flag})."
             )
-            return LimitExceeded(self._share, message, min(own + needed - self._max_own, own))
+            return LimitExceeded(self._share, message, min(client_used + needed - self._max_own, client_used))
         num_clients = len(self._by_client) + (client not in self._by_client)
         share = max(self.limit // num_clients, 1)
-        if client and own + needed <= share:
+        if client and client_used + needed <= share:
             return None
         rejection = self._full_rejection(amount, others, excess)
         if not client or num_clients == 1:
             return rejection
         message = (
             f"{rejection.message} {num_clients} API keys use it, so each may hold {self._shown(share)} while it is "
-            f"full; yours holds {self._shown(own)}."
+            f"full; yours holds {self._shown(client_used)}."
         )
-        return LimitExceeded(self._share, message, min(rejection.excess, own + needed - share))
+        return LimitExceeded(self._share, message, min(rejection.excess, client_used + needed - share))
 
     def _full_rejection(self, amount: int, others: int, excess: int) -> LimitExceeded:
         message = (

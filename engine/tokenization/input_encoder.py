@@ -348,8 +348,8 @@ class InputEncoder:
     def _prompt(self, options: RequestOptions, *, is_query: bool = False) -> str:
         if options.prompt is not None or options.is_rendered:
             return options.prompt or ""
-        own = options.adapter if options.adapter in self._info.prompts else None
-        name = options.prompt_name or own or self._info.default_prompt_name
+        adapter_prompt = options.adapter if options.adapter in self._info.prompts else None
+        name = options.prompt_name or adapter_prompt or self._info.default_prompt_name
         if self._info.multi_vector is not None and options.prompt_name is None:
             names = QUERY_PROMPTS if is_query else DOCUMENT_PROMPTS
             name = next((name for name in names if name in self._info.prompts), None)
@@ -371,9 +371,9 @@ class InputEncoder:
         may_truncate = not params.reject_too_long and (requested is not None or self._auto_truncate)
         multi_vector = self._info.multi_vector
         if multi_vector is not None:
-            own = multi_vector.max_num_tokens(is_query=params.is_query)
-            if own is not None and own < limit:
-                limit, name = own, "of a query" if params.is_query else "of a document"
+            vector_limit = multi_vector.max_num_tokens(is_query=params.is_query)
+            if vector_limit is not None and vector_limit < limit:
+                limit, name = vector_limit, "of a query" if params.is_query else "of a document"
             # The model was trained on queries of one length only.
             is_fixed = params.is_query and multi_vector.expansion is not None and multi_vector.expansion.is_fixed
             may_truncate = may_truncate or (is_fixed and not params.reject_too_long)

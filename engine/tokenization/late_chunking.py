@@ -110,9 +110,9 @@ class LateChunking:
         num_prompt = count_prompt(parts[0], prompt_ids)
         first_text = max(num_prompt, first)
         inner = np.clip(bounds, first, end)
-        own = np.diff(np.concatenate([[np.clip(first_text, first, end)], inner[1:]]))
-        if not own.all():
-            index = int(np.flatnonzero(own == 0)[0])
+        lengths = np.diff(np.concatenate([[np.clip(first_text, first, end)], inner[1:]]))
+        if not lengths.all():
+            index = int(np.flatnonzero(lengths == 0)[0])
             left = " left after truncation" if len(parts[index]) > num_prompt * (index == 0) else ""
             raise InvalidRequestError(
                 f"input {index} has no tokens{left}; late chunking needs at least one token of each input.",

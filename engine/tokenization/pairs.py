@@ -182,10 +182,10 @@ class ScoreTemplateEncoder:
         known = dict(zip(different, self._ids(different), strict=True))
         encoded = []
         for row in texts:
-            own = iter(row)
+            row_texts = iter(row)
             ids: list[int] = []
             for part in self._parts:
-                ids += known[next(own)] if part.fields else self._constant[part.text]
+                ids += known[next(row_texts)] if part.fields else self._constant[part.text]
             encoded.append(ids)
         return encoded
 
@@ -217,10 +217,12 @@ class ScoreTemplateEncoder:
             before, _ = split_at(part.text, field)
             begin = len(self.template.filled(before, *pair, instruction))
             end = begin + len(self.template.cleaned(field, pair[field == "document"]))
-            own = [i for i, (start, stop) in enumerate(encoding.offsets) if i >= last and stop > begin and start < end]
-            if own:
-                spans[field] = (own[0], own[-1] + 1)
-                last = own[-1] + 1
+            inside = [
+                i for i, (start, stop) in enumerate(encoding.offsets) if i >= last and stop > begin and start < end
+            ]
+            if inside:
+                spans[field] = (inside[0], inside[-1] + 1)
+                last = inside[-1] + 1
         return _LocatedPart(encoding.ids, spans)
 
     def _part_ids(self, part: _Part, pair: Pair, instruction: str | None) -> list[int]:

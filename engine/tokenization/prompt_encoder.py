@@ -134,7 +134,7 @@ class PromptEncoder:
         patches: list[list[ImagePatches]] = [[] for _ in inputs]
         for (i, _), image in zip(images, found, strict=True):
             patches[i].append(image)
-        return [tuple(own) for own in patches]
+        return [tuple(images) for images in patches]
 
     async def _ends(
         self, template: PromptTemplate, *, add_special_tokens: bool
@@ -244,7 +244,7 @@ class PromptEncoder:
                     param=truncation.param,
                 )
             positions.setdefault(added, []).append(index)
-        return [(truncation.of(own).without(added), own) for added, own in positions.items()]
+        return [(truncation.of(indices).without(added), indices) for added, indices in positions.items()]
 
     def _with_images(
         self, tokens: TokenizedInput, patches: Patches, index: int, truncation: Truncation
@@ -262,8 +262,8 @@ class PromptEncoder:
         if not patches:
             return tokens
         parts = np.split(tokens.token_ids, positions)
-        own = [np.concatenate([self._ids_of(i), part[1:]]) for i, part in zip(patches, parts[1:], strict=True)]
-        return replace(tokens, token_ids=np.concatenate([parts[0], *own]), images=patches)
+        following = [np.concatenate([self._ids_of(i), part[1:]]) for i, part in zip(patches, parts[1:], strict=True)]
+        return replace(tokens, token_ids=np.concatenate([parts[0], *following]), images=patches)
 
     def _ids_of(self, image: ImagePatches) -> NDArray[np.int32]:
         """Returns the tokens of an image."""

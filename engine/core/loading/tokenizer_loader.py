@@ -259,8 +259,8 @@ def find_multi_vector_tokens(tokenizer: LoadedTokenizer, info: ModelInfo) -> Mul
     """
     multi_vector = info.multi_vector
     if info.token_heads is not None:
-        own = (tokenizer.special_id(name) for name in ("cls_token", "eos_token", "pad_token", "unk_token"))
-        return MultiVectorTokens(unweighted_ids=tuple(sorted({i for i in own if i is not None})))
+        special_ids = (tokenizer.special_id(name) for name in ("cls_token", "eos_token", "pad_token", "unk_token"))
+        return MultiVectorTokens(unweighted_ids=tuple(sorted({i for i in special_ids if i is not None})))
     if multi_vector is None:
         return MultiVectorTokens()
     expansion_id = None if multi_vector.expansion is None else _expansion_id(tokenizer, multi_vector.expansion, info)

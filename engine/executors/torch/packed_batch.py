@@ -246,7 +246,7 @@ class PackedBatch:
         lengths = np.array(arrays.seq_lens, np.int32)
         masked = [] if arrays.num_masked is None else MaskedTokens.of(lengths, arrays.num_masked)
         types = arrays.token_type_ids
-        own = {
+        arrays_on_host = {
             "input_ids": torch.from_numpy(arrays.token_ids),
             "positions": torch.from_numpy(arrays.positions),
             "token_type_ids": None if types is None else torch.from_numpy(types),
@@ -256,14 +256,16 @@ class PackedBatch:
         groups = {(number, name): getattr(group, name) for number, group in enumerate(masked) for name in _GROUP}
         adapted = AdapterRows.of(lengths, adapters)
         rows = {(number, _ADAPTER): group.rows for number, group in enumerate(adapted)}
-        put: dict[Any, Any] = copy_to_device({**own, **cached, **groups, **rows}, device)
+        on_device: dict[Any, Any] = copy_to_device({**arrays_on_host, **cached, **groups, **rows}, device)
         return cls(
-            **{name: put[name] for name in own},
+            **{name: on_device[name] for name in arrays_on_host},
             seq_lens=arrays.seq_lens,
             max_seqlen=max(arrays.seq_lens),
-            cache=None if cache is None else replace(cache, **{name: put[name] for name in cached}),
-            masked=[MaskedTokens(**{name: put[number, name] for name in _GROUP}) for number in range(len(masked))],
-            adapters=[AdapterRows(group.number, put[number, _ADAPTER]) for number, group in enumerate(adapted)],
+            cache=None if cache is None else replace(cache, **{name: on_device[name] for name in cached}),
+            masked=[
+                MaskedTokens(**{name: on_device[number, name] for name in _GROUP}) for number in range(len(masked))
+            ],
+            adapters=[AdapterRows(group.number, on_device[number, _ADAPTER]) for number, group in enumerate(adapted)],
             images=() if arrays.images is None else [item.images for item in inputs],
             skip_tokens=arrays.skip_tokens,
             token_ids=arrays.token_ids,

@@ -289,7 +289,7 @@ class SpecModel(PackedModel):
 
         for index, layer in enumerate(self.layers):
             terms = [adapter.layers[index] for adapter in adapters]
-            layer.adapt({name: terms_of([own.get(name) for own in terms]) for name in ADAPTED_MAPS})
+            layer.adapt({name: terms_of([layer_terms.get(name) for layer_terms in terms]) for name in ADAPTED_MAPS})
         if any(adapter.embedding is not None for adapter in adapters):
             self.embedding.adapt(terms_of([adapter.embedding for adapter in adapters]))
 

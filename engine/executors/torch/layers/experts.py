@@ -125,7 +125,7 @@ class SparseExperts:
             experts = ExpertStack(scope.tensor(f"{up}.weight", X, 2 * I, D), scope.tensor(f"{down}.weight", X, D, I))
         else:
             scopes = (scope.scope(str(index)) for index in range(X))
-            experts = ((own.linear(spec.up)[0], own.linear(spec.down)[0]) for own in scopes)
+            experts = ((scope.linear(spec.up)[0], scope.linear(spec.down)[0]) for scope in scopes)
         activation, top_k = spec.up.activation, spec.top_k
         return cls(router_XD, experts, activation, top_k, renormalise=spec.renormalise, mlp=mlp, fusion=weights.fusion)
 

@@ -118,8 +118,8 @@ class Network:
             arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": is_token.long()}
             if batch.token_type_ids is not None:
                 arguments["token_type_ids"] = pad_sequence(list(batch.token_type_ids[span].split(lengths)), True)
-            own = [image for images in batch.images[first:last] for image in images]
-            output = self._call(arguments, {} if self.images is None else self.images.padded(own, ids))
+            group_images = [image for images in batch.images[first:last] for image in images]
+            output = self._call(arguments, {} if self.images is None else self.images.padded(group_images, ids))
             parts.append(output if self.gives_logits else output[is_token])
         return torch.cat(parts)
 
@@ -133,8 +133,8 @@ class Network:
         accepted = self._accepted
         if "use_cache" in accepted:
             arguments["use_cache"] = False
-        taken = {name: value for name, value in arguments.items() if name in accepted}
-        output = self.module(**{**taken, **added}, return_dict=True)
+        passed = {name: value for name, value in arguments.items() if name in accepted}
+        output = self.module(**{**passed, **added}, return_dict=True)
         rows: Tensor = next(output[name] for name in _OUTPUTS if name in output)
         return rows
 
