@@ -88,7 +88,8 @@ def create_app(
         models: Models to serve. Requests without a model name get the first one.
         settings: Settings of the server.
         cache: Vector cache of the engines, or None. If it has a folder, its secret is the salt of API key namespaces.
-        on_ready: Called after all preloaded models were tried. `app.state.models.wait_until_started()` waits for it.
+        on_ready: Called after all preloaded models were tried. `app.state.model_manager.wait_until_started()` waits for
+            it.
         on_failure: Called with the first error if no model can be loaded. The application keeps running.
         shared: Values that all HTTP processes share; None if there is one process.
 
@@ -128,7 +129,7 @@ def create_app(
         telemetry=_NO_TELEMETRY,
     )
     app.state.context = context
-    app.state.models = manager
+    app.state.model_manager = manager
     app.state.routes = routes
     if batches is not None:
         app.state.batches = batches

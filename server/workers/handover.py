@@ -202,8 +202,6 @@ class PassedConnectionServer(HttpServer):
 
 
 class _ConnectionReceiver:
-    """Receives connections until it is closed."""
-
     def __init__(
         self, end: socket.socket, make: Callable[[bytes], tuple[PassedConnection, ssl.SSLContext | None]]
     ) -> None:

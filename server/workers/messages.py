@@ -208,7 +208,6 @@ class Channel(Generic[Message]):
             self._connection.close()
 
     def _receive(self) -> None:
-        """Handles the messages that have arrived completely."""
         try:
             for message, _ in self._connection.receive():
                 if self._connection.fileno() >= 0:  # otherwise the handler of the last message has closed it

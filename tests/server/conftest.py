@@ -333,7 +333,7 @@ def serving() -> Serving:
         loaded = load(ServerSettings, settings)
         app = create_app([ServedModel(names, start, default_prompt_name, loaded.engine)], loaded)
         async with client_of(app) as client:
-            await app.state.models.wait_until_started()
+            await app.state.model_manager.wait_until_started()
             yield client
 
     return serve

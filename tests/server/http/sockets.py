@@ -91,7 +91,7 @@ async def served(
         models.append(ServedModel((f"fake-model-{index}" if index else "fake-model",), start))
     app = create_app(models, load(ServerSettings, settings))
     async with running(app, lifespan="on", **(options or {})) as (server, port):
-        await app.state.models.wait_until_started()
+        await app.state.model_manager.wait_until_started()
         yield server, port
 
 

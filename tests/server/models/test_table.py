@@ -29,7 +29,7 @@ def served(engine: Any, *names: str, **more: Any) -> ServedModel:
 async def serving(*models: ServedModel, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, FastAPI]]:
     app = create_app(list(models), ServerSettings(**settings))
     async with client_of(app) as client:
-        await app.state.models.wait_until_started()
+        await app.state.model_manager.wait_until_started()
         yield client, app
 
 
