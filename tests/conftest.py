@@ -87,7 +87,7 @@ def skip_without(thing: str) -> NoReturn:
 def _make_certificate(folder: Path) -> tuple[Path, Path]:
     openssl = shutil.which("openssl")
     if openssl is None:
-        pytest.skip("no openssl to make a certificate")
+        pytest.skip("needs openssl to make a certificate: apt-get install openssl")
     certificate, key = folder / "cert.pem", folder / "key.pem"
     subprocess.run(
         [

@@ -19,7 +19,7 @@ IS_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
 ONE_OF_16_BITS: Final = "(bfloat16 or not float16)"
 """Selects bfloat16 with pytest's `-k`. Kernels treat both 16-bit types alike."""
 
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: pip install triton (Linux)")
 
 
 def num_passed_interpreted(*files: Path, chosen: str = "") -> int:

@@ -44,7 +44,7 @@ def packages_of(example: Path) -> set[str]:
 @pytest.fixture(scope="module")
 def url(default_model: Path) -> Iterator[str]:
     if not PENSTOCK.is_file():
-        pytest.skip(f"no {PENSTOCK}")
+        pytest.skip(f"needs {PENSTOCK}: make install")
     with RUNNER.serving(str(PENSTOCK)) as url:
         yield url
 

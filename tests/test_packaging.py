@@ -96,7 +96,7 @@ def test_lock_of_the_slim_image_has_the_constraints_and_hashes() -> None:
 @pytest.mark.parametrize("with_compiler", [True, False])
 def test_wheel_has_all_sources_and_nothing_else(tmp_path: Path, with_compiler: bool) -> None:
     if with_compiler and not LIBRARY.is_file():
-        pytest.skip("the C library is not built")
+        pytest.skip("needs the C library: make native")
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     for layer in LAYERS:

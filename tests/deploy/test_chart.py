@@ -15,7 +15,7 @@ from penstock.server.settings import ServerSettings, declared_settings, environm
 
 helm = pytest.importorskip("helm_python", reason="`make test-deploy` installs Helm")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make test-deploy` installs its schemas")
-yaml = pytest.importorskip("yaml")
+yaml = pytest.importorskip("yaml", reason="`make test-deploy` installs PyYAML")
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "docker" / "chart"

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.server.settings import ServerSettings
 
-yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+yaml = pytest.importorskip("yaml", reason="`make test-deploy` installs PyYAML")
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 TEXT = (DOCKER / "compose.yaml").read_text("utf-8")

@@ -305,7 +305,7 @@ def test_images_added_together_are_kept_beside_unreadable_ones(page: Page, serve
     assert page.texts("#embed .images [role=alert]") == []
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl: apt-get install curl")
 def test_shown_commands_repeat_the_request(page: Page, server) -> None:
     def output_of(program: str) -> str:
         code = page.value("document.querySelector('#code').textContent")

@@ -71,7 +71,7 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[i
         command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            pytest.skip(f"this process may not mount a disk: {done.stderr.strip()}")
+            pytest.skip(f"needs root, to mount a disk: {done.stderr.strip()}")
         disks.append(SmallDisk(folder))
         return disks[-1]
 

@@ -48,7 +48,7 @@ def memory_group() -> Iterator[MemoryGroup]:
         with contextlib.suppress(OSError):
             folder.rmdir()
     else:
-        pytest.skip("this process may create no control group with a memory limit")
+        pytest.skip("needs root, to create a control group with a memory limit")
     group = MemoryGroup(folder)
     yield group
     for process in group.processes.read_text().split():

@@ -31,7 +31,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "torch":
         monkeypatch.setattr(_native, "shared_library", lambda: None)
     elif shared_library() is None:
-        pytest.skip("the native kernels are not built")
+        pytest.skip("needs the C library: make native")
 
 
 def expect(rows: np.ndarray, strategy: str) -> np.ndarray:

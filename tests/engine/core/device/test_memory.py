@@ -85,7 +85,7 @@ def test_allowed_chunk_fits_if_bytes_are_linear_in_tokens(
         assert num_tokens >= min(sizes)
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel reports no peak")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux with /proc/self/clear_refs")
 def test_host_reports_the_peak_after_memory_was_freed() -> None:
     memory = MemoryGauge()
     memory.reset_peak()

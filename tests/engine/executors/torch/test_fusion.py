@@ -19,7 +19,12 @@ from ..families import DECODER_SIZES, ENCODER_SIZES, ENCODERS, MAMBA2, PLAIN, as
 devices = pytest.mark.parametrize(
     "device",
     [
-        pytest.param("cpu", marks=pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")),
+        pytest.param(
+            "cpu",
+            marks=pytest.mark.skipif(
+                not IS_INTERPRETED, reason="needs Triton's interpreter: TRITON_INTERPRET=1 from the start"
+            ),
+        ),
         pytest.param("cuda", marks=pytest.mark.gpu),
     ],
 )

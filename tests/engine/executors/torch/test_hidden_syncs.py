@@ -78,7 +78,12 @@ def _sync_mode(mode: str) -> Iterator[None]:
 
 @pytest.fixture(
     params=[
-        pytest.param("simulated", marks=pytest.mark.skipif(not IS_INTERPRETED, reason="needs the interpreter")),
+        pytest.param(
+            "simulated",
+            marks=pytest.mark.skipif(
+                not IS_INTERPRETED, reason="needs Triton's interpreter: TRITON_INTERPRET=1 from the start"
+            ),
+        ),
         pytest.param("real", marks=pytest.mark.gpu),
     ]
 )

@@ -13,7 +13,7 @@ NO_WAITS = "(embedding and simulated-bert) or classes_never_wait[simulated-bert]
 
 @needs_triton
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(IS_INTERPRETED, reason="runs in the other process")
+@pytest.mark.skipif(IS_INTERPRETED, reason="this process runs the interpreted tests for another one")
 @pytest.mark.parametrize(
     ("chosen", "min_passed"),
     [
