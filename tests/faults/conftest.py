@@ -54,11 +54,9 @@ class SmallDisk:
                 file.write(bytes(4096))
         assert self.num_free() == 0
 
-    def free(self, num_bytes: int | None = None) -> None:
-        """Delete the file of `fill`, and optionally resize the disk."""
+    def free(self) -> None:
+        """Delete the file of `fill`."""
         (self.folder / "filler").unlink(missing_ok=True)
-        if num_bytes is not None:
-            subprocess.run(["mount", "-o", f"remount,size={num_bytes}", str(self.folder)], check=True)
 
 
 @pytest.fixture

@@ -30,47 +30,15 @@ def rows_of(report: dict[str, Any], phase: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_kernel_phases_run_on_a_cpu(tmp_path: Path) -> None:
-    report = run(tmp_path, "--phases", "kernels", "attention")
+@pytest.mark.parametrize("phase", ["kernels", "attention", "ceilings", "forwards", "engine", "peer", "http"])
+def test_phase_runs_on_a_cpu(phase: str, tmp_path: Path) -> None:
+    report = run(tmp_path, "--phases", phase)
+    rows = rows_of(report, phase)
     assert report["is_tiny"]
-    kernels = rows_of(report, "kernels")
-    for name in KERNELS:
-        assert [row["is_equal"] for row in kernels if row["name"] == name and "dtype" in row] == [True, True], name
-        assert [row["us"] > 0 for row in kernels if row["name"] == name and "dtype" not in row] == [True], name
-    attention = rows_of(report, "attention")
-    assert [row.get("skipped") for row in attention] == [None, "needs CUDA", "needs CUDA", "needs CUDA"]
-
-
-@pytest.mark.slow
-def test_forward_phases_run_on_a_cpu(tmp_path: Path) -> None:
-    report = run(tmp_path, "--phases", "ceilings", "forwards")
-    machine, copy, *products = rows_of(report, "ceilings")
-    assert {"commit", "python", "versions", "device"} <= set(machine)
-    assert copy["gb_per_s"] > 0
-    assert len(products) == 1 + 3 * 4
-    forwards = rows_of(report, "forwards")
-    cosines = {(row["shape"], row["variant"]): row["cosine"] for row in forwards if row["name"] == "cosine"}
-    assert len(cosines) == 3 * 3
-    assert min(cosines.values()) > 0.999
-    assert {row["variant"] for row in forwards if row.get("tokens_per_s")} == {"epilogue", "none", "compile"}
-    assert {row["variant"] for row in forwards if row.get("skipped") == "needs CUDA"} >= {"fused", "none, graph"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("phase", "num_rows"), [("engine", 12), ("peer", 6), ("http", 2)])
-def test_phases_with_engines_run_on_a_cpu(phase: str, num_rows: int, tmp_path: Path) -> None:
-    rows = rows_of(run(tmp_path, "--phases", phase), phase)
-    for row in rows:
-        rates = [row[name] for name in ("texts_per_s", "batches") if name in row]
-        assert rates, row
-        assert min(rates) > 0
-        assert "requests_per_s" in row or phase != "http"
-    assert len(rows) == num_rows
-    if phase == "engine":
-        stages = [row["stages_us_a_batch"] for row in rows if row["name"] == "observed"]
-        assert len(stages) == 6
-        for stage in ("receive", "schedule", "pack", "begin", "pool", "deliver"):
-            assert max(row[stage] for row in stages) > 0, stage
+    assert rows
+    assert all(row.get("is_equal", True) for row in rows)
+    assert min(row.get("cosine", 1.0) for row in rows) > 0.999
+    assert {row["name"] for row in rows} >= set(KERNELS) or phase != "kernels"
 
 
 def test_failing_phase_keeps_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
