@@ -74,7 +74,9 @@ def _device(info: ModelInfo, config: EngineConfig) -> str:
     else:
         why = "auto: there is no CUDA device" if info.device == "cpu" else "auto: there is a CUDA device"
     lanes = f", {info.num_lanes} lane{'s' * (info.num_lanes > 1)}" if info.num_lanes else ""
-    return f"{info.device} ({why}) by {info.kernels}{lanes}"
+    kernels, _, instructions = info.kernels.partition(", ")
+    executor = f"the C library ({instructions})" if kernels == "native" else info.kernels
+    return f"{info.device} ({why}) by {executor}{lanes}"
 
 
 def _replicas(placements: Sequence[str]) -> str:

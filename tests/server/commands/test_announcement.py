@@ -52,6 +52,7 @@ def test_models_without_engine_are_announced_with_the_reason() -> None:
     [
         ({"num_lanes": 1}, {}, {"devices": ["cpu"]}, "on cpu (--devices) by torch, 1 lane, in "),
         ({"num_lanes": 2}, {}, {}, "by torch, 2 lanes, in float32"),
+        ({"kernels": "native, avx2", "num_lanes": 2}, {}, {}, "by the C library (avx2), 2 lanes, in float32"),
         (
             {"device": "cuda:0"},
             {},
