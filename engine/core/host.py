@@ -95,6 +95,26 @@ def usable_cores() -> int:
     return min([len(_usable_processors()), *(max(math.ceil(quota), 1) for quota in _cgroup_cores())])
 
 
+def threads_of(config: EngineConfig) -> int:
+    """Returns the number of compute threads of an engine: `num_threads`, or its share of the cores."""
+    return config.num_threads or max(usable_cores() // config.num_engines, 1)
+
+
+def _cgroup_cores() -> list[float]:
+    """Returns the CPU quota of each control group of this process in processors (v1 or v2)."""
+    quotas = []
+    for folder in _cgroups("cpu"):
+        if (folder / "cpu.max").is_file():
+            quota, period = (folder / "cpu.max").read_text().split()
+        elif (folder / "cpu.cfs_quota_us").is_file():
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        else:
+            continue  # the root of the tree has no quota
+        if quota not in ("max", "-1"):
+            quotas.append(int(quota) / int(period))
+    return quotas
+
+
 def cores_by_node() -> dict[int, list[Core]]:
     """Returns the cores that this process may use, by NUMA node. All belong to node 0 if the system has no nodes."""
     usable = _usable_processors()
@@ -134,23 +154,3 @@ def _read_cpu_list(file: Path) -> set[int]:
     text = file.read_text().strip() if file.is_file() else ""
     spans = [part.partition("-") for part in text.split(",") if part]
     return {number for first, _, last in spans for number in range(int(first), int(last or first) + 1)}
-
-
-def threads_of(config: EngineConfig) -> int:
-    """Returns the number of compute threads of an engine: `num_threads`, or its share of the cores."""
-    return config.num_threads or max(usable_cores() // config.num_engines, 1)
-
-
-def _cgroup_cores() -> list[float]:
-    """Returns the CPU quota of each control group of this process in processors (v1 or v2)."""
-    quotas = []
-    for folder in _cgroups("cpu"):
-        if (folder / "cpu.max").is_file():
-            quota, period = (folder / "cpu.max").read_text().split()
-        elif (folder / "cpu.cfs_quota_us").is_file():
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-        else:
-            continue  # the root of the tree has no quota
-        if quota not in ("max", "-1"):
-            quotas.append(int(quota) / int(period))
-    return quotas

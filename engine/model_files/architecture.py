@@ -70,6 +70,16 @@ def resolve_architecture(draft: ModelDraft) -> None:
     Raises:
         UnsupportedModelError: config.json does not describe a supported model.
     """
+    _resolve_family(draft)
+    architecture, model_type = draft.fields["architecture"], draft.fields["model_type"]
+    _reject_other_inputs(draft, architecture)
+    _resolve_sizes(draft, model_type)
+    draft.set("is_causal", *_causality(draft, architecture, model_type))
+    _resolve_kind(draft, architecture, model_type)
+
+
+def _resolve_family(draft: ModelDraft) -> None:
+    """Resolves `model_type`, `architecture` and `packed`."""
     config = draft.config
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
@@ -86,11 +96,13 @@ def resolve_architecture(draft: ModelDraft) -> None:
     # This key selects variants of BERT-like models; for Granite it has another meaning.
     has_own_meaning = model_type in DECODER_MODEL_TYPES or (family is not None and family.checks_positions)
     is_plain = has_own_meaning or config.get("position_embedding_type", "absolute") == "absolute"
-    packed = packed and is_plain
     draft.set("model_type", model_type, draft.source_of("model_type"))
     draft.set("architecture", architecture, draft.source_of("architectures") if architectures else "default")
-    draft.set("packed", packed, draft.sources["model_type"])
-    _reject_other_inputs(draft, architecture)
+    draft.set("packed", packed and is_plain, draft.sources["model_type"])
+
+
+def _resolve_sizes(draft: ModelDraft, model_type: str) -> None:
+    """Resolves `hidden_size`, `vocab_size` and `num_attention_heads`."""
     for name in ("hidden_size", "vocab_size"):
         value, source = draft.lookup(name)
         if type(value) is not int or value < 1:
@@ -101,15 +113,17 @@ def resolve_architecture(draft: ModelDraft) -> None:
     _resolve_page_width(draft)
     _check_layers(draft)
     heads, source = draft.lookup("num_attention_heads")
+    packed, width = draft.fields["packed"], draft.fields["hidden_size"]
     if packed and heads is not None and (type(heads) is not int or heads < 1):
         raise ModelLoadError(f"{source} of {draft.name} is {heads!r}; it must be a positive integer.")
-    width = draft.fields["hidden_size"]
     # The heads of decoders may have any width, which is checked when the weights are loaded.
     if packed and heads is not None and model_type not in DECODER_MODEL_TYPES and width % heads:
         raise ModelLoadError(f"{source} of {draft.engine.model} is {heads}; it must divide hidden_size, {width}.")
     draft.set("num_attention_heads", heads if type(heads) is int else 0, source or "default")
-    draft.set("is_causal", *_causality(draft, architecture, model_type))
 
+
+def _resolve_kind(draft: ModelDraft, architecture: str, model_type: str) -> None:
+    """Resolves `kind` and `tasks`, and the answers of a generative reranker."""
     # A checkpoint with a Pooling module is an embedding model, unless the operator names another architecture.
     has_pooling = draft.files is not None and draft.files.pooling is not None
     pools = has_pooling and "architectures" not in draft.engine.hf_overrides
@@ -120,10 +134,11 @@ def resolve_architecture(draft: ModelDraft) -> None:
         kind = ModelKind.TOKEN_CLASSIFIER
     else:
         kind = ModelKind.EMBEDDING
-    own_source = draft.answers.source if draft.answers is not None else draft.sources["architecture"]
-    draft.set("kind", kind, draft.files.source if draft.files is not None and pools else own_source)
+    source = draft.answers.source if draft.answers is not None else draft.sources["architecture"]
+    draft.set("kind", kind, draft.files.source if draft.files is not None and pools else source)
     # The classifier of a decoder can score the row of any token, for example of process steps.
-    scores_rows = packed and model_type in DECODER_MODEL_TYPES and architecture.endswith("ForSequenceClassification")
+    is_decoder = draft.fields["packed"] and model_type in DECODER_MODEL_TYPES
+    scores_rows = is_decoder and architecture.endswith("ForSequenceClassification")
     by_token = (PoolingTask.TOKEN_CLASSIFY,) if scores_rows and draft.answers is None and not pools else ()
     draft.set("tasks", (*_TASKS[kind], *by_token), "kind")
 
