@@ -1,11 +1,9 @@
-"""Servers started with the variables of TEI's and Infinity's documented `docker run` commands."""
+"""A server started with the variables of TEI's documented `docker run` command."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-import httpx
 import numpy as np
 
 
@@ -31,22 +29,3 @@ def test_server_starts_with_variables_of_tei(launch, server, default_model: Path
     log = other.log.read_text()
     assert "API_KEY sets --api-key" in log
     assert "MAX_CLIENT_BATCH_SIZE=2 sets --max-inputs-per-request" in log
-
-
-def test_server_starts_with_variables_of_infinity(launch, default_model: Path, tmp_path: Path) -> None:
-    """docker run -e INFINITY_MODEL_ID="model1;model2;" -e INFINITY_URL_PREFIX=... -p 7997:7997."""
-    folder = tmp_path / "second"
-    shutil.copytree(default_model, folder)
-    other = launch(
-        PENSTOCK_ENV_COMPAT="infinity",
-        INFINITY_MODEL_ID=f"{default_model};{folder};",
-        INFINITY_SERVED_MODEL_NAME="first;second;",
-        INFINITY_URL_PREFIX="/v1",
-        INFINITY_BATCH_SIZE="8",
-    )
-    body = {"model": "second", "input": ["A dam."]}
-    for path in ("/v1/embeddings", "/embeddings"):
-        assert other.post(path, body).raise_for_status().json()["model"] == "second"
-    rerank = {"model": "first", "query": "water", "documents": ["A dam.", "A song."]}
-    assert len(other.post("/v1/rerank", rerank).raise_for_status().json()["results"]) == 2
-    assert {row["id"] for row in httpx.get(f"{other.url}/v1/models").json()["data"]} == {"first", "second"}

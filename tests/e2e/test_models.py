@@ -1,7 +1,6 @@
-"""Trained embedding models, a classifier and a cross-encoder over HTTP equal transformers and sentence-transformers."""
+"""Trained embedding models and a cross-encoder over HTTP equal sentence-transformers."""
 
 import base64
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import pytest
 from ..servers import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-TEXTS = ["You are a wonderful person.", "I hate you, you stupid idiot!", "George Washington lived in Virginia.", "x"]
-MANY_TEXTS = [
+TEXTS = [
     "",
     "What holds back the water?",
     "naïve café — 東京 🚀 Ünïcödé",
@@ -32,38 +30,16 @@ def embed(server: Server, inputs: Any) -> np.ndarray:
 def test_vectors_equal_sentence_transformers(launch, model_folder: Callable[[str], Path], name: str) -> None:
     folder = model_folder(name)
     model = pytest.importorskip("sentence_transformers").SentenceTransformer(str(folder), device="cpu")
-    expected = model.encode(MANY_TEXTS, normalize_embeddings=False)
-    ids = [model.tokenizer(text)["input_ids"] for text in MANY_TEXTS]
+    expected = model.encode(TEXTS, normalize_embeddings=False)
+    ids = [model.tokenizer(text)["input_ids"] for text in TEXTS]
     server = launch(str(folder), "--dtype", "float32")
-    together = embed(server, MANY_TEXTS)
+    together = embed(server, TEXTS)
     assert np.abs(together - expected).max() < 1e-5
-    many = embed(server, MANY_TEXTS[::-1] * 10).reshape(10, len(MANY_TEXTS), -1)[:, ::-1]
-    alone = np.concatenate([embed(server, text) for text in MANY_TEXTS])
+    many = embed(server, TEXTS[::-1] * 10).reshape(10, len(TEXTS), -1)[:, ::-1]
+    alone = np.concatenate([embed(server, text) for text in TEXTS])
     for other in (many, alone, embed(server, ids)):
         assert np.abs(other - together).max() < 1e-6
     assert np.abs(embed(server, ids[2]) - together[2]).max() < 1e-6
-    server.stop()
-
-
-def probabilities(folder: Path) -> list[np.ndarray]:
-    """Softmax of the logits of transformers for each text."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-        return [model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1).numpy() for text in TEXTS]
-
-
-def test_classifier_equals_transformers(launch, model_folder) -> None:
-    folder = model_folder("toxicity")
-    server = launch(str(folder), "--dtype", "float32")
-    answer = server.post("/classify", {"input": TEXTS}).json()
-    np.testing.assert_allclose([row["probs"] for row in answer["data"]], probabilities(folder), atol=1e-4)
-    cohere = server.post("/v1/classify", {"inputs": TEXTS}).json()["classifications"]
-    assert [item["prediction"] for item in cohere] == [row["label"] for row in answer["data"]]
-    assert cohere[0]["prediction"] != cohere[1]["prediction"]
-    assert server.embed("a").status_code == 400
     server.stop()
 
 

@@ -36,17 +36,3 @@ def test_embeddings_equal_sentence_transformers(client, truth) -> None:
         np.testing.assert_allclose(found, truth(TEXTS), atol=1e-5)
     assert answer.model == MODEL
     assert answer.usage.prompt_tokens == answer.usage.total_tokens > len(TEXTS)
-
-
-def test_integers_bits_and_bytes_are_decoded(client, truth) -> None:
-    expected = truth(TEXTS)
-    integers = embed(client, TEXTS, encoding_format="int8")
-    cosines = (integers * expected).sum(axis=1) / np.linalg.norm(integers, axis=1)
-    assert cosines.min() > 0.999
-    bits = embed(client, TEXTS, extra_body={"embedding_type": "ubinary"}).astype(np.uint8)
-    assert (np.unpackbits(bits, axis=1) == (expected > 0)).mean() > 0.999
-    raw = client.embeddings.with_raw_response.create(
-        model=MODEL, input=TEXTS, encoding_format="bytes", extra_body={"embed_dtype": "float16"}
-    )
-    np.testing.assert_allclose(np.frombuffer(raw.content, "<f2").reshape(expected.shape), expected, atol=1e-3)
-    assert f'"shape":[{expected.shape[1]}]' in raw.headers["metadata"]

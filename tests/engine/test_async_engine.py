@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -41,19 +40,7 @@ async def engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
     await engine.close()
 
 
-@pytest.fixture(scope="module")
-def expected(minilm_folder: Path) -> np.ndarray:
-    transformers: Any = pytest.importorskip("sentence_transformers")
-    return np.asarray(transformers.SentenceTransformer(str(minilm_folder), device="cpu").encode(TEXTS))
-
-
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-async def test_embeddings_equal_sentence_transformers(engine: AsyncEngine, expected: np.ndarray) -> None:
-    result = await engine.embed(TEXTS, PARAMS)
-    assert np.abs(result.embeddings - expected).max() < 1e-5
-    assert result.num_tokens[:3] == [2, 3, 7]
 
 
 async def test_vectors_do_not_depend_on_the_batch(engine: AsyncEngine) -> None:
