@@ -69,3 +69,13 @@ def test_array_token_scores_equal_tensor_scores(pooling_type: PoolingType, compa
     if pooling_type is PoolingType.STEP:
         options = [{"step_tag_id": 3}, {}, {"step_tag_id": 3, "returned_token_ids": (4, 1)}] * 2
     compare(info, [resolved(info, PoolingTask.TOKEN_CLASSIFY, **fields) for fields in options])
+
+
+def test_rows_of_a_caller_become_contiguous_float32(array_ops: ArrayOps) -> None:
+    rows = np.arange(12.0).reshape(3, 4)
+    for given in (rows, rows.T, rows[:, ::2], rows.astype(np.float16)):
+        found = array_ops.rows_of(given)
+        assert (found.dtype, found.flags.c_contiguous) == (np.float32, True)
+        np.testing.assert_array_equal(found, given)
+    integers = np.arange(4)
+    assert array_ops.rows_of(integers) is integers, "the caller rejects them"
