@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from typing import Any
 
 import httpx
@@ -20,7 +21,7 @@ from penstock.server.http.json_responses import (
     json_bytes,
     json_response,
 )
-from penstock.server.http.vectors import EmbedDtype, Encoding, EncodingFormat, vectors_response
+from penstock.server.http.vectors import EmbedDtype, Encoding, EncodingFormat, lazy_rows, vectors_response
 from penstock.server.settings import ServerSettings
 
 HEAD = {"id": "i", "object": "list", "created": 1, "model": "m", "usage": {"prompt_tokens": 1, "total_tokens": 1}}
@@ -93,6 +94,16 @@ def test_arrays_are_written_row_by_row(shape: tuple[int, ...]) -> None:
     whole = orjson.dumps(rows, option=orjson.OPT_SERIALIZE_NUMPY)
     assert b"".join(json_array(rows).parts()) == whole
     assert b"".join(iter_json(rows)) == whole
+
+
+@pytest.mark.parametrize("width", [1, 7])
+def test_parts_of_base64_have_whole_groups(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.server.http.json_responses._PART_VALUES", 12)
+    rows = np.random.default_rng(2).normal(size=(40, width)).astype(np.float32)
+    (lazy,) = lazy_rows([rows], Encoding(format=EncodingFormat.BASE64))
+    parts = list(lazy.parts())
+    assert len(parts) > 4
+    assert b"".join(parts) == b'"' + base64.b64encode(rows.tobytes()) + b'"'
 
 
 @pytest.mark.parametrize("form", FORMATS)
