@@ -54,6 +54,12 @@ def test_every_mode_equals_transformers(format: str, mode: str, options: dict[st
         np.testing.assert_array_equal(_decoded(data), _expected(data))
 
 
+@pytest.mark.parametrize("num_missing", [12, 6])
+def test_png_without_its_last_chunk_is_read(num_missing: int) -> None:
+    data = encoded(picture("RGB", 33, 17), "PNG")
+    np.testing.assert_array_equal(_decoded(data[:-num_missing]), _expected(data))
+
+
 def test_bmp_with_a_header_of_12_bytes_is_read() -> None:
     data = b"BM" + struct.pack("<IIIIHHHH", 50, 0, 26, 12, 3, 2, 1, 24) + bytes(range(24))
     np.testing.assert_array_equal(_decoded(data), _expected(data))
