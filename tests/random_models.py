@@ -85,7 +85,7 @@ QWEN3_VL_TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-VISION_LANGUAGE_CASES = ("qwen3vl", "colqwen2", "colpali", "colmodernvbert")
+VISION_LANGUAGE_CASES = ("qwen3vl", "embeddinggemma2", "colqwen2", "colpali", "colmodernvbert")
 """Families that are compared with transformers, without underscores."""
 QWEN_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
@@ -207,3 +207,49 @@ def save_page_model(folder: Path, kind: str, tokenizer: Path) -> tuple[Any, Any]
     for part in (model, images, words):
         part.save_pretrained(folder)
     return model, processor
+
+
+GEMMA_IMAGE = ("<|image>", "<|image|>", "<image|>")
+
+
+def save_embedding_gemma2_model(folder: Path, tokenizer: Path) -> tuple[Any, Any]:
+    """Save a random EmbeddingGemma 2 without audio, with the tokenizer of another model.
+
+    Returns:
+        The model, and a function of a prompt with "[image]" for each image, and of the images, which returns the
+        arguments of transformers' processor.
+    """
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    words = transformers.AutoTokenizer.from_pretrained(tokenizer, model_max_length=512)
+    words.add_special_tokens({"additional_special_tokens": [*GEMMA_IMAGE, "<|video|>", "<|audio|>"]})
+    ids = words.convert_tokens_to_ids([*GEMMA_IMAGE, "<|video|>", "<|audio|>"])
+    names = ("boi_token_id", "image_token_id", "eoi_token_id", "video_token_id", "audio_token_id")
+    text = {"vocab_size": 31_000, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16}
+    text |= {"max_position_embeddings": 512, "sliding_window": 8, "sliding_window_pattern": 3}
+    text |= {"hidden_size_per_layer_input": 8, "embedding_dim": 24}
+    vision = {"model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4}
+    vision |= {"pooling_kernel_size": 2, "position_embedding_size": 256}
+    config = transformers.EmbeddingGemma2Config(
+        text_config=text, vision_config=vision, audio_config=None, **dict(zip(names, ids, strict=True))
+    )
+    torch.manual_seed(0)
+    model = transformers.EmbeddingGemma2Model(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    processor = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
+    for part in (model, words, processor):
+        part.save_pretrained(folder)
+
+    def arguments(prompt: str, images: list[Any]) -> dict[str, Any]:
+        pixels: dict[str, Any] = dict(processor(images=images, return_tensors="pt")) if images else {}
+        before, image, after = GEMMA_IMAGE
+        for number in pixels.pop("num_soft_tokens_per_image", ()):
+            prompt = prompt.replace("[image]", before + image * int(number) + after, 1)
+        return {"input_ids": words(prompt, return_tensors="pt").input_ids, **pixels}
+
+    return model, arguments

@@ -14,11 +14,13 @@ class ImageProcessor(StrEnum):
     Attributes:
         QWEN2_VL: Resizes to an area; blocks of patches are tokens.
         SIGLIP: Resizes to one size; patches are tokens.
+        GEMMA4: Resizes to a number of patches; blocks of patches are tokens.
         IDEFICS3: Cuts a page into tiles and adds the whole page as a tile.
     """
 
     QWEN2_VL = "Qwen2VL"
     SIGLIP = "Siglip"
+    GEMMA4 = "Gemma4"
     IDEFICS3 = "Idefics3"
 
 
@@ -54,15 +56,17 @@ class VisionLanguageFamily:
 
     Attributes:
         processor: Its image processor.
-        image_text: Text of one image in a prompt.
-        placeholder: The token in `image_text` that the rows of the image replace.
+        image_text: Text of one image in a prompt; "": config.json names the ids of its three tokens.
+        placeholder: The token in `image_text` that the rows of the image replace; "" likewise.
+        has_chat: Embedding models render an input with the chat template. Otherwise the prompt precedes texts.
         instruction: Default instruction of embedding models without sentence-transformers' files.
         pages: Prompts of a model with one vector per token; None: the model makes one vector or score of an input.
     """
 
     processor: ImageProcessor
-    image_text: str
-    placeholder: str
+    image_text: str = ""
+    placeholder: str = ""
+    has_chat: bool = True
     instruction: str = ""
     pages: PagePrompts | None = None
 
@@ -80,6 +84,7 @@ VISION_LANGUAGE: Final = {
         placeholder="<|image_pad|>",
         instruction="Represent the user's input.",
     ),
+    "embedding_gemma2": VisionLanguageFamily(processor=ImageProcessor.GEMMA4, has_chat=False),
     # Faysse et al., ColPali, arXiv 2407.01449.
     "colpali": VisionLanguageFamily(
         processor=ImageProcessor.SIGLIP,

@@ -31,6 +31,8 @@ def preprocess(image: Image.Image, spec: ImageSpec) -> ImagePatches:
         height, width = patches_size(image.height, image.width, spec.patch_size, spec.max_patches)
     elif spec.resize is ImageResize.AREA:
         height, width = area_size(image.height, image.width, spec)
+    elif spec.resize is ImageResize.FILL:
+        height, width = fill_size(image.height, image.width, spec)
     elif spec.resize is ImageResize.TILES:
         return _tiles(image, spec)
     elif spec.resize is ImageResize.EXACT:
@@ -93,6 +95,25 @@ def area_size(height: int, width: int, spec: ImageSpec) -> tuple[int, int]:
     num_blocks, limit = rows * columns // block**2, spec.max_patches // spec.merge_size**2
     if num_blocks > limit:
         raise ImageError(f"has {num_blocks} tokens; the model reads up to {limit}. Send a smaller image")
+    return rows, columns
+
+
+def fill_size(height: int, width: int, spec: ImageSpec) -> tuple[int, int]:
+    """Returns the height and width in pixels that fill the patches: `get_aspect_ratio_preserving_size` of Gemma 4.
+
+    Raises:
+        ImageError: See `preprocess`.
+    """
+    block, area = spec.patch_size * spec.merge_size, spec.max_patches * spec.patch_size**2
+    scale = math.sqrt(area / (height * width))
+    rows, columns = (math.floor(scale * edge / block) * block for edge in (height, width))
+    longest = spec.max_patches // spec.merge_size**2 * block
+    if not rows and columns:
+        rows, columns = block, min(width // height * block, longest)
+    elif not columns and rows:
+        rows, columns = min(height // width * block, longest), block
+    if not rows * columns or rows * columns > area:
+        raise ImageError(f"has {width} x {height} pixels; its edges differ too much")
     return rows, columns
 
 

@@ -36,6 +36,9 @@ _LAYER_KEYS: Final = (
 _MAX_LAYERS: Final = 10_000
 _PAGE_WIDTH: Final = 128
 """Default of embedding_dim in transformers."""
+_PROJECTED: Final = ("embedding_gemma2", "embedding_gemma2_text")
+_PROJECTED_WIDTH: Final = 768
+"""Default of their embedding_dim in transformers."""
 # Parts of config.json that describe an image or audio encoder.
 _TOWERS: Final = {
     "vision_config": "images",
@@ -144,11 +147,15 @@ def _resolve_kind(draft: ModelDraft, architecture: str, model_type: str) -> None
 
 
 def _resolve_page_width(draft: ModelDraft) -> None:
-    """Resolves the width of the rows of a model for pages, which ends with a projection."""
-    family = VISION_LANGUAGE.get(draft.fields["model_type"])
-    if family is None or family.pages is None:
+    """Resolves the width of the rows of a model that ends with a projection: for pages, and EmbeddingGemma 2."""
+    model_type = draft.fields["model_type"]
+    family = VISION_LANGUAGE.get(model_type)
+    if model_type in _PROJECTED:
+        width = {**draft.config, **(draft.config.get("text_config") or {})}.get("embedding_dim", _PROJECTED_WIDTH)
+    elif family is not None and family.pages is not None:
+        width = draft.config.get("embedding_dim", _PAGE_WIDTH)
+    else:
         return
-    width = draft.config.get("embedding_dim", _PAGE_WIDTH)
     if type(width) is not int or width < 1:
         raise UnsupportedModelError(f"embedding_dim of {draft.name} is {width!r}; it must be a positive integer.")
     draft.set("hidden_size", width, draft.source_of("embedding_dim"))

@@ -18,7 +18,14 @@ from ..protocol.model_info import ModelInfo, ModelKind, PairChat
 from ..protocol.multi_vector import MultiVector
 from ..protocol.tasks import PoolingTask
 from .draft import ModelDraft
-from .image_processor import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE, read_area_spec, read_image_spec, read_tile_spec
+from .image_processor import (
+    IMAGE_PROCESSOR_FILE,
+    PROCESSOR_FILE,
+    read_area_spec,
+    read_fill_spec,
+    read_image_spec,
+    read_tile_spec,
+)
 
 TWO_TOWER_TYPES: Final = ("clip", "siglip", "siglip2")
 _IMAGES: Final = "config.json: vision_config"
@@ -108,7 +115,7 @@ def resolve_vision_language(draft: ModelDraft, folder: Path) -> None:
         if draft.fields["multi_vector"] is None:
             draft.set("multi_vector", MultiVector(), draft.sources["model_type"])
         return
-    if draft.fields["kind"] is not ModelKind.EMBEDDING:
+    if draft.fields["kind"] is not ModelKind.EMBEDDING or not family.has_chat:
         return
     files = draft.files
     if files is None:
@@ -128,5 +135,7 @@ def _image_spec(processor: ImageProcessor, folder: Path, draft: ModelDraft) -> I
         case ImageProcessor.SIGLIP:
             config = {"model_type": "siglip", "vision_config": part.get("vision_config")}
             return read_image_spec(folder, config, overrides)
+        case ImageProcessor.GEMMA4:
+            return read_fill_spec(folder, part, overrides)
         case ImageProcessor.IDEFICS3:
             return read_tile_spec(folder, part, overrides)

@@ -30,6 +30,19 @@ _QWEN2_VL: Final = {
     "temporal_patch_size": 2,
 }
 """Defaults of Qwen2VLImageProcessor."""
+_GEMMA4: Final = {
+    "do_resize": True,
+    "do_rescale": True,
+    "do_normalize": False,
+    "rescale_factor": 1 / 255,
+    "resample": _BICUBIC,
+    "image_mean": [0.0, 0.0, 0.0],
+    "image_std": [1.0, 1.0, 1.0],
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "max_soft_tokens": 280,
+}
+"""Defaults of Gemma4ImageProcessor."""
 _IDEFICS3: Final = {
     "do_resize": True,
     "do_rescale": True,
@@ -52,6 +65,7 @@ _MUST_BE_OFF: Final = ("do_pad", "use_square_size", "do_flip_channel_order", "do
 
 _OVERRIDES: Final = (
     *("size", "min_pixels", "max_pixels", "max_image_size", "max_num_patches", "crop_size", "do_center_crop"),
+    "max_soft_tokens",
     *("resample", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"),
 )
 """Keys of --mm-processor-kwargs."""
@@ -200,6 +214,42 @@ def read_area_spec(
         min_pixels=min_pixels,
         max_pixels=max_pixels,
         max_patches=min(max_pixels // patch_size**2, max_model_len * merge_size**2),
+        merge_size=merge_size,
+        **_colours(values, _MUST_BE_OFF),
+    )
+
+
+def read_fill_spec(folder: Path, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> ImageSpec:
+    """Reads the preprocessing of the images of a language model with a Gemma4ImageProcessor.
+
+    Args:
+        folder: Folder with the files of the processor.
+        config: config.json of the model.
+        overrides: Values that replace those of the files.
+
+    Raises:
+        UnsupportedModelError: A value that penstock does not support.
+        ModelLoadError: A file is not valid JSON.
+    """
+    source = _Source.read(folder, overrides)
+    names = [f"Gemma4{suffix}" for suffix in _CLASS_SUFFIXES[:3]]
+    if (name := source.get("image_processor_type")) not in (None, *names):
+        raise source.unsupported("image_processor_type", f"{names[0]}, not {name!r},")
+    values = source.with_defaults(_GEMMA4)
+    vision = config.get("vision_config") or {}
+    for key in ("patch_size", "pooling_kernel_size"):
+        if values.count(key) != _value(vision, key, values.count(key)):
+            raise values.unsupported(key, f"the {key} of config.json, {vision.get(key)!r}")
+    merge_size = values.count("pooling_kernel_size")
+    if values.count("max_soft_tokens") * merge_size > (edge := _value(vision, "position_embedding_size", 10_240)):
+        raise values.unsupported(
+            "max_soft_tokens", f"images of up to {edge} patches in a row (position_embedding_size)"
+        )
+    return ImageSpec(
+        patch_size=values.count("patch_size"),
+        resize=ImageResize.FILL,
+        size=(0, 0),
+        max_patches=values.count("max_soft_tokens") * merge_size**2,
         merge_size=merge_size,
         **_colours(values, _MUST_BE_OFF),
     )

@@ -65,6 +65,8 @@ class ImageResize(StrEnum):
             (SigLIP 2, naflex).
         AREA: To whole blocks of patches with about the same proportions, and an area between `min_pixels` and
             `max_pixels` (Qwen2-VL and its successors).
+        FILL: To the largest whole blocks of patches with about the same proportions and at most `max_patches` patches
+            (Gemma 4).
         TILES: The longer edge to the height of ImageSpec.size, then both edges to multiples of the patch size. The
             patches are tiles; the whole image is added as the last one unless there is one tile (Idefics3).
     """
@@ -73,6 +75,7 @@ class ImageResize(StrEnum):
     SHORTEST_EDGE = "shortest_edge"
     PATCHES = "patches"
     AREA = "area"
+    FILL = "fill"
     TILES = "tiles"
 
 
@@ -83,7 +86,7 @@ class ImageSpec:
     Attributes:
         patch_size: S.
         resize: How an image is resized.
-        size: (height, width) in pixels; (0, 0) for PATCHES and AREA. SHORTEST_EDGE needs `crop`.
+        size: (height, width) in pixels; (0, 0) for PATCHES, AREA and FILL. SHORTEST_EDGE needs `crop`.
         crop: (height, width) of the centre to cut out after the resize; None: no crop.
         resample: Filter of the resize, as Pillow's number: 1 Lanczos, 2 bilinear, 3 bicubic.
         rescale: Factor of the pixel values before `mean` and `std`.
@@ -144,13 +147,13 @@ class ImageSpec:
         return 3 * self.max_patches * self.patch_size**2
 
     def gray(self) -> ImagePatches:
-        """Returns a gray image for a trial: of the largest square size, with AREA four blocks, and with TILES one."""
+        """Returns a gray image for a trial: of the largest square size; AREA and FILL: four blocks; TILES: one."""
         height, width = self.crop or self.size
         grid = (height // self.patch_size, width // self.patch_size)
         if self.resize is ImageResize.PATCHES:
             side = math.isqrt(self.max_patches)
             grid = (side, side)
-        elif self.resize is ImageResize.AREA:
+        elif self.resize in (ImageResize.AREA, ImageResize.FILL):
             grid = (2 * self.merge_size, 2 * self.merge_size)
         elif self.resize is ImageResize.TILES:
             return ImagePatches(np.full((1, 3 * self.patch_size**2), 127, np.uint8), (0, 0))

@@ -28,7 +28,7 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TextOrImage
 from penstock.engine.protocol.tasks import PoolingTask
 
-from ..random_models import PAGE_MODELS, save_page_model, save_qwen3_vl_model
+from ..random_models import PAGE_MODELS, save_embedding_gemma2_model, save_page_model, save_qwen3_vl_model
 from .images.pictures import picture
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -138,6 +138,36 @@ async def test_vectors_of_pages_and_queries_equal_transformers(
     assert np.abs(scored.scores - [each.max(axis=1).sum() for each in similarities]).max() < 10 * TOLERANCE
     with pytest.raises(InvalidRequestError, match="Input 0 has a text and an image"):
         await engine.token_embed([MixedInput((sides[0], "a gate"))], PARAMS)
+    await engine.close()
+
+
+async def test_embedding_gemma2_equals_transformers(default_model: Path, tmp_path: Path, caplog: Any) -> None:
+    model, arguments = save_embedding_gemma2_model(tmp_path, default_model)
+
+    def vector(prompt: str, *images: Image.Image) -> np.ndarray:
+        with torch.no_grad():
+            row = model(**arguments(prompt, list(images))).last_hidden_state[0].mean(dim=0)
+        return torch.nn.functional.normalize(row, dim=0).numpy()
+
+    one, two = sent(IMAGES[0]), sent(IMAGES[1].convert("L"))
+    two_rgb = IMAGES[1].convert("L").convert("RGB")
+    cases: list[tuple[Any, np.ndarray]] = [
+        ("A dam.", vector("A dam.")),
+        (one, vector("[image]", IMAGES[0])),
+        (two, vector("[image]", two_rgb)),
+        (MixedInput((one, " a gate ", two)), vector("[image] a gate [image]", IMAGES[0], two_rgb)),
+    ]
+    with caplog.at_level(logging.INFO, "penstock.engine"):
+        engine = await start(tmp_path)
+    assert "runs packed" in caplog.text
+    assert engine.info.embedding_size == 24
+    found = (await engine.embed([item for item, _ in cases], PARAMS)).embeddings
+    alone = np.concatenate([(await engine.embed([item], PARAMS)).embeddings for item, _ in cases])
+    assert np.abs(found - [row for _, row in cases]).max() < 1e-5
+    assert np.abs(found - alone).max() < 1e-5
+    # As in sentence-transformers, a prompt precedes texts and no images.
+    prompted = (await engine.embed(["A dam.", one], PARAMS, RequestOptions(prompt="task: search | query: "))).embeddings
+    assert np.abs(prompted - [vector("task: search | query: A dam."), cases[1][1]]).max() < 1e-5
     await engine.close()
 
 

@@ -25,6 +25,8 @@ from ...tokenization.chat_renderer import ChatRenderer
 # Characters of the private use area: templates do not contain them.
 _INSTRUCTION: Final = "\ue0a1"
 _CONTENT: Final = "\ue0a2"
+_IMAGE_TOKENS: Final = {"boi_token_id": 255_999, "image_token_id": 258_880, "eoi_token_id": 258_882}
+"""Keys and defaults of EmbeddingGemma2Config: before, in and after an image."""
 _GENERATES: Final = "add_generation_prompt"
 
 
@@ -45,28 +47,45 @@ def input_prompts(
     """
     if info.image_spec is None or (family := VISION_LANGUAGE.get(info.model_type)) is None:
         return None
-    placeholder_id = backend.token_to_id(family.placeholder)
     part = vision_part(info.config)
+    image_text, placeholder = family.image_text, family.placeholder
+    if not placeholder:
+        image_text, placeholder = _tokens_of_config(info, backend)
+    placeholder_id = backend.token_to_id(placeholder)
     expected = part.get("image_token_id", part.get("image_token_index", placeholder_id))
     if placeholder_id is None or expected != placeholder_id:
         raise UnsupportedModelError(
-            f"The token {family.placeholder!r} of {info.name} has the id {placeholder_id} in tokenizer.json, but "
+            f"The token {placeholder!r} of {info.name} has the id {placeholder_id} in tokenizer.json, but "
             f"image_token_id in config.json is {expected}."
         )
     if family.pages is not None:
-        text, image = _page_prompts(info, family.pages, family.image_text, special_tokens)
+        text, image = _page_prompts(info, family.pages, image_text, special_tokens)
+    elif not family.has_chat:
+        text, image = PromptTemplate(instructed="{instruction}"), PromptTemplate()
     else:
         text = image = PromptTemplate() if info.input_chat is None else _chat_prompt(info, info.input_chat, template)
     return InputPrompts(
         text=text,
         image=image,
-        image_text=family.image_text,
-        placeholder=family.placeholder,
+        image_text=image_text,
+        placeholder=placeholder,
         placeholder_id=placeholder_id,
         tiles=_tile_tokens(info, backend) if family.processor is ImageProcessor.IDEFICS3 else None,
         mixes=family.pages is None,
         adds_special_tokens=family.pages is None or family.pages.adds_special_tokens,
     )
+
+
+def _tokens_of_config(info: ModelInfo, backend: Tokenizer) -> tuple[str, str]:
+    """Returns the text of an image, and its placeholder, by the ids in config.json (Gemma 4)."""
+    tokens: list[str] = []
+    for key, default in _IMAGE_TOKENS.items():
+        number = info.config.get(key, default)
+        token = backend.id_to_token(number) if type(number) is int and number >= 0 else None
+        if token is None:
+            raise UnsupportedModelError(f"{key} of {info.name} is {number!r}, which is no token of tokenizer.json.")
+        tokens.append(token)
+    return "".join(tokens), tokens[1]
 
 
 def _page_prompts(

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -129,6 +130,30 @@ def test_image_that_a_language_model_cannot_read_is_rejected(size: tuple[int, in
     )
     with pytest.raises(ImageError, match=message):
         preprocess(picture("RGB", *size), spec)
+
+
+def test_filled_blocks_of_gemma4_equal_processor() -> None:
+    spec = ImageSpec(
+        patch_size=4,
+        resize=ImageResize.FILL,
+        size=(0, 0),
+        merge_size=2,
+        max_patches=280,
+        mean=(0.0, 0.0, 0.0),
+        std=(1.0, 1.0, 1.0),
+    )
+    processor = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
+    for seed, (width, height) in enumerate([*_SIZES, (1, 200), (1_999, 10)]):
+        image = picture("RGB", width, height, seed)
+        patches = preprocess(image, spec)
+        expected = processor(image, return_tensors="np")
+        count = int(expected["num_soft_tokens_per_image"][0])
+        assert spec.num_tokens(patches) == count
+        rows, columns = patches.grid
+        blocks = _normalized(patches, spec).reshape(rows // 2, columns // 2, 2, 2, -1)
+        found = blocks.swapaxes(1, 2).reshape(rows * columns, -1)
+        np.testing.assert_allclose(found, expected["pixel_values"][0][: len(found)], rtol=0, atol=1e-6)
+        assert expected["image_position_ids"][0][len(found) - 1].tolist() == [columns - 1, rows - 1]
 
 
 def test_tiles_of_idefics3_equal_processor() -> None:

@@ -118,6 +118,37 @@ class TileInputs(ImageInputs):
         return [ImagePatches(np.concatenate([one.pixels, two.pixels, one.pixels]), (1, 2)), two]
 
 
+class Gemma4Inputs(ImageInputs):
+    """Gemma 4: the patches of each image with their positions, padded to those of the largest image."""
+
+    def of_images(self, images: Sequence[ImagePatches]) -> dict[str, Any]:
+        """See ImageInputs."""
+        if not images:
+            return {}
+        length = max(len(image.pixels) for image in images)
+        pixels = np.zeros((len(images), length, images[0].pixels.shape[1]), np.uint8)
+        positions = np.full((len(images), length, 2), -1, np.int64)
+        for number, image in enumerate(images):
+            pixels[number, : len(image.pixels)] = image.pixels
+            positions[number, : len(image.pixels)] = self._places(image.grid)
+        spec = self._spec
+        mean, std = (torch.tensor(values, device=self._device) for values in (spec.mean, spec.std))
+        values = (self._put(pixels).unflatten(-1, (-1, 3)).float() * spec.rescale - mean) / std
+        return {"pixel_values": values.flatten(-2), "image_position_ids": self._put(positions)}
+
+    def probe_images(self) -> list[ImagePatches]:
+        """See ImageInputs."""
+        side = self._spec.merge_size
+        return [self._random((2 * side, 3 * side), 1), self._random((side, 2 * side), 2)]
+
+    def _places(self, grid: Grid) -> NDArray[np.int64]:
+        """Returns the column and the row of each patch, [P, 2], in the order of ImagePatches."""
+        side = self._spec.merge_size
+        rows, columns = np.indices(grid)
+        blocks = np.stack([columns, rows], axis=-1).reshape(grid[0] // side, side, grid[1] // side, side, 2)
+        return blocks.swapaxes(1, 2).reshape(-1, 2)
+
+
 class QwenInputs(ImageInputs):
     """Qwen2-VL and its successors: patches of images of different sizes."""
 
@@ -180,6 +211,7 @@ class ColQwen2Inputs(QwenInputs):
 
 _CLASSES: Final[Mapping[str, type[ImageInputs]]] = {
     "qwen3_vl": Qwen3VlInputs,
+    "embedding_gemma2": Gemma4Inputs,
     "colqwen2": ColQwen2Inputs,
     "colpali": PaliGemmaInputs,
     "colmodernvbert": TileInputs,

@@ -58,6 +58,19 @@ def test_model_without_a_usable_template_or_token_is_rejected(source: str | None
         input_prompts(info, tokenizer("<|image_pad|>"), template, {})
 
 
+def test_tokens_of_images_are_found_by_the_ids_in_the_config() -> None:
+    config = {"boi_token_id": 1, "image_token_id": 2, "eoi_token_id": 3}
+    words = tokenizer("<begin>", "<image>", "<end>")
+    info = make_info(model_type="embedding_gemma2", image_spec=SPEC, config=config)
+    prompts = input_prompts(info, words, None, {})
+    assert prompts is not None
+    assert (prompts.image_text, prompts.placeholder, prompts.placeholder_id) == ("<begin><image><end>", "<image>", 2)
+    assert (prompts.text.beginning("query: "), prompts.image.beginning("query: ")) == ("query: ", "")
+    info = make_info(model_type="embedding_gemma2", image_spec=SPEC, config=config | {"eoi_token_id": 9})
+    with pytest.raises(UnsupportedModelError, match="is 9, which is no token"):
+        input_prompts(info, words, None, {})
+
+
 def test_prefixes_of_pages_and_queries_come_from_the_processor(tmp_path: Path) -> None:
     info = make_info(model_type="colpali", image_spec=SPEC, path=str(tmp_path))
     words, special_tokens = tokenizer("<image>"), {"pad_token": "<pad>", "bos_token": "<bos>"}
