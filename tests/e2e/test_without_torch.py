@@ -1,6 +1,7 @@
 """An installation without extras serves some models without torch and rejects the others."""
 
 import importlib.metadata
+import json
 import subprocess
 import tomllib
 import venv
@@ -100,3 +101,14 @@ def test_commands_reject_a_model_that_needs_torch(slim, random_model, tmp_path: 
     assert code == 1
     assert reason in line
     assert not output.exists()
+
+
+@pytest.mark.slow
+def test_error_states_the_reason(slim, random_model) -> None:
+    bert = random_model("BertModel", **SIZES)
+    _, line = rejected(slim, "serve", str(bert), "--port", "0", "--device", "cuda")
+    assert "BertModel needs torch, which is not installed: --device cuda needs it" in line
+    settings = json.loads((bert / "tokenizer_config.json").read_text()) | {"tokenizer_class": "FunnelTokenizer"}
+    (bert / "tokenizer_config.json").write_text(json.dumps(settings))
+    _, line = rejected(slim, "serve", str(bert), "--port", "0")
+    assert "the tokenizer of BertModel needs transformers, which is not installed: its class is FunnelTokenizer" in line

@@ -145,6 +145,14 @@ async def test_predict_returns_logits_on_request(serving, make_engine, option: d
         assert (await client.post("/predict", json=body)).status_code == 200
 
 
+async def test_predict_of_logits_returns_probabilities_unless_raw(serving, make_engine) -> None:
+    async with serving(make_engine("cross_encoder", ("LABEL_0",), activation=Activation.IDENTITY)) as client:
+        bodies = [{"inputs": ["a", "b"], "raw_scores": is_raw} for is_raw in (True, False)]
+        raw, shown = [(await client.post("/predict", json=body)).json()[0]["score"] for body in bodies]
+    assert shown == pytest.approx(1 / (1 + np.exp(-raw)), abs=1e-6)
+    assert abs(shown - raw) > 0.1
+
+
 @pytest.mark.parametrize(("path", "body"), **client_bodies("tei rerank"))
 async def test_rerank_returns_a_bare_list_best_first(client: httpx.AsyncClient, path: str, body: dict) -> None:
     response = await client.post(path, json={"query": QUERY, "texts": TEXTS, **body})
