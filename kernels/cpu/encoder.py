@@ -234,12 +234,52 @@ class CpuEncoder:
         _check_rows("ids", ids_T, num_tokens, self._vocab_size)
         if self._num_positions is not None:
             _check_rows("positions", positions_T, num_tokens, self._num_positions)
+        self._check_sequences(num_tokens, lengths_N, rows_TE, visible_N, adapters_N, kv_blocks)
+        if self._struct.is_decoder and (need_attention or visible_N is not None):
+            raise ValueError("visible_N and need_attention are not supported by decoders")
+        if kept is not KeptRows.ALL and (adapters_N is not None or need_attention or not self._struct.num_layers):
+            raise ValueError("kept must be ALL with adapters, with attention weights and without layers")
+        num_rows = num_tokens if kept is KeptRows.ALL else len(lengths_N)
+        hidden_TD: Floats = aligned(num_rows * self.hidden_size, np.float32).reshape(num_rows, -1)
+        weights_TH = np.empty((num_tokens, self._num_heads), np.float32) if need_attention else None
+        ids_T, positions_T = np.ascontiguousarray(ids_T, np.int64), np.ascontiguousarray(positions_T, np.int64)
+        starts = np.ascontiguousarray(starts, np.int32)
+        visible_N = None if visible_N is None else np.ascontiguousarray(visible_N, np.int32)
+        adapters_N = None if adapters_N is None else np.ascontiguousarray(adapters_N, np.int32)
+        rows_TE = None if rows_TE is None else np.ascontiguousarray(rows_TE, np.float32)
+        blocks, block_arrays = (None, ()) if kv_blocks is None else kv_blocks.struct()
+        batch = _abi.Batch(
+            ids=address_of(ids_T),
+            rows=address_of(rows_TE),
+            positions=address_of(positions_T),
+            starts=address_of(starts),
+            visible=address_of(visible_N),
+            num_seqs=len(starts) - 1,
+            kv_blocks=None if blocks is None else ctypes.pointer(blocks),
+            hidden=address_of(hidden_TD),
+            first_weights=address_of(weights_TH),
+            adapters=address_of(adapters_N),
+            kept=kept,
+        )
+        handle = self._library.begin(self._struct, batch)
+        # The library reads these objects until the forward has ended.
+        inputs = (self, ids_T, positions_T, starts, visible_N, adapters_N, rows_TE, blocks, block_arrays, kv_blocks)
+        return CpuForward(self._library, handle, hidden_TD, weights_TH, inputs)
+
+    def _check_sequences(
+        self,
+        num_tokens: int,
+        lengths_N: NDArray[np.int32],
+        rows_TE: Floats | None,
+        visible_N: NDArray[np.int32] | None,
+        adapters_N: NDArray[np.int32] | None,
+        kv_blocks: BatchBlocks | None,
+    ) -> None:
+        """Raises ValueError for arguments of `begin` that do not fit its sequences."""
         if kv_blocks is not None:
             self._check_blocks(kv_blocks, len(lengths_N), num_tokens)
         if rows_TE is not None and rows_TE.shape != (num_tokens, self._struct.embedding_width):
             raise ValueError(f"rows_TE must be [{num_tokens}, {self._struct.embedding_width}], got {rows_TE.shape}")
-        if self._struct.is_decoder and (need_attention or visible_N is not None):
-            raise ValueError("visible_N and need_attention are not supported by decoders")
         ends_N = lengths_N if kv_blocks is None else lengths_N + kv_blocks.context_lens
         if (longest := int(ends_N.max())) > self._max_length:
             raise ValueError(f"a sequence has {longest} tokens; the limit is {self._max_length}")
@@ -251,35 +291,6 @@ class CpuEncoder:
             adapters_N.shape != lengths_N.shape or adapters_N.min() < -1 or adapters_N.max() >= len(self._adapters)
         ):
             raise ValueError(f"adapters_N must be {len(lengths_N)} numbers from -1 to {len(self._adapters) - 1}")
-        if kept is not KeptRows.ALL and (adapters_N is not None or need_attention or not self._struct.num_layers):
-            raise ValueError("kept must be ALL with adapters, with attention weights and without layers")
-        num_rows = num_tokens if kept is KeptRows.ALL else len(lengths_N)
-        hidden_TD: Floats = aligned(num_rows * self.hidden_size, np.float32).reshape(num_rows, -1)
-        weights_TH = np.empty((num_tokens, self._num_heads), np.float32) if need_attention else None
-        arrays = (
-            np.ascontiguousarray(ids_T, np.int64),
-            np.ascontiguousarray(positions_T, np.int64),
-            np.ascontiguousarray(starts, np.int32),
-            None if visible_N is None else np.ascontiguousarray(visible_N, np.int32),
-            None if adapters_N is None else np.ascontiguousarray(adapters_N, np.int32),
-            None if rows_TE is None else np.ascontiguousarray(rows_TE, np.float32),
-        )
-        blocks, block_arrays = (None, ()) if kv_blocks is None else kv_blocks.struct()
-        batch = _abi.Batch(
-            ids=address_of(arrays[0]),
-            rows=address_of(arrays[5]),
-            positions=address_of(arrays[1]),
-            starts=address_of(arrays[2]),
-            visible=address_of(arrays[3]),
-            num_seqs=len(starts) - 1,
-            kv_blocks=None if blocks is None else ctypes.pointer(blocks),
-            hidden=address_of(hidden_TD),
-            first_weights=address_of(weights_TH),
-            adapters=address_of(arrays[4]),
-            kept=kept,
-        )
-        handle = self._library.begin(self._struct, batch)
-        return CpuForward(self._library, handle, hidden_TD, weights_TH, (self, arrays, blocks, block_arrays, kv_blocks))
 
     def _layer(self, spec: LayerWeights) -> _abi.Layer:
         left, right = spec.window or (-1, -1)
