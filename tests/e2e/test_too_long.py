@@ -2,48 +2,15 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 LONG = "water " * 400
-CHAT = [{"role": "user", "content": LONG}]
-ZERO_SHOT = {"labels": ["water", "fire"]}
-FEW_SHOT = {"examples": [{"text": "a", "label": "b"}, {"text": "c", "label": "d"}]}
-REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/embeddings", {"input": LONG}),
-    ("/v1/embeddings", {"input": LONG, "truncate": False}),
-    ("/v1/embeddings", {"input": LONG, "truncation": False}),
-    ("/v1/embeddings", {"input": ["a", LONG], "late_chunking": True}),
-    ("/pooling", {"input": LONG, "task": "embed"}),
-    ("/pooling", {"input": LONG, "task": "token_embed"}),
-    ("/v1/encode", {"input": LONG}),
-    ("/v1/multi-vector", {"input": [LONG]}),
-    ("/v1/score", {"text_1": "a", "text_2": LONG}),
-    ("/score", {"queries": "a", "documents": [LONG]}),
-    ("/score", {"data_1": LONG, "data_2": "a"}),
-    ("/v1/rerank", {"query": "a", "documents": [LONG], "truncation": False}),
-    ("/v2/rerank", {"query": "a", "documents": [LONG], "truncation": False}),
-    ("/rerank", {"query": LONG, "documents": ["a"], "truncation": False}),
-    ("/rerank", {"query": "a", "documents": [LONG * 3], "truncation": False, "max_chunks_per_doc": 2}),
-    ("/rerank", {"query": "a", "texts": [LONG], "truncate": False}),
-    ("/classify", {"input": [LONG], **ZERO_SHOT}),
-    ("/v1/classify", {"input": [LONG], **ZERO_SHOT}),
-    ("/classify", {"inputs": [LONG], "truncate": "NONE", **FEW_SHOT}),
-    ("/v1/embed", {"texts": [LONG], "truncate": "NONE", "input_type": "clustering"}),
-    ("/v2/embed", {"texts": [LONG], "truncate": "NONE", "input_type": "clustering", "embedding_types": ["float"]}),
-    ("/v2/embed", {"texts": [LONG], "truncate": "NONE", "max_tokens": 20, "input_type": "clustering"}),
-    ("/embed", {"inputs": LONG, "truncate": False}),
-    ("/embed_all", {"inputs": LONG, "truncate": False}),
-    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": [LONG]}, "parameters": {"truncate": False}}),
-    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": [LONG]}, "truncate": False}),
-    ("/", {"inputs": LONG, "truncate": False}),
-    ("/api/embed", {"input": LONG, "truncate": False}),
-    ("/api/embed", {"input": LONG, "truncate": False, "options": {"num_ctx": 20}}),
-    ("/invocations", {"input": LONG}),
-    ("/invocations", {"inputs": LONG, "truncate": False}),
-]
+REQUESTS = json.loads(Path(__file__).with_name("too_long.json").read_text().replace("$LONG", LONG))
+"""Path and body of requests with an input that is too long."""
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS, ids=lambda value: json.dumps(value)[:40].replace("water ", ""))
