@@ -222,27 +222,28 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
         """
         config = self._config
         spec = self._model.cache_spec if self._uses_chunks() else None
-        is_whole = spec is None or not config.scheduler.enable_chunked_prefill
-        is_given = config.cache.kv_cache_memory is not None
-        if spec is not None and is_given:
-            self._reserve_chunks(spec, 0)
+        runs_whole = spec is None or not config.scheduler.enable_chunked_prefill
+        has_fixed_size = config.cache.kv_cache_memory is not None
+        if spec is not None and has_fixed_size:
+            self._reserve_chunks(spec, free_bytes=0)
         if gauge is None and self._device.type == "cuda":
             gauge = self._gauge
-        num_taken = 0
+        forward_bytes = 0  # of the largest forward
         if gauge is not None:
             memory = total_memory(self._device)
             self._gpu_warm_up = GpuWarmUp(self.info, self._samples, self.begin, config.scheduler, gauge, memory)
-            self.limits, num_taken = self._gpu_warm_up.find_limits(is_whole=is_whole)
-        if spec is not None and not is_given:
-            self._reserve_chunks(spec, max((gauge or self._gauge).available() - num_taken, 0))
-            if self._gpu_warm_up is not None and self._memory is None and not is_whole:
+            self.limits, forward_bytes = self._gpu_warm_up.find_limits(is_whole=runs_whole)
+        if spec is not None and not has_fixed_size:
+            self._reserve_chunks(spec, free_bytes=max((gauge or self._gauge).available() - forward_bytes, 0))
+            if self._gpu_warm_up is not None and self._memory is None and not runs_whole:
+                # No sequence fits into the memory of chunks: inputs of every length run whole.
                 self.limits, _ = self._gpu_warm_up.find_limits(is_whole=True)
         self.take_times()
 
-    def _reserve_chunks(self, spec: CacheSpec, num_free: int) -> None:
+    def _reserve_chunks(self, spec: CacheSpec, *, free_bytes: int) -> None:
         """Reserves the memory of sequences in chunks, if at least one fits; see `_make_pool`."""
         dtype = torch_dtype(self.info.dtype)
-        plan = self._make_pool(spec, dtype.itemsize, num_free)
+        plan = self._make_pool(spec, dtype.itemsize, free_bytes)
         if plan is not None:
             block_size = self._config.cache.kv_block_size
             self._memory = ChunkMemory(

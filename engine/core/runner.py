@@ -224,14 +224,14 @@ class PoolingRunner(Runner, Generic[R]):
         """See Runner."""
         return self._meter.free_tokens()
 
-    def _make_pool(self, spec: CacheSpec, itemsize: int, num_free: int) -> PoolPlan | None:
-        """Creates the pool of sequences in chunks: `kv_cache_memory` bytes, or a share of `num_free` bytes."""
+    def _make_pool(self, spec: CacheSpec, itemsize: int, free_bytes: int) -> PoolPlan | None:
+        """Creates the pool of sequences in chunks: `kv_cache_memory` bytes, or a share of `free_bytes`."""
         config = self._config
         num_bytes = config.cache.kv_cache_memory
         if num_bytes is None:
-            num_bytes = int(num_free * config.cache.cache_memory_fraction / config.num_engines)
+            num_bytes = int(free_bytes * config.cache.cache_memory_fraction / config.num_engines)
         max_num_seqs = config.scheduler.seqs(self.info.device)
-        made = make_pool(
+        planned = make_pool(
             spec,
             config,
             num_bytes=num_bytes,
@@ -239,9 +239,9 @@ class PoolingRunner(Runner, Generic[R]):
             max_num_seqs=max_num_seqs,
             is_reserved=self.info.device != "cpu",
         )
-        if made is None:
+        if planned is None:
             return None
-        plan, self.sequence_pool = made
+        plan, self.sequence_pool = planned
         return plan
 
     def _uses_chunks(self) -> bool:
