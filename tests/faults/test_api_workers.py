@@ -217,7 +217,7 @@ def test_hung_worker_is_replaced(launch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_signal_drains_all_workers(launch, connect: Connect, number: int, code: int) -> None:
-    server = launch("--api-workers", "3", *SLOW, "--drain-timeout-s", "120")
+    server = launch("--api-workers", "3", *SLOW, "--drain-timeout-s", "240")
     server.wait_for_log(READY)
     children = server.children()
     connections = [connect(server) for _ in range(6)]
