@@ -226,6 +226,7 @@ class HttpServer(uvicorn.Server):
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):  # a tick without a wake-up
                 await asyncio.wait_for(self._wake_up.wait(), _TICK_S)
+            self._wake_up.clear()  # before the flags are read, so that a later wake-up is not lost
             self._reload_if_changed()
             self._collect_if_idle(self._loop.time())
 
@@ -233,8 +234,6 @@ class HttpServer(uvicorn.Server):
         """Reads the certificate again if its files have changed, and also the API keys after `request_reload`."""
         if self._must_reload:
             self._must_reload = False
-            if not self._should_exit:
-                self._wake_up.clear()
             self._on_reload()
             if self._certificate is not None:
                 self._certificate.reload()

@@ -234,6 +234,8 @@ class _ConnectionReceiver:
                 port, descriptors, _, _ = socket.recv_fds(self._end, 1, 1)
             except BlockingIOError:
                 return False
+            except ConnectionResetError:  # the acceptor has ended without reading all reports
+                port, descriptors = b"", []
             if not port:  # closed, or the acceptor has ended, which the Channel reports
                 self._loop.remove_reader(self._end.fileno())
                 return False

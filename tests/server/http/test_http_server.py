@@ -21,21 +21,26 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body"})
 
 
-async def test_idle_server_sleeps_and_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_ticks, tick = 0, HttpServer.on_tick
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with each tick of a server."""
+    ticks, tick = list[int](), HttpServer.on_tick
 
     async def count(self: HttpServer, number: int) -> bool:
-        nonlocal num_ticks
-        num_ticks += 1
+        ticks.append(number)
         return await tick(self, number)
 
     monkeypatch.setattr(HttpServer, "on_tick", count)
+    return ticks
+
+
+async def test_idle_server_sleeps_and_stops_at_once(ticks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     assert http_server._TICK_S >= 1.0
     monkeypatch.setattr(http_server, "_TICK_S", 3600.0)  # shutdown must not wait for a tick
     async with running(app) as (_, port):
         assert b"\r\ndate: " in await exchange(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         await asyncio.sleep(0.1)
-        assert num_ticks == 1, "it woke up before the tick"
+        assert len(ticks) == 1, "it woke up before the tick"
 
 
 async def test_connections_of_the_metrics_port_count_with_the_others() -> None:
@@ -57,6 +62,22 @@ async def test_signal_reloads_the_keys_at_once(monkeypatch: pytest.MonkeyPatch) 
             server.request_reload()
             await until(lambda: len(calls) == number + 1)  # noqa: B023
     assert calls == [0, 1]
+
+
+@pytest.mark.parametrize("num_iterations", range(8))
+async def test_server_sleeps_after_two_signals(ticks: list[int], num_iterations: int) -> None:
+    async with running(app) as (server, _):
+        server._on_reload = Mock()
+        server.request_reload()
+        for _ in range(num_iterations):
+            await asyncio.sleep(0)
+        server.request_reload()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        num_ticks = len(ticks)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert len(ticks) <= num_ticks + 1
 
 
 def test_idle_server_collects_garbage_after_requests(monkeypatch: pytest.MonkeyPatch) -> None:

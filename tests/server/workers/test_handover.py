@@ -179,6 +179,20 @@ async def test_ending_server_serves_its_passed_connections() -> None:
     sender.close()
 
 
+async def test_server_ends_after_the_acceptor_died_with_unread_reports() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = PassedConnectionServer(uvicorn_config(application, ServerSettings()), theirs)
+    serving = asyncio.create_task(server.serve())
+    with theirs:
+        await until(lambda: server.started)
+        theirs.send(b"report")
+        ours.close()  # resets the connection
+        server.servers[0].close()
+        server.should_exit = True
+        async with asyncio.timeout(120):
+            await serving
+
+
 class FullTable:
     """A listener in a process without free file descriptors."""
 
