@@ -151,6 +151,7 @@ def _open_infinity(place: Place, setting: Setting) -> Side:
         f"--host 127.0.0.1 --port {port} --engine {engine} --device cpu --dtype {setting.dtype} "
         f"--pooling-method {'mean' if place.model.pooling == 'mean' else 'cls'} --no-bettertransformer "
         f"--no-model-warmup --url-prefix /v1 --log-level warning --batch-size {setting.batch_size or 32}"
+        + (" --no-compile" if setting.dtype == "int8" else "")  # compiling the quantised model does not end
     )
     return _server("infinity", command, port, place)
 
@@ -245,6 +246,9 @@ PEERS = {
     ),
     "openvino": Peer((_BF16, _F32), _worker("openvino", "OpenVino"), "openvino", "openvino", "in process"),
     "penstock-int8": Peer((_INT8,), _open_penstock, "penstock", least_cosine=_INT8_COSINE),
+    "infinity-int8": Peer(
+        (Setting("int8", "torch"),), _open_infinity, "infinity_emb", "infinity", least_cosine=_INT8_COSINE
+    ),
     "openvino-int8": Peer(
         (_INT8,), _worker("openvino", "OpenVino"), "openvino", "openvino", "in process", _INT8_COSINE
     ),
