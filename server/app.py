@@ -19,7 +19,7 @@ from .batches.internal_client import InternalClient
 from .batches.service import Batches, BatchMetrics
 from .calls.context import ServerContext
 from .dialects import install_error_handlers
-from .http.connection_limits import file_limit
+from .http.http_server import file_limit
 from .http.image_fetcher import AllowedHost, ImageFetcher
 from .middleware.auth import ApiKeys, AuthMiddleware
 from .middleware.requests import (

@@ -29,8 +29,8 @@ from penstock.engine.protocol.errors import ModelLoadError
 
 from ..admission import ServerRejectionReason
 from ..app import create_app
-from ..http.connection_limits import TransferLimits, raise_file_limit
-from ..http.http_server import RELOAD_MESSAGE, HttpServer, freeze_gc, load_certificate, uvicorn_config
+from ..http.connection_limits import TransferLimits
+from ..http.http_server import RELOAD_MESSAGE, HttpServer, freeze_gc, load_certificate, raise_file_limit, uvicorn_config
 from ..middleware.auth import ApiKeys
 from ..models.manager import ModelEntry
 from ..models.served_model import ServedModel, check_prompt_name

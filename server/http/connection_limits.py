@@ -1,10 +1,8 @@
-"""Connection limits: open files, and a minimum transfer rate."""
+"""Limits of connections: complete heads in time, and a minimum transfer rate of bodies and responses."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -21,8 +19,6 @@ STALL_S: Final = 60.0
 """Maximum seconds without progress of a body or a response."""
 HEAD_S: Final = 60.0
 """Seconds for a complete request head, counted from the start of the connection for the first one."""
-
-_NO_FILE_LIMIT: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,16 +153,3 @@ def _slow_client_message(client: str, part: TransferPart, reason: str, number: i
     if part is TransferPart.BODY:
         return f"client {client} sends {number} request bodies too slowly ({reason}); they get 408"
     return f"client {client} reads {number} responses too slowly ({reason}); its connections were reset"
-
-
-def raise_file_limit() -> None:
-    """Raises the soft limit of open files to the hard limit: 1024 files are too few for many connections."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # macOS does not grant its hard limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def file_limit() -> int:
-    """Returns the current limit of open files of this process."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _NO_FILE_LIMIT if soft == resource.RLIM_INFINITY else soft

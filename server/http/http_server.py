@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import ssl
 from collections.abc import Callable
 from math import ceil, inf
@@ -36,6 +37,7 @@ _TICK_S: Final = 1.0
 """Seconds. The Date header has a resolution of one second."""
 _COLLECT_EVERY_S: Final = 30.0
 """Minimum seconds between two full garbage collections of an idle server."""
+_NO_FILE_LIMIT: Final = 1 << 20
 _TLS_CLOSE_S: Final = 1.0
 """Seconds for an idle client to close TLS when the server stops. uvloop's default is 30."""
 
@@ -291,3 +293,16 @@ def freeze_gc() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER, 20, 20)
+
+
+def raise_file_limit() -> None:
+    """Raises the soft limit of open files to the hard limit: 1024 files are too few for many connections."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS does not grant its hard limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def file_limit() -> int:
+    """Returns the current limit of open files of this process."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _NO_FILE_LIMIT if soft == resource.RLIM_INFINITY else soft

@@ -32,8 +32,8 @@ from penstock.engine.protocol.messages import ModelReady, first_request_id
 
 from ..admission import ServerRejectionReason
 from ..app import SharedState, create_app
-from ..http.connection_limits import TransferLimits, raise_file_limit
-from ..http.http_server import freeze_gc, uvicorn_config
+from ..http.connection_limits import TransferLimits
+from ..http.http_server import freeze_gc, raise_file_limit, uvicorn_config
 from ..models import manager
 from ..observability.metrics import ConnectionMetrics, Metrics
 from ..settings import UsageError
