@@ -150,7 +150,7 @@ def test_pages_over_http_equal_transformers(launch: Callable[..., Server], defau
     assert np.abs(np.array(pooled.json()["data"][0]["data"]) - pages[0]).max() < TOLERANCE
     encoded = server.post("/v1/encode", {"input": [*documents, "A dam."], "return_token_ids": True}).json()["data"]
     assert "patches" not in encoded[-1]
-    for row, (height, width) in zip(encoded, ((84, 56), (84, 28), (84, 84)), strict=False):  # tiles of 28 pixels
+    for row, (height, width) in zip(encoded, ((84, 84), (84, 28), (84, 84)), strict=False):  # tiles of 28 pixels
         assert (row["patches"]["rows"], row["patches"]["columns"]) == (height // 14, width // 14)
         assert max(row["patches"]["vectors"]) < len(row["multi_vector"])
     parts = [{"content": [{"type": "image_url", "image_url": {"url": each}}]} for each in URIS]
