@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import io
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
-from urllib.parse import unquote_to_bytes
 
 from penstock.engine.images.errors import ImageError
 from penstock.engine.images.image_file import ImageLimits, read_image_file
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 FETCHES_PER_REQUEST: Final = 8
 """Images of a request that are fetched at once."""
 _SLICE_CHARS: Final = 256 * 1024
-"""Characters of base64 that are decoded at once, which takes about 1 ms. Other requests run between two slices."""
+"""Characters of an image that are decoded at once, which takes about 1 ms. Other requests run between two slices."""
+_BAD_ESCAPE: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _ACCEPTED: Final = ImageLimits(max_pixels=MAX_IMAGE_PIXELS)
 """The largest limits. The engine checks those of the operator."""
 _HEADERS_AT_ONCE: Final = 8
@@ -209,25 +211,47 @@ async def _decode(call: Call, source: ImageSource, param: str) -> bytes:
         if media and not media.strip().startswith("image/"):
             raise InvalidRequestError(f"{where} is a data URI of {quote(media)}, not of an image.", param=param)
         is_base64 = parameters[-1:] == ["base64"]
-    if not is_base64 or text.find("%", start, start + _SLICE_CHARS) >= 0:
-        _check_size(call, len(text) // 3, where, param)
-        text, start = unquote_to_bytes(text[start:]).decode("latin-1"), 0
-    num_bytes = (len(text) - start) * 3 // 4 if is_base64 else len(text)
-    _check_size(call, num_bytes - 2, where, param)
-    call.context.admission.reserve_images(call.request.scope, num_bytes)
-    if not num_bytes:
+    num_chars = len(text) - start
+    if not num_chars:
         raise InvalidRequestError(f"{where} is an image without data.", param=param)
-    if not is_base64:
-        return text.encode("latin-1")
+    has_escapes = not is_base64 or text.find("%", start) >= 0
+    num_bytes = num_chars if has_escapes else num_chars * 3 // 4
+    _check_size(call, num_bytes // 3 if has_escapes else num_bytes - 2, where, param)
+    call.context.admission.reserve_images(call.request.scope, 2 * num_bytes if has_escapes else num_bytes)
     try:
-        return await _decode_base64(text, start)
+        if not has_escapes:
+            data = await _decode_base64(text, start)
+        else:
+            data = await _decode_escapes(text, start)
+            if is_base64:
+                data = await _decode_base64(data.decode("latin-1"), 0)
     except ValueError as error:
+        kind = "base64" if is_base64 else "percent-encoding"
         raise InvalidRequestError(
             f"{where} is neither a data URI nor a URL, and is not valid base64 ({error})."
             if source.text[:5].lower() != "data:"
-            else f"{where} is a data URI whose base64 is not valid ({error}).",
+            else f"{where} is a data URI whose {kind} is not valid ({error}).",
             param=param,
         ) from None
+    _check_size(call, len(data), where, param)
+    return data
+
+
+async def _decode_escapes(text: str, start: int) -> bytes:
+    """Decodes percent-encoding in slices. Raises ValueError for % without two hexadecimal digits."""
+    data = io.BytesIO()  # unlike a list of parts, it is not copied at the end
+    while start < len(text):
+        end = start + _SLICE_CHARS
+        if end < len(text) and (escape := text.rfind("%", end - 2, end)) >= 0:
+            end = escape  # do not split an escape
+        part = text[start:end]
+        if _BAD_ESCAPE.search(part):
+            raise ValueError("% must precede two hexadecimal digits")
+        # Quoted-printable is the same encoding with = instead of %, and binascii decodes it.
+        data.write(binascii.a2b_qp(part.encode().replace(b"=", b"=3D").replace(b"%", b"=")))
+        start = end
+        await asyncio.sleep(0)
+    return data.getvalue()
 
 
 async def _decode_base64(text: str, start: int) -> bytes:
@@ -235,12 +259,12 @@ async def _decode_base64(text: str, start: int) -> bytes:
     padding = text.find("=", start)
     if 0 <= padding < len(text) - 2:
         raise ValueError("it has = before its end")
-    parts: list[bytes] = []
+    data = io.BytesIO()
     for begin in range(start, len(text), _SLICE_CHARS):
-        if parts:
+        if begin > start:
             await asyncio.sleep(0)
-        parts.append(binascii.a2b_base64(text[begin : begin + _SLICE_CHARS], strict_mode=True))
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+        data.write(binascii.a2b_base64(text[begin : begin + _SLICE_CHARS], strict_mode=True))
+    return data.getvalue()
 
 
 def _check_size(call: Call, num_bytes: int, where: str, param: str) -> None:

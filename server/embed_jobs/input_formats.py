@@ -17,12 +17,14 @@ from .input_file import BadRow, InputFile, Row
 from .job_folder import COLUMN
 from .parquet_file import ParquetRows, require_pyarrow
 
+_MAX_LINE_BYTES: Final = 1 << 26
+"""Maximum bytes of a line of text or JSONL, its end included. A base64 image of 48 MiB fits."""
 _MAX_VALUE_CHARS: Final = 1 << 24
 """Maximum characters of a CSV value: a missing quote must not read the rest of a large file into memory."""
 FILE_FIELD: Final = "file"
 """Field of a folder's rows with the path of the image."""
 SUFFIXES: Final = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
-"""Of the files that a folder of images may have."""
+"""Suffixes of the files in a folder that are images."""
 
 
 class TextLines(InputFile):
@@ -40,7 +42,15 @@ class TextLines(InputFile):
 
     def _lines(self) -> Iterator[tuple[int, str | BadRow]]:
         with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for number in itertools.count(1):
+                line = file.readline(_MAX_LINE_BYTES + 1)
+                if not line:
+                    return
+                if len(line) > _MAX_LINE_BYTES:
+                    while line and not line.endswith(b"\n"):
+                        line = file.readline(_MAX_LINE_BYTES)
+                    yield number, BadRow(number, f"longer than {_MAX_LINE_BYTES} bytes")
+                    continue
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 try:
@@ -142,15 +152,17 @@ class CsvRows(InputFile):
 
     def _records(self) -> Iterator[tuple[int, list[str]]]:
         """Yields the first line and the values of each record, the header included."""
-        csv.field_size_limit(_MAX_VALUE_CHARS)
         with self.path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             reader = csv.reader(file, delimiter=self._delimiter, strict=True)
             while True:
                 line = reader.line_num + 1
+                limit = csv.field_size_limit(_MAX_VALUE_CHARS)  # of all readers of the process
                 try:
                     values = next(reader, None)
                 except csv.Error as error:  # the start of the next record is unknown
                     raise self.row_error(line, f"not valid CSV ({error}); correct the quotes") from error
+                finally:
+                    csv.field_size_limit(limit)
                 if values is None:
                     return
                 yield line, values
@@ -184,7 +196,8 @@ class ImageFolder(InputFile):
         return hashlib.sha256("\0".join(self._names()).encode(errors="surrogateescape")).hexdigest()
 
     def _names(self) -> list[str]:
-        paths = (path.relative_to(self.path) for path in self.path.rglob("*") if path.suffix.lower() in SUFFIXES)
+        files = (path for path in self.path.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+        paths = (path.relative_to(self.path) for path in files)
         return sorted(str(path) for path in paths if not any(part.startswith(".") for part in path.parts))
 
 
@@ -210,4 +223,4 @@ def open_input(path: Path, field: str, *, has_images: bool = False) -> InputFile
         case ".parquet":
             require_pyarrow("FILE")
             return ParquetRows(path, field, has_images=has_images)
-    raise UsageError(f"FILE: {path.name} must end in .txt, .jsonl, .csv, .tsv or .parquet")
+    raise UsageError(f"FILE: {path.name} must end in .txt, .jsonl, .ndjson, .csv, .tsv or .parquet")

@@ -49,7 +49,7 @@ def writer_for(output: Path) -> Writer:
         case ".parquet":
             require_pyarrow("--output")
             return write_parquet
-    raise UsageError(f"--output: {output.name} must end in .parquet, .jsonl, .csv, .tsv or .npy")
+    raise UsageError(f"--output: {output.name} must end in .parquet, .jsonl, .ndjson, .csv, .tsv or .npy")
 
 
 class Results(NamedTuple):

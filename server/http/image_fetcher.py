@@ -23,7 +23,7 @@ FETCH_TIMEOUT_S: Final = 10.0
 MAX_REDIRECTS: Final = 3
 MAX_URL_CHARS: Final = 8_192
 _MAX_HEAD_BYTES: Final = 32 * 1024
-"""Bytes of all heads of one response, interim responses included."""
+"""Bytes of all heads and trailers of one response, interim responses included."""
 _CONNECT_TIMEOUT_S: Final = 3.0
 """Seconds for one address, if a host has several."""
 _READ_BYTES: Final = 64 * 1024
@@ -125,7 +125,7 @@ class ImageFetcher:
                     response = await self._get(self._target(url), on_bytes)
                     if response.location is None:
                         return bytes(response.body)
-                    url = urljoin(url, response.location)
+                    url = _redirected(url, response.location)
         except TimeoutError:
             raise FetchError(f"cannot be fetched: it took longer than {self._timeout_s:g} s") from None
         raise FetchError(f"cannot be fetched: it has more than {MAX_REDIRECTS} redirects")
@@ -136,10 +136,11 @@ class ImageFetcher:
             raise FetchError(f"is a URL of {len(url)} characters; the limit is {MAX_URL_CHARS}")
         try:
             parts = urlsplit(url)
-            host, port = (parts.hostname or "").removesuffix("."), parts.port or 443
+            host = (parts.hostname or "").encode("idna").decode("ascii").removesuffix(".")
+            port = parts.port or 443
         except ValueError:
             raise FetchError("is not a valid URL") from None
-        if _UNSAFE.search(url):
+        if _UNSAFE.search(url) or _UNSAFE.search(host):
             raise FetchError("is a URL with a space, a backslash or a control character")
         if parts.scheme != "https":
             raise FetchError("is not an https URL, or redirects to another scheme")
@@ -200,19 +201,21 @@ class ImageFetcher:
         parser = httptools.HttpResponseParser(response)
         head_bytes = num_counted = 0
         while data := await reader.read(_READ_BYTES):
-            if not response.has_head:
-                head_bytes += len(data)
             parser.feed_data(data)
-            if not response.has_head or (status := parser.get_status_code()) < 200:  # a 1xx precedes the response
-                if head_bytes > _MAX_HEAD_BYTES:
-                    raise FetchError(f"cannot be fetched: the head of the response has over {_MAX_HEAD_BYTES} bytes")
-                continue
-            response.check(status)
+            is_final = response.has_head and parser.get_status_code() >= 200  # a 1xx precedes the response
+            if is_final:
+                response.check(parser.get_status_code())
             if len(response.body) > num_counted:
                 on_bytes(len(response.body) - num_counted)
                 num_counted = len(response.body)
-            if response.is_complete or response.location is not None:
+            else:  # a head or trailers
+                head_bytes += len(data)
+            if is_final and (response.is_complete or response.location is not None):
                 return response
+            if head_bytes > _MAX_HEAD_BYTES:
+                raise FetchError(
+                    f"cannot be fetched: the head and trailers of the response have over {_MAX_HEAD_BYTES} bytes"
+                )
         if not response.ends_with_connection:
             raise FetchError("cannot be fetched: its server closed the connection before the end of the response")
         return response
@@ -238,8 +241,9 @@ class _Response:
         self._headers: dict[bytes, bytes] = {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Stores a header."""
-        self._headers[name.lower()] = value
+        """Stores a header of the head. Trailers are ignored."""
+        if not self.has_head:
+            self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         """Ends the head."""
@@ -274,6 +278,14 @@ class _Response:
         length = self._headers.get(b"content-length", b"0")
         if self._is_too_large or (length.isdigit() and len(length) < 20 and int(length) > self._max_bytes):
             raise FetchError(f"is larger than the limit of {self._max_bytes} bytes (--max-image-bytes)")
+
+
+def _redirected(url: str, location: str) -> str:
+    """Returns the target of a redirect. Raises FetchError."""
+    try:
+        return urljoin(url, location)
+    except ValueError:
+        raise FetchError("redirects to a URL that is not valid") from None
 
 
 def is_public(address: str) -> bool:

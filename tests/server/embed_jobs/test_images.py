@@ -72,6 +72,7 @@ def check(fake, rows: list[dict], files: list[bytes] = FILES) -> None:
 def test_folder_is_embedded_in_the_order_of_its_paths(run, fake, folder: Path, tmp_path: Path, suffix: str) -> None:
     (folder / "notes.txt").write_text("not an image")
     (folder / ".hidden.png").write_bytes(FILES[0])
+    (folder / "folder.png").mkdir()
     output = tmp_path / f"out.{suffix}"
     run(folder, output)
     if suffix == "npy":

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.server.embed_jobs import input_file as input_module
+from penstock.server.embed_jobs import input_file as input_module, input_formats
 from penstock.server.embed_jobs.input_file import BadRow, Row
 from penstock.server.embed_jobs.input_formats import open_input
 from penstock.server.settings import CommandError
@@ -34,8 +34,20 @@ def test_long_values_are_read(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(f'{{"text": "{text}"}}' if name == "in.jsonl" else f"text\n{text}\n")
     try:
         assert [row.content for row in open_input(tmp_path / name, "text").rows() if isinstance(row, Row)] == [text]
+        assert csv.field_size_limit() == 1000
     finally:
         csv.field_size_limit(before)
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_too_long_lines_are_bad_rows(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(input_formats, "_MAX_LINE_BYTES", 16)
+    rows = ["b", "b" * 4, "b" * 5, "b" * 99, "b", "b" * 20]
+    path = tmp_path / f"in.{suffix}"
+    path.write_text("\n".join(f'{{"text":"{row}"}}' for row in rows))
+    found = list(open_input(path, "text").rows())
+    assert [type(row) for row in found] == [Row, Row, BadRow, BadRow, Row, BadRow]
+    assert found[2] == BadRow(3, "longer than 16 bytes")
 
 
 def test_file_that_became_shorter_is_rejected(tmp_path: Path) -> None:

@@ -104,9 +104,10 @@ async def test_image_is_fetched_from_the_checked_address(site) -> None:
         [b"HTTP/1.1 100 Continue\r\n\r\n", response(b"image")],
         [b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n" + response(b"image")],
         [HEAD + b"Transfer-Encoding: chunked\r\n\r\n3\r\nima\r\n", b"2\r\nge\r\n0\r\n\r\n"],
+        [HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nimage\r\n0\r\nContent-Encoding: gzip\r\n", b"\r\n"],
         [b"HTTP/1.0 200 OK\r\n\r\n", b"ima", b"ge"],
     ],
-    ids=["continue", "early hints", "chunked", "until the end"],
+    ids=["continue", "early hints", "chunked", "trailer", "until the end"],
 )
 async def test_framing_of_http_is_understood(site, parts) -> None:
     site.parts, site.delay_s = parts, 0.01
@@ -189,6 +190,9 @@ async def test_name_that_changes_after_the_check_has_no_effect(site) -> None:
         ("https://[img.example.org/", "not a valid URL"),
         ("https://img.example.org:99999/", "not a valid URL"),
         ("https:///a.png", "does not allow"),
+        ("https://a\u00a0b.example.org/", "a space"),
+        ("https://\u00fc" + "a" * 64 + ".example.org/", "not a valid URL"),
+        ("https://\u00fc.example.net/", "does not allow"),
         ("https://img.example.org/" + "a" * 8192, "the limit is 8192"),
     ],
 )
@@ -196,6 +200,12 @@ async def test_url_is_rejected_before_a_name_is_resolved(site, url, part) -> Non
     with pytest.raises(FetchError, match=part):
         await site.fetch(url)
     assert not site.resolved
+
+
+async def test_host_of_another_alphabet_is_matched_and_connected_in_ascii(site) -> None:
+    with pytest.raises(FetchError, match="certificate"):
+        await site.fetch("https://\u00fc.EXAMPLE\u3002org/", "xn--tda.example.org")
+    assert site.opened == [(PUBLIC, "xn--tda.example.org")]
 
 
 async def test_port_of_an_entry_is_allowed(site) -> None:
@@ -226,6 +236,7 @@ async def test_redirect_is_followed_and_resolved_again(site, target) -> None:
         ("https://private.example.org/end", "not public"),
         ("https://img.example.org:22/end", "does not allow"),
         ("file:///etc/passwd", "not an https URL"),
+        ("https://[x", "redirects to a URL that is not valid"),
         ("/start", "more than 3 redirects"),
     ],
 )
@@ -248,9 +259,10 @@ async def test_redirect_is_checked_like_the_url(site, target, part) -> None:
         ([response(b"", status="302 Found")], "status 302"),
         ([response(gzip.compress(b"0" * 10**7), "Content-Encoding: gzip")], "compressed"),
         ([response(zlib.compress(b"0" * 10**7), "Content-Encoding: br, deflate")], "compressed"),
-        ([HEAD + b"X-A: " + b"a" * 40_000 + b"\r\nX-B: " + b"b" * 40_000], "the head of the response"),
-        ([HEAD, *[b"X-%d: %s\r\n" % (i, b"a" * 500) for i in range(200)]], "the head of the response"),
-        ([b"HTTP/1.1 103 Early Hints\r\n\r\n" * 5000], "the head of the response"),
+        ([HEAD + b"X-A: " + b"a" * 40_000 + b"\r\nX-B: " + b"b" * 40_000], "the head and trailers of the response"),
+        ([HEAD, *[b"X-%d: %s\r\n" % (i, b"a" * 500) for i in range(200)]], "the head and trailers of the response"),
+        ([b"HTTP/1.1 103 Early Hints\r\n\r\n" * 5000], "the head and trailers of the response"),
+        ([HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX-A: ", *[b"a" * 40_000] * 2], "the head and trailers"),
         ([HEAD + b"Content-Length: 10\r\n\r\nima"], "closed the connection"),
         ([b""], "closed the connection"),
         ([b"SSH-2.0-OpenSSH_9.6\r\n"], "does not speak HTTP"),

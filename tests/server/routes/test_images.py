@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from penstock.engine.protocol.images import ImageInput, ImageResize, ImageSpec
+from penstock.server.calls import images
 from penstock.server.http.image_fetcher import AllowedHost, FetchError, ImageFetcher
 
 from ..conftest import NUM_IMAGE_TOKENS, FakeEngine
@@ -237,6 +238,8 @@ WRONG = [
     ("data:image/png;base64,AA-_", "a data URI whose base64 is not valid"),
     ("data:image/png;base64,AAAA\n", "a data URI whose base64 is not valid"),
     ("data:image/png;base64,ÄAAA", "a data URI whose base64 is not valid"),
+    ("data:image/png;base64,%4", "a data URI whose base64 is not valid (% must precede two hexadecimal digits)"),
+    ("data:image/png,A%\nA", "a data URI whose percent-encoding is not valid"),
     ("/etc/passwd", "neither a data URI nor a URL, and is not valid base64"),
     ("file:///etc/passwd", "neither a data URI nor a URL, and is not valid base64"),
     ("data:image/png," + "a" * 2000, "larger than the limit of 1000 bytes (--max-image-bytes)"),
@@ -319,11 +322,24 @@ async def test_pixels_for_a_language_model_hold_body_memory(serving, make_engine
     assert bad.json()["error"]["message"].startswith("input[1].image is not an image in a supported format")
 
 
-async def test_full_body_memory_rejects_images(serving, engine) -> None:
+@pytest.mark.parametrize("is_base64", [True, False])
+async def test_escapes_are_decoded_in_slices(client, engine, is_base64: bool, monkeypatch) -> None:
+    monkeypatch.setattr(images, "_SLICE_CHARS", 8)
+    data = bytes(range(256)) * 3 + b"==%"
+    text = quote(base64.b64encode(data), safe="A") if is_base64 else quote(data, safe="=")
+    uri = f"data:image/png{';base64' * is_base64},{text}"
+    response = await client.post("/v1/embeddings", json={"input": [{"image": uri}]})
+    assert response.status_code == 200, response.text
+    assert engine.calls[-1][1][0] == [ImageInput(data)]
+
+
+@pytest.mark.parametrize("image", [URI, "data:image/png,%41"])
+async def test_full_body_memory_rejects_images_before_they_are_decoded(serving, engine, image, monkeypatch) -> None:
+    monkeypatch.setattr(images, "binascii", None)
     async with serving(engine) as client:
         bodies = client._transport.app.state.context.admission.bodies
         bodies.add("another client", bodies.limit)
-        response = await client.post("/v1/embeddings", json={"input": [{"image": URI}]})
+        response = await client.post("/v1/embeddings", json={"input": [{"image": image}]})
     assert response.status_code == 503
     assert not engine.calls
 
