@@ -14,6 +14,9 @@ import pytest
 
 from ..servers import Launch, Server, launching
 
+POISONED_ID = 5_000
+"""The token of `small_bert` with weights of NaN."""
+
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Iterator[Launch]:
@@ -35,7 +38,12 @@ def server(launch: Launch) -> Server:
 @pytest.fixture(scope="session")
 def small_bert(random_model: Callable[..., Path]) -> Path:
     """A random embedding model of 8 MB."""
-    return random_model("BertModel")
+    safetensors = pytest.importorskip("safetensors.numpy")
+    folder = random_model("BertModel")
+    weights = safetensors.load_file(folder / "model.safetensors")
+    weights["embeddings.word_embeddings.weight"][POISONED_ID] = float("nan")
+    safetensors.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @dataclass
@@ -54,9 +62,11 @@ class SmallDisk:
                 file.write(bytes(4096))
         assert self.num_free() == 0
 
-    def free(self) -> None:
-        """Delete the file of `fill`."""
+    def free(self, num_bytes: int | None = None) -> None:
+        """Delete the file of `fill`, and optionally resize the disk."""
         (self.folder / "filler").unlink(missing_ok=True)
+        if num_bytes is not None:
+            subprocess.run(["mount", "-o", f"remount,size={num_bytes}", str(self.folder)], check=True)
 
 
 @pytest.fixture

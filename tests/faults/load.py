@@ -31,10 +31,21 @@ def request(body: object, *lines: str, path: str = "/v1/embeddings") -> bytes:
 
 
 async def read_response(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """Read one response and return its status and headers."""
-    lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
-    await reader.readexactly(int(headers["content-length"]))
+    """Read one response and return its status and headers.
+
+    Raises:
+        ConnectionResetError: The server closed the connection without a response.
+    """
+    received = b""
+    try:
+        received = await reader.readuntil(b"\r\n\r\n")
+        lines = received.decode().split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+        await reader.readexactly(int(headers["content-length"]))
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+        if received or getattr(error, "partial", b""):
+            raise AssertionError("half a response") from error
+        raise ConnectionResetError from error
     return int(lines[0].split()[1]), headers
 
 

@@ -1,4 +1,4 @@
-"""Batches of servers that are killed."""
+"""Batches of servers that are killed or have a full disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from .. import gated_server
 from ..gated_server import Gate
-from ..servers import Launch, Server
+from ..servers import MIB, Launch, Server
 from ..waiting import wait_until
 
 ENDS = ("completed", "failed", "expired", "cancelled")
@@ -78,9 +78,8 @@ def gate(tmp_path: Path) -> Gate:
 def launch_gated(launch: Launch, gate: Gate, small_bert: Path, tmp_path: Path) -> Launch:
     """Start a server with batch lines that wait for the gate. A second server continues the first one's batches."""
 
-    def start() -> Server:
-        flags = ("--data-dir", str(tmp_path / "data"))
-        return launch(*flags, model=small_bert, command=gated_server.COMMAND, **gate.environment)
+    def start(data: Path = tmp_path / "data") -> Server:
+        return launch("--data-dir", str(data), model=small_bert, command=gated_server.COMMAND, **gate.environment)
 
     return start
 
@@ -119,3 +118,33 @@ def test_lines_wait_for_the_restart_of_an_engine(launch_gated: Launch, gate: Gat
     os.kill(worker, signal.SIGKILL)
     gate.open()
     check_completed(server, batch_id, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_batch_waits_while_the_disk_is_full(launch_gated: Launch, gate: Gate, small_disk, is_killed: bool) -> None:
+    disk = small_disk(8 * MIB)
+    gate.let_through(100)
+    server = launch_gated(disk.folder / "data")
+    batch_id = create(server, jsonl(2000))
+    wait_for_lines(server, batch_id, 100)
+    disk.fill()
+    gate.let_through(1000)
+    server.wait_for_log("responses cannot be written")
+    batch = retrieve(server, batch_id)
+    assert (batch["status"], batch["error_file_id"]) == ("in_progress", None)
+    assert batch["request_counts"]["completed"] < 2000
+    assert server.embed("a").status_code == 200
+    form = {"files": {"file": ("a", bytes(100_000))}, "data": {"purpose": "batch"}}
+    body = {"input_file_id": batch["input_file_id"], "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    upload = httpx.post(f"{server.url}/v1/files", timeout=60, **form)
+    assert upload.status_code == 507
+    assert "almost full" in upload.json()["error"]["message"]
+    assert server.post("/v1/batches", body).status_code == 507
+    if is_killed:
+        kill(server)
+    disk.free()
+    gate.open()
+    if is_killed:
+        server = launch_gated(disk.folder / "data")
+    check_completed(server, batch_id, 2000)

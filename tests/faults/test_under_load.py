@@ -1,4 +1,4 @@
-"""Busy servers: clients that leave, and ten times too much load.
+"""Busy servers: clients that leave, ten times too much load, SIGTERM.
 
 `pytest -s tests/faults/test_under_load.py` prints the measurements.
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import socket
 import struct
+import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from penstock.server.middleware.requests import MAX_DELAY_S, REJECTIONS_PER_TICK
 
 from ..servers import MIB, Launch, Server
 from ..waiting import until
-from .load import Load, request
+from .load import Load, read_response, request
 
 NUM_HANG_UPS = 400
 MAX_GROWTH_MIB = 400
@@ -53,6 +56,49 @@ async def test_clients_that_hang_up_leave_nothing_behind(server: Server) -> None
     print(f"{NUM_HANG_UPS} hang-ups: {grown:+.0f} MiB")
     assert grown < MAX_GROWTH_MIB
     assert server.process.poll() is None
+    assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep_alive", [True, False])
+async def test_sigterm_under_load_loses_no_request(launch: Launch, keep_alive: bool) -> None:
+    server = launch("--drain-timeout-s", "25")
+    outcomes: Counter[str] = Counter()
+    signalled_s = float("inf")
+
+    async def client() -> None:
+        """Send requests until the server has ended."""
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            except ConnectionError:
+                outcomes["no connection"] += 1
+                return
+            is_open = True
+            while is_open:
+                sent_s = time.monotonic()
+                try:
+                    writer.write(REQUEST)
+                    status, headers = await read_response(reader)
+                except ConnectionError:
+                    # The server may close an idle connection while a request arrives, but not an earlier one.
+                    if sent_s < signalled_s - 0.2:
+                        pytest.fail(f"a request of {signalled_s - sent_s:.2f} s before SIGTERM was lost")
+                    break
+                assert status == 200 or (status == 503 and headers["retry-after"])
+                outcomes[str(status)] += 1
+                is_open = keep_alive and headers.get("connection") != "close"
+            writer.close()
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(24):
+            clients.create_task(client())
+        await until(lambda: outcomes["200"] > 20)
+        server.process.send_signal(signal.SIGTERM)
+        signalled_s = time.monotonic()
+    assert await asyncio.to_thread(server.process.wait, 60) == 0
+    print(f"{dict(outcomes)}; ended {time.monotonic() - signalled_s:.1f} s after SIGTERM")
+    assert outcomes["no connection"] == 24
     assert "Traceback" not in server.log.read_text()
 
 
