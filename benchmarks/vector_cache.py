@@ -68,7 +68,8 @@ async def measure(model: str, dtype: str, num_rounds: int, folder: Path) -> dict
         engine = await AsyncEngine.start(EngineConfig(model=model, dtype=dtype), cache=cache)
         figures = engine.stats().vectors
         assert figures is not None
-        await engine.wait_for_cache()
+        assert engine._dispatcher.cache is not None
+        await engine._dispatcher.cache.wait()
         for (num_texts, num_words), texts in lists.items():
             answer = (await engine.embed(texts, PARAMS)).embeddings.tobytes()
             assert computed.setdefault((num_texts, num_words), answer) == answer, "cached vectors differ"

@@ -55,6 +55,7 @@ class AsyncEngine:
     ModelExecutionError; see Dispatcher.open and OpenRequest.run.
 
     Args:
+        dispatcher: Its stats get the counters of `images`.
         group: The replicas, or a connection to an engine that another process supervises.
         images: Decodes images; None: the model reads texts only.
 
@@ -76,16 +77,15 @@ class AsyncEngine:
         self.tokenizer_config = tokenizer.config
         self._tokenizer = tokenizer
         self._dispatcher = dispatcher
-        dispatcher.adapter_of = info.adapter_of
         self._group = group
 
-        # Equal parameters share one object, so that a message to the core has it once.
         @lru_cache(_NUM_PARAMS)
-        def resolved(params: PoolingParams, task: PoolingTask) -> PoolingParams:
-            return params.resolved(task, info)
+        def resolved(params: PoolingParams, task: PoolingTask, adapter: str | None) -> PoolingParams:
+            return params.resolved(task, info, adapter)
 
         self._resolved = resolved
         self._images = images
+        dispatcher.stats.images = None if images is None else images.stats
         self._encoder = InputEncoder(info, tokenizer, config, images)
         self._scorer = PairScorer(info, self._encoder, dispatcher)
         self._combined = CombinedEmbedder(info, self._encoder, dispatcher, tokenizer.multi_vector_tokens)
@@ -138,6 +138,9 @@ class AsyncEngine:
         """
 
         def tokenizer_pool(info: ModelInfo, spec: TokenizerSpec) -> TokenizerPool:
+            query_tokenizer = None
+            if info.query_model is not None and spec.query_tokenizer is not None:
+                query_tokenizer = tokenizer_pool(info.query_model, spec.query_tokenizer)
             return TokenizerPool(
                 spec,
                 vocab_size=info.vocab_size,
@@ -145,7 +148,7 @@ class AsyncEngine:
                 num_workers=config.tokenizer_workers,
                 max_chars=config.max_queued_chars,
                 on_rejection=dispatcher.stats.count_rejection,
-                query=tokenizer_pool(info.query, spec.query) if info.query and spec.query else None,
+                query_tokenizer=query_tokenizer,
             )
 
         reader, images = ready.info.image or ready.info, None
@@ -156,7 +159,6 @@ class AsyncEngine:
                 limits=ImageLimits(max_pixels=config.max_image_pixels),
                 max_decoding_bytes=config.image_memory,
             )
-            dispatcher.stats.images = images.stats
         return cls(config, ready.info, tokenizer_pool(ready.info, ready.tokenizer), dispatcher, group, images)
 
     @property
@@ -200,11 +202,6 @@ class AsyncEngine:
         """Raises an error if the queue has no space for a request of `client`; see QueueAdmission.check."""
         self._dispatcher.admission.check(client)
 
-    async def wait_for_cache(self) -> None:
-        """Waits until the cache, if there is one, is ready, which needs a hash of all weights."""
-        if self._dispatcher.cache is not None:
-            await self._dispatcher.cache.wait()
-
     def stats(self) -> DispatcherStats:
         """Returns the counters and the numbers of requests and tokens in the queue."""
         return self._dispatcher.stats
@@ -229,7 +226,7 @@ class AsyncEngine:
         self, inputs: Sequence[Input], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> EmbeddingResult:
         """Returns one vector for each text or image; long-text mode supports texts of any length (long_text.py)."""
-        params = self._resolved(self._encoder.with_query_flag(params, options), PoolingTask.EMBED)
+        params = self._resolved(self._encoder.with_query_flag(params, options), PoolingTask.EMBED, options.adapter)
         async with self._dispatcher.open(options, is_cacheable=True) as request:
             tokenized = await self._encoder.encode(inputs, params, options)
             windows = await self._encoder.windows(inputs, tokenized, options)
@@ -283,7 +280,7 @@ class AsyncEngine:
         self, inputs: Sequence[Input], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> ClassResult:
         """Returns a score for each class of the model, for every input."""
-        params = self._resolved(params, PoolingTask.CLASSIFY)
+        params = self._resolved(params, PoolingTask.CLASSIFY, options.adapter)
         async with self._dispatcher.open(options) as request:
             tokenized = await self._encoder.encode(inputs, params, options)
             outputs = await request.run(tokenized, params)
@@ -294,7 +291,8 @@ class AsyncEngine:
     ) -> ClassResult:
         """Returns a score for each class of the model, for every pair of texts as one sequence."""
         is_scorer = self.info.kind is ModelKind.CROSS_ENCODER
-        params = self._resolved(params, PoolingTask.SCORE if is_scorer else PoolingTask.CLASSIFY)
+        task = PoolingTask.SCORE if is_scorer else PoolingTask.CLASSIFY
+        params = self._resolved(params, task, options.adapter)
         async with self._dispatcher.open(options) as request:
             tokenized = await self._encoder.pairs(pairs, params, options, param="input")
             outputs = await request.run(tokenized, params)
@@ -304,7 +302,7 @@ class AsyncEngine:
         self, inputs: Sequence[Input], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> TokenResult:
         """Returns a score for each class of the model, for every token of each input."""
-        params = self._resolved(params, PoolingTask.TOKEN_CLASSIFY)
+        params = self._resolved(params, PoolingTask.TOKEN_CLASSIFY, options.adapter)
         async with self._dispatcher.open(options) as request:
             tokenized = await self._encoder.encode(inputs, params, options)
             token_ids = [tokens.token_ids.tolist() for tokens in tokenized]

@@ -42,7 +42,7 @@ class CombinedEmbedder:
         normalize = bool(params.resolved(PoolingTask.EMBED, self._info).normalize)
         params = params.clone(task=None, normalize=False, use_activation=False)
         late = self._encoder.late_chunking(params)
-        params = params.resolved(PoolingTask.TOKEN_EMBED, self._info)
+        params = params.resolved(PoolingTask.TOKEN_EMBED, self._info, options.adapter)
         async with self._dispatcher.open(options, is_cacheable=True) as request:
             text = await self._encoder.join(late, inputs, options)
             (output,) = await request.run([text.tokens], params, _pooled(text, normalize=normalize))
@@ -61,7 +61,8 @@ class CombinedEmbedder:
         for task in others:
             task_params = params if task is not PoolingTask.SPARSE_EMBED else PoolingParams()
             task_params.verify(task, self._info)
-        params = self._encoder.with_query_flag(params.resolved(first, self._info).clone(also=tuple(others)), options)
+        params = params.resolved(first, self._info, options.adapter).clone(extra_tasks=tuple(others))
+        params = self._encoder.with_query_flag(params, options)
         async with self._dispatcher.open(options, is_cacheable=is_cacheable(params)) as request:
             whole = params.clone(task=PoolingTask.TOKEN_EMBED)  # no windows: only embeddings can be averaged
             tokenized = await self._encoder.encode(inputs, whole, options)

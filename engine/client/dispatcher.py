@@ -80,7 +80,6 @@ class OpenRequest:
     def __init__(self, dispatcher: Dispatcher, options: RequestOptions, *, is_cacheable: bool) -> None:
         self._dispatcher = dispatcher
         self._options = options
-        self._adapter = dispatcher.adapter_of(options.adapter)
         self._deadline = asyncio.timeout(options.timeout_s)
         self._is_lookup = is_cacheable and dispatcher.allows_lookups
         self._was_full = False  # the engine was full when a request with a cache lookup arrived
@@ -149,7 +148,6 @@ class OpenRequest:
         """
         if not inputs:
             return []
-        params = self._with_adapter(params)
         cache = self._dispatcher.cache
         if cache is not None and uses_cache:
             if self._is_lookup:
@@ -162,14 +160,7 @@ class OpenRequest:
         return outputs if transform is None else [transform.apply(output) for output in outputs]
 
     async def _run_admitted(self, inputs: Sequence[TokenizedInput], params: PoolingParams) -> list[Arrays]:
-        return await self._dispatcher.backend.run(
-            inputs, self._with_adapter(params), self._options, self._remaining_s()
-        )
-
-    def _with_adapter(self, params: PoolingParams) -> PoolingParams:
-        """Returns parameters with the adapter of the request, unless they already name one."""
-        adapter = self._adapter
-        return params if adapter is None or params.adapter is not None else params.clone(adapter=adapter)
+        return await self._dispatcher.backend.run(inputs, params, self._options, self._remaining_s())
 
     def _remaining_s(self) -> float | None:
         ends_s = self._deadline.when()
@@ -192,7 +183,6 @@ class Dispatcher:
         replicas: The replicas with their requests.
         admission: The limits of all replicas together.
         backend: Runs admitted requests: the only replica. ReplicaGroup sets a ReplicaRouter for several replicas.
-        adapter_of: Returns the adapter of a request; see ModelInfo.adapter_of. Set when the model is known.
     """
 
     def __init__(
@@ -214,7 +204,6 @@ class Dispatcher:
         rates = [replica.rate for replica in self.replicas]
         self.admission = QueueAdmission(self.stats, max_queued_tokens, max_queue_s, rates, max_request_tokens)
         self.backend: Replica | ReplicaRouter = self.replicas[0]
-        self.adapter_of: Callable[[str | None], str | None] = lambda requested: requested
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -222,9 +211,8 @@ class Dispatcher:
     def open(self, options: RequestOptions, *, is_cacheable: bool = False) -> OpenRequest:
         """Returns a new request as an async context manager. Its deadline applies to the whole context.
 
-        Raises ModelNotFoundError for an unknown adapter. Entering the context raises the errors of
-        QueueAdmission.check; with `is_cacheable` they are raised after the cache lookup. Leaving it raises
-        DeadlineExceededError if the deadline has passed.
+        Entering the context raises the errors of QueueAdmission.check; with `is_cacheable` they are raised after the
+        cache lookup. Leaving it raises DeadlineExceededError if the deadline has passed.
         """
         return OpenRequest(self, options, is_cacheable=is_cacheable)
 
@@ -291,8 +279,8 @@ class Timing(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Run:
-    """A request in the engine with at least one incomplete input.
+class SentRequest:
+    """A request that was sent to the engine, with at least one incomplete input.
 
     Attributes:
         request_id: Number of the request in the engine.
@@ -358,7 +346,7 @@ class Replica:
         self._is_only = is_only
         self._send: Send | None = None
         self._outgoing = ClientMessageBuilder()
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, SentRequest] = {}
         self._clearings: dict[int, asyncio.Future[int | None]] = {}
         self._ids = ids
 
@@ -407,10 +395,10 @@ class Replica:
         params: PoolingParams,
         options: RequestOptions,
         remaining_s: float | None,
-    ) -> Run:
+    ) -> SentRequest:
         """Sends inputs as `run` does; the caller must call `end` afterwards, also after an error."""
         self._check_live()
-        run = Run(
+        run = SentRequest(
             next(self._ids),
             asyncio.get_running_loop().create_future(),
             [{} for _ in inputs],
@@ -427,7 +415,7 @@ class Replica:
         )
         return run
 
-    def end(self, run: Run) -> None:
+    def end(self, run: SentRequest) -> None:
         """Removes a run, and cancels it in the engine if it is not complete."""
         if run.num_tokens is not None:
             self.stats.leave(sum(run.num_tokens))
@@ -471,7 +459,7 @@ class Replica:
             if (run := self._runs.get(request_id)) is not None:
                 run.timing = Timing(*seconds)
         # 3. Store the rows of each input, and count its last row once.
-        done: list[Run] = []
+        done: list[SentRequest] = []
         seen: set[tuple[int, int]] = set()  # complete inputs, which may be in several arrays
         for results in arrays:
             name = results.output.name

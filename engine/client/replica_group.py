@@ -18,7 +18,7 @@ from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
 from ..protocol.request import STAGE_TIMES, RequestOptions, TokenizedInput
 from .core_supervisor import CoreSupervisor, EngineState
-from .dispatcher import Dispatcher, Replica, Run
+from .dispatcher import Dispatcher, Replica, SentRequest
 from .engine_process import EngineProcess
 from .queue_admission import QueueAdmission
 from .stats import DispatcherStats
@@ -279,7 +279,7 @@ class ReplicaRouter:
         Raises:
             EngineUnavailableError: No replica is running, or the replica of a part ended.
         """
-        runs: list[tuple[Replica, Run]] = []
+        runs: list[tuple[Replica, SentRequest]] = []
         try:
             for replica, part in self._parts(inputs):
                 runs.append((replica, replica.begin(part, params, options, remaining_s)))
@@ -351,10 +351,10 @@ def even_shares(queued: Sequence[int], num_tokens: int, min_share: int) -> list[
     return shares
 
 
-def _end(runs: Sequence[tuple[Replica, Run]]) -> None:
+def _end(runs: Sequence[tuple[Replica, SentRequest]]) -> None:
     for replica, run in runs:
         replica.end(run)
 
 
-def _seconds(run: Run) -> float:
+def _seconds(run: SentRequest) -> float:
     return 0.0 if run.timing is None else run.timing.queue_s + run.timing.inference_s

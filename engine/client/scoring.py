@@ -74,7 +74,7 @@ class PairScorer:
                     model=self._info,
                 )
             params = params.clone(normalize=True if task is PoolingTask.EMBED else None)
-        params = params.resolved(task, self._info)
+        params = params.resolved(task, self._info, options.adapter)
         documents = [item for item in right if isinstance(item, str)]
         if len(documents) < len(right) or not all(isinstance(item, str) for item in left):
             options = replace(options, max_passages=1)  # images are not split
@@ -105,7 +105,9 @@ class PairScorer:
         queries = await self._encoder.windows(left, encoded, query_options)
         encoded = await self._encoder.encode(right, params, document_options, param=None)
         documents = await self._encoder.windows(right, encoded, document_options)
-        query_params, document_params = (params.clone(adapter=o.adapter) for o in (query_options, document_options))
+        query_params, document_params = (
+            params.clone(adapter=side.adapter or params.adapter) for side in (query_options, document_options)
+        )
         outputs = await self._run(request, queries.sequences, documents.sequences, query_params, document_params)
         vectors = np.stack([output["embedding"] for output in outputs])
         query_vectors, document_vectors = np.split(vectors, [len(queries.sequences)])
@@ -149,7 +151,8 @@ class PairScorer:
             }
             paired_queries = [rows[text] for text in (left if len(left) == len(right) else [left[0]] * len(right))]
             compared = [
-                replace(document, query=query) for document, query in zip(documents, paired_queries, strict=True)
+                replace(document, query_vectors=query)
+                for document, query in zip(documents, paired_queries, strict=True)
             ]
             outputs = await run_admitted(compared, params.clone(is_compared=True))
         scores = [
@@ -176,7 +179,7 @@ class PairScorer:
         return outputs + await request.run(documents, document_params)
 
     def _query_params(self, params: PoolingParams) -> PoolingParams:
-        return params if self._info.query is None else params.clone(is_query=True)
+        return params if self._info.query_model is None else params.clone(is_query=True)
 
     def _query_options(self, options: RequestOptions) -> RequestOptions:
         """Returns options with the model's query adapter and prompt, with the request's instruction if it has one."""

@@ -143,7 +143,7 @@ class StepHistogram:
         self._counts = [0] * (len(self._bounds) + 1)
 
     def observe(self, value: float) -> None:
-        """Counts a value."""
+        """Counts a value in its range and adds it to `total`."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self.total += value
 

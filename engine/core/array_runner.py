@@ -62,7 +62,7 @@ class ArrayForward:
 
     @property
     def is_done(self) -> bool:
-        """See Forward."""
+        """Whether the forward has ended. Pooling runs later, in `outputs`."""
         return self.running.is_done
 
 
@@ -121,15 +121,15 @@ class ArrayRunner(PoolingRunner[Floats]):
 
     @property
     def has_capacity(self) -> bool:
-        """See Runner."""
+        """Whether a lane of the C library is free."""
         return self._encoder.library.num_free > 0
 
     def set_wakeup_fd(self, fd: int | None) -> None:
-        """See Runner."""
+        """Sets the file descriptor that threads of the C library write to when a forward ends; see Runner."""
         self._encoder.library.set_wakeup_fd(fd)
 
     def begin(self, chunks: Sequence[PrefillChunk]) -> ArrayForward | CompletedForward:
-        """See Runner.
+        """Starts a forward on a free lane; see Runner.
 
         A batch with chunks of long sequences has ended when this returns: another sequence may get the blocks of a
         cancelled one at once, and the duration without other batches sets the size of the next chunks.
@@ -154,15 +154,15 @@ class ArrayRunner(PoolingRunner[Floats]):
             raise DeviceMemoryError(str(error)) from error
 
     def warm_up(self) -> None:
-        """See Runner."""
+        """Runs the texts of `warm_up` in warm_up.py. Other errors than those of Runner become ModelLoadError, too."""
         with load_errors(self.info):
             warm_up(self.info, self.tokenizer, self.execute)
 
     def preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
-        """See Runner. Does nothing: models on the CPU have no recurrent states."""
+        """Does nothing: models of the C library have no recurrent states."""
 
     def take_times(self) -> list[ForwardTime]:
-        """See Runner."""
+        """Returns the times of the forwards whose `outputs` were called since the last call. Overlaps count once."""
         times, self._times = self._times, []
         return times
 

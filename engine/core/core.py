@@ -38,7 +38,7 @@ from ..protocol.messages import (
     RequestFailed,
     StepResults,
     SubmitRequest,
-    client_number_of,
+    connection_number_of,
     unpack_client_message,
 )
 from ..scheduling import Allocation, Batch, InputSequence, PrefillChunk, Request, RequestBuilder, Scheduler
@@ -79,8 +79,8 @@ class RunningBatch:
 class EngineCore:
     """Owns the scheduler and the model runner.
 
-    `receive`, `cancel_client` and `stop` may be called from any thread, all other methods from the device thread, which
-    calls `run`, or `load` and `step`.
+    `receive`, `cancel_connection` and `stop` may be called from any thread, all other methods from the device thread,
+    which calls `run`, or `load` and `step`.
 
     Start of the next batch:
 
@@ -222,10 +222,10 @@ class EngineCore:
         if is_awaited:
             self._waker.wake()
 
-    def cancel_client(self, client_number: int) -> None:
+    def cancel_connection(self, connection_number: int) -> None:
         """Cancels all requests of a client that has disconnected."""
         with self._lock:
-            for request_id in [i for i in self._scheduler.requests if client_number_of(i) == client_number]:
+            for request_id in [i for i in self._scheduler.requests if connection_number_of(i) == connection_number]:
                 self._cancel(request_id)
         self._waker.wake()
 

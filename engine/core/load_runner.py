@@ -41,10 +41,10 @@ def load_runner(config: EngineConfig) -> Runner:
     if config.cores is not None:
         pin(config.cores)
     info = resolve_model(config)
-    if info.query is None:
+    if info.query_model is None:
         return _load(info, config)
-    queries = _load_static(info.query, replace(config, num_threads=1))  # in the thread of the loop
-    return RoutedRunner(_load(replace(info, query=None), config), queries=queries)
+    queries = _load_static(info.query_model, replace(config, num_threads=1))  # in the thread of the loop
+    return RoutedRunner(_load(replace(info, query_model=None), config), queries=queries)
 
 
 def _load(info: ModelInfo, config: EngineConfig) -> Runner:

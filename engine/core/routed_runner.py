@@ -77,10 +77,10 @@ class RoutedRunner(Runner):
         self._runners = [runner for runner in (queries, images, documents) if runner is not None]
         self.info = replace(
             documents.info,
-            query=None if queries is None else queries.info,
+            query_model=None if queries is None else queries.info,
             image=None if images is None else images.info,
         )
-        self.tokenizer = replace(documents.tokenizer, query=None if queries is None else queries.tokenizer)
+        self.tokenizer = replace(documents.tokenizer, query_tokenizer=None if queries is None else queries.tokenizer)
         self.sequence_pool = documents.sequence_pool
         self.num_lanes = documents.num_lanes
         self.keeps_order = documents.keeps_order

@@ -6,8 +6,6 @@ values.
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol
@@ -19,20 +17,10 @@ from ..model_files.draft import config_parts
 from ..pooling import ChunkedPoolingManager, ModelPooler, PoolingMetadata
 from ..pooling.row_ops import R
 from ..protocol.batch_outputs import BatchOutputs
-from ..protocol.config import EngineConfig, SchedulerConfig
-from ..protocol.errors import ModelLoadError
+from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec
-from ..scheduling import (
-    Allocation,
-    CacheSpec,
-    InputSequence,
-    KvCachePool,
-    PoolPlan,
-    PrefillChunk,
-    SequencePool,
-    SsmStatePool,
-    plan_pool,
-)
+from ..scheduling import Allocation, CacheSpec, InputSequence, PoolPlan, PrefillChunk, SequencePool
+from ..scheduling.cache_spec import make_pool
 from .device.memory import MemoryGauge, MemoryMeter
 
 if TYPE_CHECKING:
@@ -40,6 +28,7 @@ if TYPE_CHECKING:
     from ..executors.torch.packed_batch import PackedBatch
 
 _HALF_TYPES: Final = ("bfloat16", "float16")
+_NO_BLOCKS: Final = np.zeros(0, np.int64)
 
 
 class DeviceMemoryError(Exception):
@@ -266,7 +255,7 @@ class PoolingRunner(Runner, Generic[R]):
         """Returns the pooling metadata of a batch. `in_chunks`: whether a sequence of the batch has an allocation."""
         sequences = [chunk.sequence for chunk in chunks]
         params = [sequence.request.params for sequence in sequences]
-        queries = [sequence.prompt.query for sequence in sequences]
+        queries = [sequence.prompt.query_vectors for sequence in sequences]
         metadata = PoolingMetadata.for_batch(
             batch,
             params,
@@ -303,11 +292,6 @@ def _token_bytes(info: ModelInfo) -> int:
     return width * (2 if info.dtype in _HALF_TYPES else 4)
 
 
-logger = logging.getLogger("penstock.engine")
-
-_NO_BLOCKS: Final = np.zeros(0, np.int64)
-
-
 class KvSlots(NamedTuple):
     """Slots of the keys and values of a batch. T packed tokens, N chunks, B blocks.
 
@@ -341,70 +325,3 @@ class KvSlots(NamedTuple):
         indices = np.repeat(first_blocks, lengths)[stored] + positions[stored] // block_size
         slots[stored] = np.concatenate(blocks)[indices] * block_size + positions[stored] % block_size
         return cls(starts, tables, slots)
-
-
-def make_pool(
-    spec: CacheSpec, config: EngineConfig, *, num_bytes: int, itemsize: int, max_num_seqs: int, is_reserved: bool
-) -> tuple[PoolPlan, SequencePool] | None:
-    """Plans the memory of sequences in chunks and logs it. Returns None if no sequence fits into it.
-
-    Args:
-        spec: Keys, values and states of the model.
-        config: Settings of the operator.
-        num_bytes: Bytes of the memory.
-        itemsize: Bytes of a key.
-        max_num_seqs: Sequences of a forward.
-        is_reserved: Whether the device reserves the whole memory now. A CPU uses it when long inputs need it.
-
-    Raises:
-        ModelLoadError: No sequence fits, and the operator has set `kv_cache_memory`.
-    """
-    block_size = config.cache.kv_block_size
-    try:
-        plan = plan_pool(
-            dataclasses.replace(spec, ssm_layers=2 * spec.ssm_layers),  # a slot has two buffers; see ChunkMemory
-            num_bytes,
-            block_size=block_size,
-            itemsize=itemsize,
-            max_num_seqs=max_num_seqs,
-        )
-    except ModelLoadError as error:
-        if config.cache.kv_cache_memory is not None:
-            raise
-        logger.warning("inputs do not run in chunks: %s", error.message)
-        return None
-    pool = SequencePool(
-        KvCachePool(plan.num_blocks, block_size) if plan.num_blocks else None,
-        SsmStatePool(plan.num_slots) if plan.num_slots else None,
-        enable_prefix_caching=config.cache.enable_prefix_caching and spec.shares_prefixes,
-    )
-    logger.info("%s", describe_pool(pool, config.scheduler, plan.bytes, is_reserved=is_reserved))
-    return plan, pool
-
-
-def describe_pool(sequence_pool: SequencePool, limits: SchedulerConfig, num_bytes: int, *, is_reserved: bool) -> str:
-    """Returns a log line: the size of the pool, the size of chunks, and whether the prefix cache is on.
-
-    Args:
-        sequence_pool: Memory of sequences that run in chunks.
-        limits: Settings of the operator.
-        num_bytes: Bytes of the pool; see PoolPlan.
-        is_reserved: See make_pool.
-    """
-    kv, ssm = sequence_pool.kv, sequence_pool.ssm
-    sizes = []
-    if kv is not None:
-        sizes.append(f"{kv.num_blocks * kv.block_size:,} tokens ({kv.num_blocks:,} blocks of {kv.block_size})")
-    if ssm is not None:
-        sizes.append(f"{ssm.num_slots:,} state slot{'s' * (ssm.num_slots != 1)}")
-    chunks = "off"
-    if limits.enable_chunked_prefill:
-        chunks = "of adaptive size" if limits.chunk_size is None else f"of {limits.chunk_size:,} tokens"
-    memory = _mib(num_bytes) if is_reserved else f"up to {_mib(num_bytes)}, used only as inputs need it"
-    prefixes = "off" if sequence_pool.prefixes is None else "on"
-    return f"the pool holds {' and '.join(sizes)} in {memory}; chunks: {chunks}; prefix cache: {prefixes}"
-
-
-def _mib(num_bytes: int) -> str:
-    mib = num_bytes / 2**20
-    return f"{mib:,.0f} MiB" if mib >= 10 else f"{mib:.2g} MiB"

@@ -38,7 +38,7 @@ from ..protocol.messages import (
     Start,
     StepResults,
     Stop,
-    client_number_of,
+    connection_number_of,
     decode_to_core,
     encode,
 )
@@ -194,7 +194,7 @@ class ClientConnections:
             if isinstance(message, ClientMessage):
                 self._core.receive(message, *frames)
             elif isinstance(message, Attach):
-                self._connections[message.client_number] = connection
+                self._connections[message.connection_number] = connection
                 self._is_shared = True
             elif isinstance(message, Stop):
                 self._core.stop()
@@ -205,18 +205,18 @@ class ClientConnections:
         """Cancels the requests of a client that has disconnected."""
         self._waker.ignore(connection)
         connection.close()
-        for client in [number for number, other in self._connections.items() if other is connection]:
-            del self._connections[client]
-            self._core.cancel_client(client)
+        for number in [number for number, other in self._connections.items() if other is connection]:
+            del self._connections[number]
+            self._core.cancel_connection(number)
 
 
 def split(message: FromCore, frames: list[Frame]) -> dict[int, _Part]:
-    """Splits a message by client. Returns the part of each client, by client number.
+    """Splits a message by connection. Returns the part of each connection, by connection number.
 
-    A client gets the metrics of steps with results for it. Client 0 gets the metrics of all steps.
+    A connection gets the metrics of steps with results for it. Connection 0 gets the metrics of all steps.
     """
     if isinstance(message, RequestFailed | PrefixCacheCleared):
-        return {client_number_of(message.request_id): (message, frames)}
+        return {connection_number_of(message.request_id): (message, frames)}
     if not isinstance(message, StepResults):
         return {0: (message, frames)}
     arrays: dict[int, list[ResultArray]] = {0: []}
@@ -224,16 +224,16 @@ def split(message: FromCore, frames: list[Frame]) -> dict[int, _Part]:
     for results in unpack_results(message, frames):
         positions: dict[int, list[int]] = {}
         for position, request_id in enumerate(results.request_ids):
-            positions.setdefault(client_number_of(request_id), []).append(position)
-        for client, indices in positions.items():
-            arrays.setdefault(client, []).append(results.pick(indices))
+            positions.setdefault(connection_number_of(request_id), []).append(position)
+        for number, indices in positions.items():
+            arrays.setdefault(number, []).append(results.pick(indices))
     for request in message.finished:
-        finished.setdefault(client_number_of(request[0]), []).append(request)
+        finished.setdefault(connection_number_of(request[0]), []).append(request)
     parts: dict[int, _Part] = {}
-    for client in arrays.keys() | finished.keys():
-        headers, own_frames = pack_results(arrays.get(client, []))
-        part = msgspec.structs.replace(message, arrays=headers, finished=finished.get(client, []))
-        parts[client] = part, own_frames
+    for number in arrays.keys() | finished.keys():
+        headers, own_frames = pack_results(arrays.get(number, []))
+        part = msgspec.structs.replace(message, arrays=headers, finished=finished.get(number, []))
+        parts[number] = part, own_frames
     return parts
 
 

@@ -104,7 +104,7 @@ def _resolve_part(
     model_config = base_config(merged(stored, config.hf_overrides))
     config_file = path.name if is_gguf(path) else "config.json"
     draft = ModelDraft(config.model, model_config, config, files, config_file=config_file)
-    draft.set("query", None, "default")
+    draft.set("query_model", None, "default")
     draft.set("image", None, "default")
     draft.set("default_is_query", False, "default")
     draft.set("name", config.name or config.model, "--served-model-name" if config.name else config.model_source)
@@ -153,10 +153,10 @@ def with_query(info: ModelInfo, query: ModelInfo, files: SentenceTransformersFil
         raise ModelLoadError(
             f"--pooler-config: enable_chunked_processing does not fit {info.name}, whose queries have their own model."
         )
-    sources = {**info.sources, "query": MODULES_FILE, "tasks": f"{MODULES_FILE}: Router"}
+    sources = {**info.sources, "query_model": MODULES_FILE, "tasks": f"{MODULES_FILE}: Router"}
     return dataclasses.replace(
         info,
-        query=query,
+        query_model=query,
         default_is_query=files.default_is_query,
         tasks=tasks,
         sources={**sources, "default_is_query": MODULES_FILE},

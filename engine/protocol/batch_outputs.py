@@ -48,7 +48,7 @@ class OutputGroup(NamedTuple):
     @classmethod
     def all_of(cls, params: PoolingParams) -> tuple[OutputGroup, ...]:
         """Returns the groups of a sequence with these resolved parameters, one per task."""
-        return cls.of(params), *(cls(_OUTPUT_NAMES[task], None) for task in params.also)
+        return cls.of(params), *(cls(_OUTPUT_NAMES[task], None) for task in params.extra_tasks)
 
     @property
     def is_token_level(self) -> bool:

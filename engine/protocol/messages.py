@@ -4,7 +4,8 @@ The first frame of a message is a small msgspec struct. Arrays follow as raw lit
 ClientMessageBuilder and batch_outputs.py pack. Nothing is pickled. An in-process core gets the same structs by
 reference.
 
-A core may have several clients. Client 0 is the process that started the core. A client number is never reused.
+A core may have several connections, one to each client process. Connection 0 leads to the process that started the
+core. A connection number is never reused. The field `client` of a request names the API key that pays for it.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ Frame = bytes | bytearray | memoryview
 STUCK_EXIT_CODE: Final = 75
 """Exit code of an engine process that ended itself because a step exceeded its time limit."""
 _REQUEST_NUMBER_BITS: Final = 40
-"""Low bits of a request id: the client's own counter. The bits above are the number of the client."""
+"""Low bits of a request id: a counter of the connection. The bits above are the number of the connection."""
 
 
-def first_request_id(client_number: int) -> int:
-    """Returns the id of the first request of a client; the next ones count up from there."""
-    return client_number << _REQUEST_NUMBER_BITS
+def first_request_id(connection_number: int) -> int:
+    """Returns the id of the first request of a connection; the next ones count up from there."""
+    return connection_number << _REQUEST_NUMBER_BITS
 
 
-def client_number_of(request_id: int) -> int:
-    """Returns the number of the client that sent a request."""
+def connection_number_of(request_id: int) -> int:
+    """Returns the number of the connection that a request came from."""
     return request_id >> _REQUEST_NUMBER_BITS
 
 
@@ -51,9 +52,9 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Attach(msgspec.Struct, tag=True, frozen=True):
-    """A further client to core, first message: its number. Its requests are cancelled when its socket closes."""
+    """A further client to core, first message: its connection number. Its requests end when its socket closes."""
 
-    client_number: int
+    connection_number: int
 
 
 class RequestHeader(msgspec.Struct, array_like=True, gc=False):
@@ -90,19 +91,19 @@ class ClientMessage(msgspec.Struct, tag=True):
     ClientMessageBuilder.pack.
 
     Attributes:
-        client_number: The number of the sending client.
+        connection_number: The number of the connection.
         params: The distinct parameters of the requests.
-        clients: The distinct clients and namespaces of the requests.
+        clients: The distinct `client` and `namespace` of the requests; see SubmitRequest.
         requests: The requests.
         inputs: Their inputs.
-        query_shapes: Rows and columns of each query (TokenizedInput.query).
+        query_shapes: Rows and columns of each query (TokenizedInput.query_vectors).
         grids: Patches, rows and columns of patches, and bytes of a patch, of each image (TokenizedInput.images).
         cancels: Ids of requests to cancel.
         clears: Ids of requests to empty the prefix cache. The core sends PrefixCacheCleared for each. Running
             requests continue.
     """
 
-    client_number: int = 0
+    connection_number: int = 0
     params: list[PoolingParams] = []
     clients: list[tuple[str, str]] = []
     requests: list[RequestHeader] = []
@@ -222,14 +223,14 @@ class ArrayHeader(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepResults(msgspec.Struct, tag=True, frozen=True):
-    """Core to client: the results of one step. Frames: the values of each array, float32.
+    """Core to client: the results and the load of one step. Frames: the values of each array, float32.
 
-    A step that runs only inner chunks of long prompts has no arrays. A message with `num_tokens` 0 is no step and only
-    updates `cache_use`.
+    A step that runs only inner chunks of long prompts has no arrays. `num_tokens` is 0 if no sequence ran: after
+    loading, and when every sequence of a batch failed. The client then counts no step, and reads the other metrics.
 
     Attributes:
         arrays: Headers of the frames.
-        num_tokens: Tokens that the step processed.
+        num_tokens: Tokens that the step processed; 0: no sequence ran.
         step_s: Seconds that the step took.
         cache_use: None for models that run prompts whole.
         load: Load of the step.
@@ -287,7 +288,7 @@ class SubmitRequest(NamedTuple):
         inputs: At least one.
         priority: Lower runs first.
         timeout_s: Seconds until its deadline; None: no deadline.
-        client: The client that sent it.
+        client: Name of the API key; see RequestOptions.
         namespace: Requests share cached prefixes within a namespace only; see RequestOptions.
     """
 
@@ -321,10 +322,12 @@ class ClientMessageBuilder:
 
     def pack(self) -> tuple[ClientMessage, Frame]:
         """Returns the message and its frame. There must be something to send."""
-        params = {id(request.params): request.params for request in self.requests}
+        params = dict.fromkeys(request.params for request in self.requests)
         clients = dict.fromkeys((request.client, request.namespace) for request in self.requests)
         inputs = [tokens for request in self.requests for tokens in request.inputs]
-        queries = {id(tokens.query): tokens.query for tokens in inputs if tokens.query is not None}
+        queries = {
+            id(tokens.query_vectors): tokens.query_vectors for tokens in inputs if tokens.query_vectors is not None
+        }
         pictured = [(i, image) for i, tokens in enumerate(inputs) if tokens.images for image in tokens.images]
         images = {id(image): image for _, image in pictured}
         param_index, client_index, query_index, image_index = (
@@ -333,7 +336,7 @@ class ClientMessageBuilder:
         headers = [
             RequestHeader(
                 request.request_id,
-                param_index[id(request.params)],
+                param_index[request.params],
                 client_index[request.client, request.namespace],
                 request.priority,
                 request.timeout_s,
@@ -346,7 +349,9 @@ class ClientMessageBuilder:
             type_boundaries=[tokens.type_boundary for tokens in inputs],
             num_prompt_tokens=[tokens.num_prompt_tokens for tokens in inputs],
             num_masked=[tokens.num_masked for tokens in inputs],
-            queries=[-1 if tokens.query is None else query_index[id(tokens.query)] for tokens in inputs],
+            queries=[
+                -1 if tokens.query_vectors is None else query_index[id(tokens.query_vectors)] for tokens in inputs
+            ],
             image_inputs=[index for index, _ in pictured],
             image_indices=[image_index[id(image)] for _, image in pictured],
         )
@@ -354,9 +359,10 @@ class ClientMessageBuilder:
         arrays += [np.ascontiguousarray(query, np.float32).view(np.int32).ravel() for query in queries.values()]
         arrays += [_as_int32(image.pixels) for image in images.values()]
         frame = memoryview(np.concatenate(arrays, dtype=np.int32)).cast("B") if arrays else b""
+        any_id = next(iter(self.cancels or self.clears or [self.requests[0].request_id]))
         message = ClientMessage(
-            client_number=client_number_of(next(iter(self.cancels or self.clears or [self.requests[0].request_id]))),
-            params=list(params.values()),
+            connection_number=connection_number_of(any_id),
+            params=list(params),
             clients=list(clients),
             requests=headers,
             inputs=columns,

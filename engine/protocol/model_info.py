@@ -159,7 +159,7 @@ class ModelInfo:
             models.
         sparse: How the model computes sparse vectors; None if it computes none.
         token_heads: Token heads in addition to the sentence embedding; None if the model has none.
-        query: The model of queries, if a Router gives queries another model than documents. This one is then the
+        query_model: The model of queries, if a Router gives queries another model than documents. This one is then the
             model of documents.
         image: The model of images, if they have their own. This one is then the model of texts.
         image_spec: Preprocessing of the images that this model reads; None: it reads texts only.
@@ -223,7 +223,7 @@ class ModelInfo:
     multi_vector: MultiVector | None = None
     sparse: SparsePooling | None = None
     token_heads: TokenHeadFiles | None = None
-    query: ModelInfo | None = None
+    query_model: ModelInfo | None = None
     image: ModelInfo | None = None
     image_spec: ImageSpec | None = None
     default_is_query: bool = False
@@ -332,7 +332,7 @@ class TokenizerSpec:
             model2vec; None: it is not.
         input_prompts: The prompts around inputs of texts and images; None for other models.
         padding: Padding of texts, which the model reads like other tokens; None: no padding.
-        query: The tokenizer of ModelInfo.query.
+        query_tokenizer: The tokenizer of ModelInfo.query_model.
         config: tokenizer_class and arguments, as in tokenizer_config.json.
     """
 
@@ -348,5 +348,5 @@ class TokenizerSpec:
     chars_per_token: int | None = None
     padding: TextPadding | None = None
     input_prompts: InputPrompts | None = None
-    query: TokenizerSpec | None = None
+    query_tokenizer: TokenizerSpec | None = None
     config: dict[str, Any] = field(default_factory=dict)

@@ -53,10 +53,10 @@ class PoolingParams:
         task: The task; filled in by the engine call.
         step_tag_id: STEP pooling: keep the rows of tokens with this id.
         returned_token_ids: STEP pooling: keep these columns of the class scores.
-        is_query: The inputs are queries of a multi-vector model, or of a model with ModelInfo.query; filled in by the
-            engine call.
-        also: Further tasks that the same forward answers; filled in by the engine call.
-        adapter: Name of the LoRA adapter; filled in by the engine call from RequestOptions. None: the base weights.
+        is_query: The inputs are queries of a multi-vector model, or of a model with ModelInfo.query_model; filled in by
+            the engine call.
+        extra_tasks: Further tasks that the same forward answers; filled in by the engine call.
+        adapter: Name of the LoRA adapter; `resolved` fills it in from RequestOptions. None: the base weights.
         is_compared: Return similarities between the vectors of the input and of its query; filled in by `score`.
     """
 
@@ -71,7 +71,7 @@ class PoolingParams:
     step_tag_id: int | None = None
     returned_token_ids: tuple[int, ...] | None = None
     is_query: bool = False
-    also: tuple[PoolingTask, ...] = ()
+    extra_tasks: tuple[PoolingTask, ...] = ()
     adapter: str | None = None
     is_compared: bool = False
 
@@ -205,21 +205,34 @@ class PoolingParams:
                 param="returned_token_ids",
             )
 
-    def resolved(self, task: PoolingTask | str, model: ModelInfo) -> PoolingParams:
-        """Verifies the parameters and replaces None by the model's defaults."""
+    def resolved(self, task: PoolingTask | str, model: ModelInfo, adapter: str | None = None) -> PoolingParams:
+        """Verifies the parameters and replaces None by the model's defaults.
+
+        Args:
+            task: A task or its name.
+            model: The served model.
+            adapter: Adapter that the request selects (RequestOptions.adapter).
+
+        Raises:
+            ModelNotFoundError: The model has no such adapter.
+            InvalidRequestError: See `verify`.
+        """
         task = _task_of(task)
         self.verify(task, model)
+        adapter = model.adapter_of(adapter or self.adapter)
         if task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED):
             given = self.normalize if self.normalize is not None else self.use_activation
             normalize = model.normalize if given is None else given
+            dimensions = self.dimensions or model.dimensions
             return self.clone(
-                task=task, normalize=normalize, use_activation=normalize, dimensions=self.dimensions or model.dimensions
+                task=task, adapter=adapter, normalize=normalize, use_activation=normalize, dimensions=dimensions
             )
         if task is PoolingTask.SPARSE_EMBED:
-            return self.clone(task=task)
+            return self.clone(task=task, adapter=adapter)
         use_activation = model.use_activation if self.use_activation is None else self.use_activation
         return self.clone(
             task=task,
+            adapter=adapter,
             use_activation=use_activation,
             step_tag_id=self.step_tag_id if self.step_tag_id is not None else model.step_tag_id,
             returned_token_ids=self.returned_token_ids or model.returned_token_ids,

@@ -30,7 +30,7 @@ class TokenizedInput:
         type_boundary: Index of the first token of type 1; 0 means that all tokens are of type 0.
         num_prompt_tokens: Leading tokens that pooling leaves out (0 unless the model excludes its prompt).
         num_masked: Trailing tokens of a ColBERT query. They attend to the other tokens; no token attends to them.
-        query: [Q, D] float32. Query vectors, if this input is a ColBERT document to score.
+        query_vectors: [Q, D] float32. Query vectors, if this input is a ColBERT document to score.
         images: The patches of its images. In an encoder of images there is one, and `token_ids` are zeros, one for each
             row of the model; otherwise `token_ids` contain placeholders for them. Empty: a text.
         is_truncated: Whether a part of the input was removed to fit a limit. Unknown in the engine's process.
@@ -40,7 +40,7 @@ class TokenizedInput:
     type_boundary: int = 0
     num_prompt_tokens: int = 0
     num_masked: int = 0
-    query: NDArray[np.float32] | None = None
+    query_vectors: NDArray[np.float32] | None = None
     images: tuple[ImagePatches, ...] = ()
     is_truncated: bool = False
 
@@ -55,7 +55,12 @@ class TokenizedInput:
     def __getitem__(self, part: slice) -> TokenizedInput:
         """Returns some of the tokens, as a view; boundaries stay those of the whole input."""
         return TokenizedInput(
-            self.token_ids[part], self.type_boundary, self.num_prompt_tokens, self.num_masked, self.query, self.images
+            self.token_ids[part],
+            self.type_boundary,
+            self.num_prompt_tokens,
+            self.num_masked,
+            self.query_vectors,
+            self.images,
         )
 
 

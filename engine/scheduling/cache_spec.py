@@ -1,12 +1,21 @@
-"""Keys, values and states that a model keeps between chunks, and the size of their pools. Plain Python."""
+"""Keys, values and states that a model keeps between chunks, and their memory pool. Plain Python."""
 
 from __future__ import annotations
 
+import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from ..protocol.errors import MachineError
+from ..protocol.config import EngineConfig, SchedulerConfig
+from ..protocol.errors import MachineError, ModelLoadError
+from .kv_cache_pool import KvCachePool
+from .sequence_pool import SequencePool, SsmStatePool
+
+logger = logging.getLogger("penstock.engine")
+
+_SLOT_SHARE: Final = 0.25
+"""Share of a hybrid model's memory for state slots. A sequence needs one slot but many blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +69,6 @@ class CacheSpec:
         return sum(math.prod(s.conv_shape) * itemsize + math.prod(s.ssm_shape) * 4 for s in self.ssm_layers)
 
 
-_SLOT_SHARE: Final = 0.25
-"""Share of a hybrid model's memory for state slots. A sequence needs one slot but many blocks."""
-
-
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
     """Sizes of the pools.
@@ -114,3 +119,70 @@ def plan_pool(spec: CacheSpec, memory_bytes: int, *, block_size: int, itemsize: 
         num_slots = max(1, min(max_num_seqs, slots_bytes // slot_bytes))
     num_blocks = (memory_bytes - num_slots * slot_bytes) // block_bytes if block_bytes else 0
     return PoolPlan(num_blocks, num_slots, num_blocks * block_bytes + num_slots * slot_bytes)
+
+
+def make_pool(
+    spec: CacheSpec, config: EngineConfig, *, num_bytes: int, itemsize: int, max_num_seqs: int, is_reserved: bool
+) -> tuple[PoolPlan, SequencePool] | None:
+    """Plans the memory of sequences in chunks and logs it. Returns None if no sequence fits into it.
+
+    Args:
+        spec: Keys, values and states of the model.
+        config: Settings of the operator.
+        num_bytes: Bytes of the memory.
+        itemsize: Bytes of a key.
+        max_num_seqs: Sequences of a forward.
+        is_reserved: Whether the device reserves the whole memory now. A CPU uses it when long inputs need it.
+
+    Raises:
+        ModelLoadError: No sequence fits, and the operator has set `kv_cache_memory`.
+    """
+    block_size = config.cache.kv_block_size
+    try:
+        plan = plan_pool(
+            replace(spec, ssm_layers=2 * spec.ssm_layers),  # a slot has two buffers; see ChunkMemory
+            num_bytes,
+            block_size=block_size,
+            itemsize=itemsize,
+            max_num_seqs=max_num_seqs,
+        )
+    except ModelLoadError as error:
+        if config.cache.kv_cache_memory is not None:
+            raise
+        logger.warning("inputs do not run in chunks: %s", error.message)
+        return None
+    pool = SequencePool(
+        KvCachePool(plan.num_blocks, block_size) if plan.num_blocks else None,
+        SsmStatePool(plan.num_slots) if plan.num_slots else None,
+        enable_prefix_caching=config.cache.enable_prefix_caching and spec.shares_prefixes,
+    )
+    logger.info("%s", describe_pool(pool, config.scheduler, plan.bytes, is_reserved=is_reserved))
+    return plan, pool
+
+
+def describe_pool(sequence_pool: SequencePool, limits: SchedulerConfig, num_bytes: int, *, is_reserved: bool) -> str:
+    """Returns a log line: the size of the pool, the size of chunks, and whether the prefix cache is on.
+
+    Args:
+        sequence_pool: Memory of sequences that run in chunks.
+        limits: Settings of the operator.
+        num_bytes: Bytes of the pool; see PoolPlan.
+        is_reserved: See make_pool.
+    """
+    kv, ssm = sequence_pool.kv, sequence_pool.ssm
+    sizes = []
+    if kv is not None:
+        sizes.append(f"{kv.num_blocks * kv.block_size:,} tokens ({kv.num_blocks:,} blocks of {kv.block_size})")
+    if ssm is not None:
+        sizes.append(f"{ssm.num_slots:,} state slot{'s' * (ssm.num_slots != 1)}")
+    chunks = "off"
+    if limits.enable_chunked_prefill:
+        chunks = "of adaptive size" if limits.chunk_size is None else f"of {limits.chunk_size:,} tokens"
+    memory = _mib(num_bytes) if is_reserved else f"up to {_mib(num_bytes)}, used only as inputs need it"
+    prefixes = "off" if sequence_pool.prefixes is None else "on"
+    return f"the pool holds {' and '.join(sizes)} in {memory}; chunks: {chunks}; prefix cache: {prefixes}"
+
+
+def _mib(num_bytes: int) -> str:
+    mib = num_bytes / 2**20
+    return f"{mib:,.0f} MiB" if mib >= 10 else f"{mib:.2g} MiB"

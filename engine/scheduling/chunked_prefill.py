@@ -32,6 +32,17 @@ from .sequence import ChunkState, InputSequence, PrefillChunk, Request, Status
 
 ChunkId = tuple[Hashable, int]
 
+_BUSY_STEP_S: Final = 0.15
+"""Seconds. Target time of the chunks of a forward while other sequences wait."""
+_IDLE_STEP_S: Final = 1.0
+"""Seconds. Target time while no other sequence waits. A new sequence waits for half of it on average."""
+_OLD_SHARE: Final = 0.5
+"""Share of the old value in the running means."""
+_BUSY_MIN_TOKENS: Final = 128
+"""Tokens. Smaller chunks take about as long, because each forward has a fixed cost."""
+_IDLE_MIN_TOKENS: Final = 512
+_ROUND_TO: Final = 16
+
 
 class ChunkStateError(ValueError):
     """A chunk or its prompt is unknown, or is in the wrong state for the call. Always a bug of the caller."""
@@ -58,8 +69,7 @@ class ChunkedPrefillManager:
             priority.
 
     Attributes:
-        requests: The InputSequence of each prompt by its id. The specification sets this name. Scheduler.requests has
-            the requests of clients.
+        requests: The InputSequence of each prompt by its id. Scheduler.requests has the requests of clients.
     """
 
     def __init__(
@@ -340,18 +350,6 @@ class ChunkedPrefillManager:
         if sequence.chunks_in_flight:
             chunk = sequence.chunks_in_flight[0]
             raise ChunkStateError(f"chunk {chunk.chunk_id} of request {sequence.sequence_id!r} is still {chunk.state}.")
-
-
-_BUSY_STEP_S: Final = 0.15
-"""Seconds. Target time of the chunks of a forward while other sequences wait."""
-_IDLE_STEP_S: Final = 1.0
-"""Seconds. Target time while no other sequence waits. A new sequence waits for half of it on average."""
-_OLD_SHARE: Final = 0.5
-"""Share of the old value in the running means."""
-_BUSY_MIN_TOKENS: Final = 128
-"""Tokens. Smaller chunks take about as long, because each forward has a fixed cost."""
-_IDLE_MIN_TOKENS: Final = 512
-_ROUND_TO: Final = 16
 
 
 class ChunkSizeController:

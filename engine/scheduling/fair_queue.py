@@ -128,8 +128,8 @@ class _Client:
 class FairQueue:
     """Waiting sequences by client. Not thread-safe: its owner holds a lock.
 
-    Adding a request is a binary search and an insertion into a list. Removing a sequence sets a flag. A window of k
-    sequences costs O(k), and a step for each client.
+    Adding a request is a binary search and an insertion into a list. Removing a sequence sets a flag. Reading the next
+    k sequences costs O(k), and a step for each client.
 
     Args:
         forward_tokens: Tokens of a full forward; `due` is rounded up to a multiple of it.
@@ -209,7 +209,7 @@ class FairQueue:
         start = self._virtual_time if client is None else client.start
         return (start, *_sort_key(sequence))
 
-    def window(self, max_tokens: int, max_seqs: int, *, is_long: bool = False) -> list[InputSequence]:
+    def next_sequences(self, max_tokens: int, max_seqs: int, *, is_long: bool = False) -> list[InputSequence]:
         """Returns the next short, or long, sequences in order, up to a limit. At least one if any waits."""
         clients = []
         for client in self._clients.values():

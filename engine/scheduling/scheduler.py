@@ -251,16 +251,16 @@ class Scheduler:
     def _short_window(self, now_s: float, batch: Batch) -> list[InputSequence]:
         """Expires and then returns the next short sequences, best first.
 
-        Groups sequences of similar length within several batches, unless the whole first batch has waited too long.
+        Groups sequences of similar length within several batches, unless each of the first batch has waited too long.
         """
         window = self._live_window(1, now_s, batch)
-        if window and now_s - window[-1].request.arrival_s <= self._max_wait_s:
+        if any(now_s - sequence.request.arrival_s <= self._max_wait_s for sequence in window):
             window = group_by_length(self._live_window(_WINDOW_BATCHES, now_s, batch), now_s, self._max_wait_s)
         return window
 
     def _live_window(self, num_batches: int, now_s: float, batch: Batch) -> list[InputSequence]:
         """Returns the short sequences of the next batches that have not expired."""
-        while window := self.waiting.window(num_batches * self.token_budget, num_batches * self._max_num_seqs):
+        while window := self.waiting.next_sequences(num_batches * self.token_budget, num_batches * self._max_num_seqs):
             self._expire(window, now_s, batch)
             if not batch.expired:
                 return window
@@ -276,7 +276,7 @@ class Scheduler:
         if chunk_budget.num_tokens < 1 or chunk_budget.num_seqs < 1:
             return
         self._waits_for_memory = False
-        while heads := self.waiting.window(1, 1, is_long=True):
+        while heads := self.waiting.next_sequences(1, 1, is_long=True):
             self._expire(heads, now_s, batch)
             (sequence,) = heads
             if sequence.status is Status.WAITING and not (

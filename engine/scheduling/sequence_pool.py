@@ -135,11 +135,6 @@ class SequencePool:
         return 0 if self.prefixes is None else self.prefixes.num_evicted
 
     @property
-    def num_allocations(self) -> int:
-        """Sequences with an allocation."""
-        return len(self._allocations)
-
-    @property
     def capacity_tokens(self) -> int | None:
         """Tokens of the longest sequence that fits: 0 in an empty pool, None if there are only slots (any length)."""
         if self.kv is None:

@@ -60,13 +60,15 @@ class InputEncoder:
         if tokenizer.input_prompts is not None and images is not None:
             self._prompt_encoder = PromptEncoder(tokenizer.input_prompts, tokenizer, images)
         self._queries: InputEncoder | None = None
-        if info.query is not None and tokenizer.query is not None:
-            limit = min(info.query.max_model_len, info.max_model_len)  # of one sequence in the scheduler
-            self._queries = InputEncoder(replace(info.query, max_model_len=limit), tokenizer.query, config)
+        if info.query_model is not None and tokenizer.query_tokenizer is not None:
+            limit = min(info.query_model.max_model_len, info.max_model_len)  # of one sequence in the scheduler
+            self._queries = InputEncoder(
+                replace(info.query_model, max_model_len=limit), tokenizer.query_tokenizer, config
+            )
 
     def with_query_flag(self, params: PoolingParams, options: RequestOptions) -> PoolingParams:
         """Returns parameters with `is_query`, if the model distinguishes queries and documents."""
-        if self._info.multi_vector is None and self._info.query is None:
+        if self._info.multi_vector is None and self._info.query_model is None:
             return params
         is_query, name = options.is_query, options.prompt_name
         if is_query is None:

@@ -131,7 +131,7 @@ class LateChunking:
 
 def verify_late_chunking(info: ModelInfo) -> None:
     """Raises InvalidRequestError if the embedding of the model is not the mean of its token rows."""
-    if info.query is not None:
+    if info.query_model is not None:
         raise InvalidRequestError(
             f"late_chunking does not fit {info.name}, whose queries have their own model; leave late_chunking out.",
             param="late_chunking",

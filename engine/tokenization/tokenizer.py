@@ -74,7 +74,7 @@ class TokenizerPool:
     Attributes:
         special_tokens: Tokens that the tokenizer adds around a text; None if it also changes texts in other ways.
         multi_vector_tokens: Special tokens of a multi-vector model.
-        query: The tokenizer of ModelInfo.query; None if queries have no other model than documents.
+        query_tokenizer: The tokenizer of ModelInfo.query_model; None if queries have no other model than documents.
         end_id, padding, input_prompts, config: As in `spec`.
 
     Args:
@@ -94,9 +94,9 @@ class TokenizerPool:
         num_workers: int,
         max_chars: int = sys.maxsize,
         on_rejection: Callable[[], None] = lambda: None,
-        query: TokenizerPool | None = None,
+        query_tokenizer: TokenizerPool | None = None,
     ) -> None:
-        self.query = query
+        self.query_tokenizer = query_tokenizer
         self._tokenizer = ModelTokenizer(
             Tokenizer.from_str(spec.json),
             vocab_size=vocab_size,
@@ -256,8 +256,8 @@ class TokenizerPool:
     def close(self) -> None:
         """Ends the worker threads; waiting jobs raise EngineUnavailableError."""
         self._jobs.close()
-        if self.query is not None:
-            self.query.close()
+        if self.query_tokenizer is not None:
+            self.query_tokenizer.close()
 
     def _renderer(self) -> ChatRenderer:
         """Returns the chat renderer, created on first use; raises InvalidRequestError if there is no template."""

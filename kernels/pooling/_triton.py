@@ -16,8 +16,9 @@ from ..backends import on_device
 from ._torch import MAX_TRITON_WIDTH, PoolArguments
 
 BLOCK_ROWS = 256
-# Maximum number of (sequence, block) programs, some of them empty. Above it sequences are not split.
+# Above either limit sequences are not split: (sequence, block) programs, some of them empty, and bytes of block totals.
 MAX_PROGRAMS = 1 << 15
+MAX_BLOCK_BYTES = 1 << 26
 COMPILE_OPTIONS = {"maxnreg": 128, "enable_fp_fusion": True}
 
 
@@ -30,6 +31,15 @@ def _bounds(cu_seqlens_ptr, skip_ptr, n, HAS_SKIP: tl.constexpr):
     if HAS_SKIP:
         first = start + tl.minimum(tl.maximum(tl.load(skip_ptr + n), 0), end - start)
     return start, first, end
+
+
+@triton.jit
+def _first_block(start, n, BLOCK_ROWS: tl.constexpr):
+    """Index of the first block of a sequence among the blocks of all sequences.
+
+    A sequence of L rows has at most L // BLOCK_ROWS + 1 blocks, so the blocks of two sequences never overlap.
+    """
+    return (start // BLOCK_ROWS + n).to(tl.int64)
 
 
 @triton.jit
@@ -197,7 +207,7 @@ def _pool_kernel(
     _finish(out_ptr, normalize_ptr, total, weight, n, start, first, end, columns, limit, width, POOLING, NORMALIZE)
 
 
-@triton.jit(do_not_specialize=["cu_seqlens_ptr", "dimensions_ptr", "skip_ptr", "width", "num_blocks"])
+@triton.jit(do_not_specialize=["cu_seqlens_ptr", "dimensions_ptr", "skip_ptr", "width"])
 def _partial_kernel(
     hidden_ptr,
     cu_seqlens_ptr,
@@ -209,7 +219,6 @@ def _partial_kernel(
     stride_row,
     hidden_size,
     width,
-    num_blocks,
     POOLING: tl.constexpr,
     HAS_DIMENSIONS: tl.constexpr,
     HAS_SKIP: tl.constexpr,
@@ -217,7 +226,7 @@ def _partial_kernel(
     UNROLL: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """block_total[n, b] = sum or maximum of block b of sequence n; not written if the sequence has no block b."""
+    """block_total[first block of n + b] = sum or maximum of block b of sequence n, if the sequence has a block b."""
     n = tl.program_id(0)
     block = tl.program_id(1)
     start, first, end = _bounds(cu_seqlens_ptr, skip_ptr, n, HAS_SKIP)
@@ -241,13 +250,13 @@ def _partial_kernel(
             UNROLL,
             BLOCK_D,
         )
-        index = n.to(tl.int64) * num_blocks + block
+        index = _first_block(start, n, BLOCK_ROWS) + block
         tl.store(block_total_ptr + index * hidden_size + columns, total, mask=columns < hidden_size)
         if POOLING == "weighted":
             tl.store(block_weight_ptr + index, weight)
 
 
-@triton.jit(do_not_specialize=["cu_seqlens_ptr", "dimensions_ptr", "normalize_ptr", "skip_ptr", "width", "num_blocks"])
+@triton.jit(do_not_specialize=["cu_seqlens_ptr", "dimensions_ptr", "normalize_ptr", "skip_ptr", "width"])
 def _combine_kernel(
     block_total_ptr,
     block_weight_ptr,
@@ -258,7 +267,6 @@ def _combine_kernel(
     out_ptr,
     hidden_size,
     width,
-    num_blocks,
     POOLING: tl.constexpr,
     NORMALIZE: tl.constexpr,
     HAS_DIMENSIONS: tl.constexpr,
@@ -274,7 +282,7 @@ def _combine_kernel(
     weight = tl.full((), 0.0, tl.float32)
     total = _initial_total(POOLING, BLOCK_D)
     for block in range(tl.cdiv(end - first, BLOCK_ROWS)):
-        index = n.to(tl.int64) * num_blocks + block
+        index = _first_block(start, n, BLOCK_ROWS) + block
         mask = _read_mask(columns, limit, hidden_size, first < end)
         block_total = tl.load(block_total_ptr + index * hidden_size + columns, mask=mask, other=0.0)
         if POOLING == "max":
@@ -312,7 +320,9 @@ def pool_triton(args: PoolArguments, max_seqlen: int | None) -> Tensor:
     has_dimensions, has_skip = dimensions is not None, skip_tokens is not None
 
     num_blocks = triton.cdiv(num_tokens if max_seqlen is None else min(max_seqlen, num_tokens), BLOCK_ROWS)
-    is_split = pooling not in ("cls", "last") and num_blocks > 1 and num_blocks * num_seqs <= MAX_PROGRAMS
+    num_totals = num_tokens // BLOCK_ROWS + num_seqs  # one past the last index of _first_block
+    is_small = num_blocks * num_seqs <= MAX_PROGRAMS and num_totals * hidden_size * 4 <= MAX_BLOCK_BYTES
+    is_split = pooling not in ("cls", "last") and num_blocks > 1 and is_small
     with on_device(hidden_states):
         if not is_split:
             _pool_kernel[(num_seqs,)](
@@ -334,8 +344,8 @@ def pool_triton(args: PoolArguments, max_seqlen: int | None) -> Tensor:
                 **tile,
             )
             return out
-        block_total = torch.empty(num_seqs, num_blocks, hidden_size, dtype=torch.float32, device=hidden_states.device)
-        block_weight = torch.empty(num_seqs, num_blocks, dtype=torch.float32, device=hidden_states.device)
+        block_total = torch.empty(num_totals, hidden_size, dtype=torch.float32, device=hidden_states.device)
+        block_weight = torch.empty(num_totals, dtype=torch.float32, device=hidden_states.device)
         _partial_kernel[(num_seqs, num_blocks)](
             hidden_states,
             cu_seqlens,
@@ -347,7 +357,6 @@ def pool_triton(args: PoolArguments, max_seqlen: int | None) -> Tensor:
             hidden_states.stride(0),
             hidden_size,
             width,
-            num_blocks,
             POOLING=pooling,
             HAS_DIMENSIONS=has_dimensions,
             HAS_SKIP=has_skip,
@@ -364,7 +373,6 @@ def pool_triton(args: PoolArguments, max_seqlen: int | None) -> Tensor:
             out,
             hidden_size,
             width,
-            num_blocks,
             POOLING=pooling,
             NORMALIZE=norm_mode,
             HAS_DIMENSIONS=has_dimensions,

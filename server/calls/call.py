@@ -7,8 +7,8 @@ builds the response:
     call = await Call.start(request, body.model, EMBEDDERS)
     call.reserve(size_of_numbers(...), param="inputs")
     result = await call.engine.embed(body.inputs, params, call.options())
-    call.count(PoolingTask.EMBED, result)
-    return call.respond({**call.response_fields("embd"), "data": ...})
+    num_tokens = call.count(PoolingTask.EMBED, result)
+    return call.respond({**call.response_fields("embd", num_tokens), "data": ...})
 """
 
 from __future__ import annotations
@@ -108,7 +108,6 @@ class Call:
         name: Name of the model in the response.
         adapter: LoRA adapter that the request names; None: none.
         began_s: time.perf_counter() when the handler began.
-        num_tokens: Number of tokens of all inputs; 0 until `count` is called.
         truncated: Counts the inputs that were truncated.
     """
 
@@ -119,7 +118,6 @@ class Call:
         "engine",
         "info",
         "name",
-        "num_tokens",
         "request",
         "target",
         "truncated",
@@ -134,7 +132,6 @@ class Call:
         self.name = target.name
         self.adapter = target.adapter
         self.began_s = began_s
-        self.num_tokens = 0
         self.truncated = TruncatedInputs()
 
     @classmethod
@@ -235,18 +232,27 @@ class Call:
         adapter = prompt.adapter or options.adapter
         return replace(options, prompt=prompt.text, is_query=prompt.is_query, adapter=adapter)
 
-    def count(self, task: str, result: EngineResult) -> None:
-        """Counts the tokens and truncated inputs of an engine result under the name of the task in the metrics."""
-        self.num_tokens = self.context.metrics.count(task, result.num_tokens, self.truncated.num)
+    def count(self, task: str, result: EngineResult) -> int:
+        """Counts the tokens and truncated inputs of an engine result under the name of the task in the metrics.
 
-    def response_fields(self, id_prefix: str) -> dict[str, Any]:
-        """Returns the fields of an OpenAI response except `data`. The id starts with `id_prefix`."""
+        Returns:
+            Number of tokens of all inputs.
+        """
+        return self.context.metrics.count(task, result.num_tokens, self.truncated.num)
+
+    def response_fields(self, id_prefix: str, num_tokens: int) -> dict[str, Any]:
+        """Returns the fields of an OpenAI response except `data`.
+
+        Args:
+            id_prefix: Start of the id.
+            num_tokens: See `count`.
+        """
         return {
             "id": f"{id_prefix}-{self.request.scope['penstock.request_id']}",
             "object": "list",
             "created": int(time.time()),
             "model": self.name,
-            "usage": {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens},
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
 
     def respond(self, content: Any) -> Response:

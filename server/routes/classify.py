@@ -260,8 +260,8 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
         call.reserve(size_of_texts(body.inputs), param="inputs")
     texts, options = await engine_inputs(call, body, options)
     result = await _classes(call.engine, body, texts, options)
-    call.count(PoolingTask.CLASSIFY, result)
-    fields = call.response_fields("classify")
+    num_tokens = call.count(PoolingTask.CLASSIFY, result)
+    fields = call.response_fields("classify", num_tokens)
     if body.inputs is not None:
         is_multi_label = info.activation is Activation.SIGMOID and len(result.labels) > 1
         rows = _cohere_rows(fields["id"], body.inputs, result, is_multi_label=is_multi_label)
@@ -322,11 +322,11 @@ async def _classify_tokens(call: Call, body: ClassifyRequest) -> Response:
     options = call.reserve_rows(call.options(priority=body.priority), names_tokens=True)
     texts, options = await engine_inputs(call, body, options)
     result = await call.engine.token_classify(texts, body.pooling_params(), options)
-    call.count(PoolingTask.TOKEN_CLASSIFY, result)
+    num_tokens = call.count(PoolingTask.TOKEN_CLASSIFY, result)
     ids = sorted({token_id for row_ids in result.token_ids for token_id in row_ids})
     words = await call.engine.detokenize([[token_id] for token_id in ids], skip_special_tokens=False)
     rows = _token_rows(result, dict(zip(ids, words, strict=True)))
-    return call.respond({**call.response_fields("classify"), "labels": result.labels, "data": rows})
+    return call.respond({**call.response_fields("classify", num_tokens), "labels": result.labels, "data": rows})
 
 
 def _vllm_rows(result: ClassResult) -> Iterator[dict[str, Any]]:

@@ -250,7 +250,7 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
     call.reserve(vectors.plus(size_of_texts(texts)), param=param)
     inputs = await read_images(call, contents, param)
     result = await call.engine.embed(inputs, params, options)
-    call.count(PoolingTask.EMBED, result)
+    num_tokens = call.count(PoolingTask.EMBED, result)
     images = await image_usage(inputs, result.num_tokens)
     rows = np.ascontiguousarray(result.embeddings)
     return call.respond(
@@ -263,7 +263,7 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
             "meta": {
                 "api_version": {"version": version},
                 "billed_units": {
-                    "input_tokens": call.num_tokens - images.num_tokens,
+                    "input_tokens": num_tokens - images.num_tokens,
                     "image_tokens": images.num_tokens,
                     **({"images": len(images.sizes)} if images.sizes else {}),
                 },

@@ -170,7 +170,7 @@ async def encode(body: EncodeRequest, request: Request) -> Response:
         call.reserve(size_of_sparse(body.num_inputs()))
     texts, options = await engine_inputs(call, body, call.reserve_rows(options))
     result = await call.engine.embed_combined(texts, tasks, params, options)
-    call.count("+".join(tasks), result)
+    num_tokens = call.count("+".join(tasks), result)
     columns: dict[str, list[Any]] = {}
     if result.embeddings is not None:
         columns["dense"] = lazy_rows(result.embeddings, encoding)
@@ -191,4 +191,4 @@ async def encode(body: EncodeRequest, request: Request) -> Response:
         }
         for i in range(len(result.num_tokens))
     ]
-    return call.respond({**call.response_fields("encode"), "data": data})
+    return call.respond({**call.response_fields("encode", num_tokens), "data": data})

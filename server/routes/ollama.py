@@ -277,14 +277,14 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     call.reserve(size_of_numbers(len(body.input) * vector_width(call.info, params)))
     options = call.options(call.target.default_prompt_name)
     result = await call.engine.embed(body.input, params, options)
-    call.count(PoolingTask.EMBED, result)
+    num_tokens = call.count(PoolingTask.EMBED, result)
     return call.respond(
         {
             "model": body.model or call.info.name,
             "embeddings": result.embeddings,
             "total_duration": round((time.perf_counter() - call.began_s) * 1e9),
             "load_duration": round(load_s * 1e9) if load_s > _LOADED_S else 0,
-            "prompt_eval_count": call.num_tokens,
+            "prompt_eval_count": num_tokens,
         }
     )
 

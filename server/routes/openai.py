@@ -214,8 +214,8 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     texts, options = await engine_inputs(call, body, options)
     embed = call.engine.embed_late if body.late_chunking else call.engine.embed
     result = await embed(texts, params, options)
-    call.count(PoolingTask.EMBED, result)
-    return vectors_response(request, call.response_fields("embd"), result.embeddings, encodings)
+    num_tokens = call.count(PoolingTask.EMBED, result)
+    return vectors_response(request, call.response_fields("embd", num_tokens), result.embeddings, encodings)
 
 
 @router.task(
@@ -237,8 +237,10 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
     encodings, options = _encodings_and_options(call, body, params)
     texts, options = await engine_inputs(call, body, call.reserve_rows(options))
     result = await call.engine.token_embed(texts, params, options)
-    call.count(PoolingTask.TOKEN_EMBED, result)
-    return vectors_response(request, call.response_fields("embd"), result.rows, encodings, name="embeddings")
+    num_tokens = call.count(PoolingTask.TOKEN_EMBED, result)
+    return vectors_response(
+        request, call.response_fields("embd", num_tokens), result.rows, encodings, name="embeddings"
+    )
 
 
 def _encodings_and_options(

@@ -327,12 +327,12 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     queries = await truncate_texts(call, await read_images(call, [body.query], "query"), body.max_tokens_per_query)
     documents = await truncate_texts(call, inputs, body.max_tokens_per_doc)
     result = await call.engine.score(queries, documents, body.pooling_params(), options)
-    call.count(RERANK, result)
+    num_tokens = call.count(RERANK, result)
     best = np.argsort(-result.scores, kind="stable")[: body.num_results()].tolist()
     scores: list[np.float32] = list(result.scores)
     version = "2" if path.startswith("/v2") else "1"
     units = math.ceil(len(body.documents) / DOCUMENTS_PER_SEARCH_UNIT)
-    fields = call.response_fields("rerank")
+    fields = call.response_fields("rerank", num_tokens)
     response: dict[str, Any] = {
         **{key: fields[key] for key in ("id", "model", "usage")},
         "results": (_row(body, texts, i, scores[i], with_document=with_documents) for i in best),
@@ -358,9 +358,9 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     queries = await truncate_texts(call, queries, body.max_tokens_per_query)
     documents = await truncate_texts(call, documents, body.max_tokens_per_doc)
     result = await call.engine.score(queries, documents, body.pooling_params(), options)
-    call.count(PoolingTask.SCORE, result)
+    num_tokens = call.count(PoolingTask.SCORE, result)
     rows = ({"index": i, "object": "score", "score": value} for i, value in enumerate(result.scores))
-    return call.respond({**call.response_fields("score"), "data": rows})
+    return call.respond({**call.response_fields("score", num_tokens), "data": rows})
 
 
 def _row(

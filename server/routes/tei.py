@@ -118,8 +118,10 @@ async def embed(body: EmbedBody, request: Request) -> Response:
     options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
     call.reserve(size_of_numbers(len(body.inputs) * vector_width(call.info, params)), param="inputs")
     result = await call.engine.embed(body.inputs, params, options)
-    call.count(PoolingTask.EMBED, result)
-    return _respond(call, np.ascontiguousarray(result.embeddings), num_chars=sum(map(len, body.inputs)))
+    num_tokens = call.count(PoolingTask.EMBED, result)
+    return _respond(
+        call, np.ascontiguousarray(result.embeddings), num_tokens=num_tokens, num_chars=sum(map(len, body.inputs))
+    )
 
 
 @router.task("/embed_all", batch_use=BatchUse.EMBEDDING, response_model=list[list[list[float]]], responses=TEI_HEADERS)
@@ -136,8 +138,10 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
     options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
     options = call.reserve_rows(options, param="inputs")
     result = await call.engine.token_embed(body.inputs, params, options)
-    call.count(PoolingTask.TOKEN_EMBED, result)
-    return _respond(call, [json_array(rows) for rows in result.rows], num_chars=sum(map(len, body.inputs)))
+    num_tokens = call.count(PoolingTask.TOKEN_EMBED, result)
+    return _respond(
+        call, [json_array(rows) for rows in result.rows], num_tokens=num_tokens, num_chars=sum(map(len, body.inputs))
+    )
 
 
 @router.task(
@@ -150,9 +154,9 @@ async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response
     options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
     call.reserve(size_of_sparse(len(body.inputs)), param="inputs")
     result = await call.engine.sparse_embed(body.inputs, body.pooling_params(), options)
-    call.count(PoolingTask.SPARSE_EMBED, result)
+    num_tokens = call.count(PoolingTask.SPARSE_EMBED, result)
     call.reserve(size_beyond_expected(result.vectors), param="inputs")
-    return _respond(call, _sparse_rows(result.vectors), num_chars=sum(map(len, body.inputs)))
+    return _respond(call, _sparse_rows(result.vectors), num_tokens=num_tokens, num_chars=sum(map(len, body.inputs)))
 
 
 @router.task("/similarity", batch_use=BatchUse.TASK, response_model=list[float], responses=TEI_HEADERS)
@@ -169,9 +173,9 @@ async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
         options = replace(options, prompt="")  # otherwise only one side gets a query prompt
     call.reserve(size_of_numbers(len(sentences)), param="inputs.sentences")
     result = await call.engine.score([source], sentences, body.pooling_params(), options)
-    call.count(PoolingTask.SCORE, result)
+    num_tokens = call.count(PoolingTask.SCORE, result)
     num_chars = len(source) + sum(map(len, sentences))
-    return _respond(call, result.scores, num_chars=num_chars)
+    return _respond(call, result.scores, num_tokens=num_tokens, num_chars=num_chars)
 
 
 @router.task(
@@ -198,13 +202,13 @@ async def predict(body: TeiPredictRequest, request: Request) -> Response:
     options = call.options(priority=body.priority)
     call.reserve(size_of_classes(len(entries), info.labels, are_named=True), param="inputs")
     result = await _classify(call.engine, body, options)
-    call.count(PoolingTask.CLASSIFY, result)
+    num_tokens = call.count(PoolingTask.CLASSIFY, result)
     scores = result.scores if body.is_raw else _probabilities(result.scores, info)
     rows = prediction_rows(scores, result.labels, body.top_k)
     num_chars = sum(len(text) for entry in entries for text in entry)
     is_nested = body.inputs.is_batch or body.parameters is not None
     content = rows if is_nested else next(rows)
-    return _respond(call, content, num_chars=num_chars)
+    return _respond(call, content, num_tokens=num_tokens, num_chars=num_chars)
 
 
 async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
@@ -216,11 +220,11 @@ async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
     if body.return_text:
         call.reserve(size_of_texts(body.texts, body.top_n or None), param="texts", remedy=_NO_TEXTS)
     result = await call.engine.score([body.query], body.texts, body.pooling_params(), options)
-    call.count(RERANK, result)
+    num_tokens = call.count(RERANK, result)
     scores = result.scores if body.raw_scores else _probabilities(result.scores, call.info)
     rows = _rank_rows(scores, body.texts if body.return_text else None, body.top_n)
     num_chars = len(body.query) * len(body.texts) + sum(map(len, body.texts))
-    return _respond(call, rows, num_chars=num_chars)
+    return _respond(call, rows, num_tokens=num_tokens, num_chars=num_chars)
 
 
 async def _classify(engine: AsyncEngine, body: TeiPredictRequest, options: RequestOptions) -> ClassResult:
@@ -315,12 +319,13 @@ async def by_model(body: Annotated[dict[str, Any], Body()], request: Request) ->
     return await respond_as(predict, TeiPredictRequest, {"parameters": {}, **body}, request)
 
 
-def _respond(call: Call, content: Any, *, num_chars: int) -> Response:
+def _respond(call: Call, content: Any, *, num_tokens: int, num_chars: int) -> Response:
     """Returns a response with TEI's headers. Its memory has been reserved.
 
     Args:
         call: The call that computed it.
         content: The body; `iter_json` lists its types.
+        num_tokens: See Call.count.
         num_chars: Characters of the inputs.
     """
     compute_ms = _elapsed_ms(call.began_s)
@@ -330,7 +335,7 @@ def _respond(call: Call, content: Any, *, num_chars: int) -> Response:
     response.headers["x-compute-type"] = "cpu" if call.info.device == "cpu" else "gpu"
     response.headers["x-compute-time"] = compute_ms
     response.headers["x-compute-characters"] = str(num_chars)
-    response.headers["x-compute-tokens"] = str(call.num_tokens)
+    response.headers["x-compute-tokens"] = str(num_tokens)
     for name, stage in _STAGE_HEADERS.items():
         response.headers[name] = _milliseconds(stages.get(stage, 0.0))
     response.headers["x-total-time"] = _elapsed_ms(call.began_s)

@@ -240,8 +240,10 @@ async def pooling(body: PoolingRequest, request: Request) -> Response:
         call.reserve(size_of_numbers(body.num_inputs() * width))
     texts, options = await engine_inputs(call, body, options)
     result = await _calls(call.engine)[task](texts, params, options)
-    call.count(task, result)
-    return vectors_response(request, call.response_fields("pooling"), _rows(result), {"data": encoding}, name="pooling")
+    num_tokens = call.count(task, result)
+    return vectors_response(
+        request, call.response_fields("pooling", num_tokens), _rows(result), {"data": encoding}, name="pooling"
+    )
 
 
 @router.get("/load", response_model=Load)

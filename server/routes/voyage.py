@@ -95,13 +95,13 @@ async def embed_multimodal(body: MultimodalRequest, request: Request) -> Respons
     call.reserve(size_of_numbers(len(body.inputs) * width, num_encodings=len(encodings)), param="inputs")
     inputs = await read_images(call, body.inputs, "inputs")
     result = await call.engine.embed(inputs, params, options)
-    call.count(PoolingTask.EMBED, result)
+    num_tokens = call.count(PoolingTask.EMBED, result)
     images = await image_usage(inputs, result.num_tokens)
     usage: Mapping[str, int] = {
-        "text_tokens": call.num_tokens - images.num_tokens,
+        "text_tokens": num_tokens - images.num_tokens,
         "image_pixels": sum(size.width * size.height for size in images.sizes),
         "video_pixels": 0,
-        "total_tokens": call.num_tokens,
+        "total_tokens": num_tokens,
     }
-    head = {**call.response_fields("embd"), "usage": usage}
+    head = {**call.response_fields("embd", num_tokens), "usage": usage}
     return vectors_response(request, head, result.embeddings, encodings)

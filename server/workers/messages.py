@@ -126,7 +126,7 @@ class WorkerPlan:
 
     Attributes:
         settings: Settings of the whole server.
-        client: Number of its EngineClients.
+        connection_number: Number of its EngineClients.
         salt: See SharedState.
         started_s: See SharedState.
     """
@@ -134,7 +134,7 @@ class WorkerPlan:
     settings: ServerSettings
     models: tuple[ServedModel, ...]
     num_workers: int
-    client: int
+    connection_number: int
     salt: bytes
     started_s: int
 

@@ -161,7 +161,7 @@ class WorkerSupervisor:
             on_failure=self._fail,
         )
         self._salt, self._started_s = secrets.token_bytes(SALT_BYTES), int(time.time())
-        self._client_numbers = itertools.count(1)
+        self._connection_numbers = itertools.count(1)
         self._workers: list[HttpProcess] = []
         self._ended_metrics: list[MetricFamily] = []  # counters of the processes that have ended
         self._is_stopping = asyncio.Event()
@@ -235,8 +235,8 @@ class WorkerSupervisor:
             self._announce(self._models.manager.entries)
 
     def _plan(self) -> WorkerPlan:
-        settings, client = self._settings, next(self._client_numbers)
-        return WorkerPlan(settings, self._models.planned, settings.api_workers, client, self._salt, self._started_s)
+        settings, number = self._settings, next(self._connection_numbers)
+        return WorkerPlan(settings, self._models.planned, settings.api_workers, number, self._salt, self._started_s)
 
     def _handle(self, worker: HttpProcess, message: FromWorker) -> None:
         match message:

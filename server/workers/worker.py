@@ -117,9 +117,9 @@ class SupervisorLink:
             config.scheduler.max_queued_tokens,
             config.scheduler.max_queue_s,
             max_request_tokens=planned.config.scheduler.max_queued_tokens,
-            first_id=first_request_id(self._plan.client),
+            first_id=first_request_id(self._plan.connection_number),
         )
-        client = self._clients[model] = EngineClient(self._plan.client, dispatcher, self._on_end)
+        client = self._clients[model] = EngineClient(self._plan.connection_number, dispatcher, self._on_end)
         client.apply_status(self._statuses[model])
         return AsyncEngine.attached(config, ready, dispatcher, client)
 

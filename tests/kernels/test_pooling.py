@@ -173,7 +173,7 @@ def test_splitting_a_long_sequence_changes_nothing(
     from penstock.kernels.pooling import _triton
 
     monkeypatch.setattr(_triton, "BLOCK_ROWS", 16)
-    inputs = make_pooling_inputs(PoolingCase("", (2, 40, 16, 0), 60), device=place.device)
+    inputs = make_pooling_inputs(PoolingCase("", (2, 40, 16, 0, 31, 17, 33), 60), device=place.device)
     arguments = (inputs.hidden_states, inputs.cu_seqlens, kind)
     weights = weights_of(kind, inputs)
     expected = pool_reference(*arguments, weights=weights)
@@ -181,6 +181,8 @@ def test_splitting_a_long_sequence_changes_nothing(
     assert_close("split", expected, split, TOLERANCE[torch.float32])
     # With a bound of one block, one program pools the whole sequence.
     assert torch.equal(split, pool(*arguments, weights=weights, backend="triton", max_seqlen=1))
+    monkeypatch.setattr(_triton, "MAX_BLOCK_BYTES", 1)
+    assert torch.equal(split, pool(*arguments, weights=weights, backend="triton", max_seqlen=40))
 
 
 def test_width_of_several_programs_uses_torch(device: torch.device) -> None:

@@ -97,7 +97,7 @@ def identity_of(info: ModelInfo, is_wanted: Callable[[], bool] = lambda: True) -
 def resolved_fields(info: ModelInfo, left_out: Container[str]) -> dict[str, Any]:
     """Returns the fields of a model, and of its model of queries, without the names in `left_out`."""
     fields = {name: value for name, value in dataclasses.asdict(info).items() if name not in left_out}
-    parts = {"query": info.query, "image": info.image}
+    parts = {"query_model": info.query_model, "image": info.image}
     return fields | {name: resolved_fields(part, left_out) for name, part in parts.items() if part is not None}
 
 
@@ -135,7 +135,7 @@ def _files(info: ModelInfo) -> list[Path]:
     """Returns the files of a model, its Dense modules, its model of queries and its adapters, in a fixed order."""
     if Path(info.path).is_file():
         return [Path(info.path)]
-    models = [part for part in (info, info.query, info.image) if part is not None]
+    models = [part for part in (info, info.query_model, info.image) if part is not None]
     folders = [
         Path(os.path.normpath(Path(m.path, name))) for m in models for name in ("", *(d.folder for d in m.dense))
     ]
@@ -192,4 +192,4 @@ class Keys:
 
 def is_cacheable(params: PoolingParams, transform: str = "") -> bool:
     """Whether outputs of such a request are cached: one vector per input, or the result of an OutputTransform."""
-    return bool(transform) or {params.task, *params.also} <= _CACHED_TASKS
+    return bool(transform) or {params.task, *params.extra_tasks} <= _CACHED_TASKS

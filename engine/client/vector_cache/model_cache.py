@@ -24,7 +24,16 @@ from ..stats import CacheStats
 from .cache import VectorCache
 from .keys import Keys, UnknownIdentityError, identity_of, is_cacheable, stamp_of
 
+logger = logging.getLogger("penstock.engine")
+
+_MANY_TOKENS: Final = 250_000
+"""The keys of more tokens are computed in a thread. Computing the keys of this many takes about a millisecond."""
+_MANY_NUMBERS: Final = 1_000_000
+"""More values are truncated in a thread. Truncating this many takes about a millisecond."""
+_NUM_PARAMS: Final = 64
 _MIN_NORM: Final = 1e-12
+
+Compute = Callable[[list[TokenizedInput], PoolingParams], Awaitable[Sequence[Arrays]]]
 
 
 def whole_params(params: PoolingParams) -> PoolingParams | None:
@@ -33,7 +42,7 @@ def whole_params(params: PoolingParams) -> PoolingParams | None:
     Returns:
         None if the request itself has these parameters, or has outputs that are not embeddings.
     """
-    if not is_cacheable(params) or PoolingTask.EMBED not in (params.task, *params.also):
+    if not is_cacheable(params) or PoolingTask.EMBED not in (params.task, *params.extra_tasks):
         return None
     whole = params.clone(dimensions=None, normalize=False, use_activation=False)
     return None if whole == params else whole
@@ -61,17 +70,6 @@ def truncate_embeddings(outputs: Sequence[Arrays], params: PoolingParams, librar
             norms = np.sqrt(np.square(truncated, dtype=np.float64).sum(axis=1, keepdims=True))
             truncated = truncated / np.maximum(norms, _MIN_NORM).astype(np.float32)
     return [{**output, "embedding": row} for output, row in zip(outputs, truncated, strict=True)]
-
-
-logger = logging.getLogger("penstock.engine")
-
-_MANY_TOKENS: Final = 250_000
-"""The keys of more tokens are computed in a thread. Computing the keys of this many takes about a millisecond."""
-_MANY_NUMBERS: Final = 1_000_000
-"""More values are truncated in a thread. Truncating this many takes about a millisecond."""
-_NUM_PARAMS: Final = 64
-
-Compute = Callable[[list[TokenizedInput], PoolingParams], Awaitable[Sequence[Arrays]]]
 
 
 class ModelCache:

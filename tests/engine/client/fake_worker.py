@@ -65,7 +65,7 @@ def main() -> None:
         message = decode_to_core(first)
         if isinstance(message, ClientMessage):
             text = b"".join(frames).decode()
-            connection.send(encode(RequestFailed(message.client_number, "ClientMessage", text)))
+            connection.send(encode(RequestFailed(message.connection_number, "ClientMessage", text)))
         elif isinstance(message, Stop):
             if model == "deaf":
                 time.sleep(600)

@@ -13,8 +13,13 @@ import pytest
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.errors import DeadlineExceededError, InvalidRequestError, UnsupportedTaskError
-from penstock.engine.protocol.model_info import ModelKind
+from penstock.engine.protocol.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    UnsupportedTaskError,
+)
+from penstock.engine.protocol.model_info import AdapterSpec, ModelKind
 from penstock.engine.protocol.multi_vector import (
     MultiVector,
     MultiVectorTokens,
@@ -96,7 +101,7 @@ async def test_outputs_that_are_not_requested_are_absent(make: Make) -> None:
     result = await engine.embed_combined(["a"], EVERY[1:], PARAMS)
     assert result.embeddings is None
     assert result.vectors is not None
-    assert (core.sent[0][0].params.task, core.sent[0][0].params.also) == (EVERY[1], EVERY[2:])
+    assert (core.sent[0][0].params.task, core.sent[0][0].params.extra_tasks) == (EVERY[1], EVERY[2:])
     result = await engine.embed_combined(["a"], EVERY[2:], PARAMS)
     assert (result.embeddings, result.vectors, result.token_ids) == (None, None, None)
     result = await engine.embed_combined(["a"], EVERY[:1], PARAMS)
@@ -104,6 +109,17 @@ async def test_outputs_that_are_not_requested_are_absent(make: Make) -> None:
     assert result.embeddings is not None
     result = await engine.embed_combined(["a"], (EVERY[2], EVERY[0]), PARAMS)
     assert (result.vectors, result.token_ids) == (None, None)
+
+
+async def test_equal_parameters_of_one_message_are_sent_once(make: Make) -> None:
+    engine, core = make(**ALL_AT_ONCE, adapters=(AdapterSpec(name="legal", index=0),), default_adapter="legal")
+    calls = (engine.embed, engine.token_embed, engine.sparse_embed)
+    chosen = (RequestOptions(adapter="legal"), RequestOptions())
+    await asyncio.gather(*(call(["a"], PARAMS, options) for call in calls for options in chosen for _ in range(4)))
+    assert len({id(submit.params) for submit, _ in core.sent}) == len(calls)
+    assert {submit.params.adapter for submit, _ in core.sent} == {"legal"}
+    with pytest.raises(ModelNotFoundError, match="no LoRA adapter 'tax'"):
+        await engine.embed(["a"], PARAMS, RequestOptions(adapter="tax"))
 
 
 async def test_outputs_that_need_several_runs_are_rejected(make: Make) -> None:

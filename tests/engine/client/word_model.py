@@ -93,10 +93,10 @@ class WordCore:
 def outputs(params: PoolingParams, tokens: TokenizedInput) -> list[tuple[str, np.ndarray]]:
     rows = TABLE[tokens.token_ids]
     if params.is_compared:
-        assert tokens.query is not None
-        return [("similarities", rows @ tokens.query.T)]
+        assert tokens.query_vectors is not None
+        return [("similarities", rows @ tokens.query_vectors.T)]
     made = []
-    for task in (params.task, *params.also):
+    for task in (params.task, *params.extra_tasks):
         if task is PoolingTask.EMBED:
             total = rows.sum(axis=0)
             made.append(("embedding", total / np.linalg.norm(total) if params.normalize else total))

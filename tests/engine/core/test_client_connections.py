@@ -160,15 +160,15 @@ def test_clients_attach_and_disconnect(server: Server) -> None:
     other.close()
     server.handle()
     assert core.receive.call_args.args[1] == b"last message"
-    core.cancel_client.assert_not_called()
+    core.cancel_connection.assert_not_called()
     server.handle()
-    core.cancel_client.assert_called_once_with(4)
+    core.cancel_connection.assert_called_once_with(4)
     server.connections.send(RequestFailed(id_of(4, 1), "E", "for the disconnected client"), [])
     assert first.receive(0.1) is None
 
     first.close()
     server.handle()
-    assert core.cancel_client.call_args.args == (0,)
+    assert core.cancel_connection.call_args.args == (0,)
 
 
 def test_listener_pauses_while_no_connection_can_be_accepted(

@@ -134,7 +134,7 @@ def test_requests_of_a_disconnected_client_are_cancelled() -> None:
     own, other = first_request_id(4) + 1, first_request_id(5) + 1
     driver.submit(own, 3)
     driver.submit(other, 5)
-    driver.core.cancel_client(4)
+    driver.core.cancel_connection(4)
     driver.run_all()
     assert driver.results == {other: {0: [5.0]}}
 

@@ -102,7 +102,7 @@ def test_random_requests_get_their_results(seed: int) -> None:
     for request_id in expected.keys() - cancelled:
         results = driver.results[request_id]
         assert [(sum(results[i]), len(results[i])) for i in range(len(results))] == expected[request_id]
-    assert driver.runner.sequence_pool.num_allocations == 0
+    assert driver.runner.sequence_pool.usage == 0.0
 
 
 @pytest.mark.parametrize(("num_blocks", "num_slots"), [(10, 0), (0, 1)])

@@ -99,7 +99,7 @@ def test_every_kind_of_batch_runs_once() -> None:
     samples = SampleBatches(replace(model(), is_matryoshka=True, embedding_size=8), TOKENIZER)
     num_run = run_all_kinds(samples, run, sequence_pool, token_budget=2048, longest=1000, max_num_seqs=100)
     assert num_run == len(batches)
-    assert sequence_pool.num_allocations == 0
+    assert sequence_pool.usage == 0.0
     assert sequence_pool.usage == 0.0
 
     lengths = [[chunk.num_tokens for chunk in batch] for batch in batches]
@@ -178,7 +178,7 @@ def test_pool_gets_a_share_of_the_remaining_memory(save_folder: SaveFolder) -> N
     gauge.num_tokens = 1_000  # the peak of earlier forwards
     runner.warm_up()
     assert runner.take_times() == []  # the forwards included compilation
-    assert runner.sequence_pool.num_allocations == 0
+    assert runner.sequence_pool.usage == 0.0
     assert [1] in gauge.batches
     assert max(num_bytes for _, num_bytes in runner._meter._taken.values()) <= 300 * 100_000
 

@@ -21,6 +21,15 @@ DISTILBERT = {
     "max_position_embeddings": 160,
     "num_labels": 3,
 }
+NOT_ON_CPU = {
+    "rope-dynamic",
+    "rope-longrope",
+    "phi3-partial",
+    "phi3-longrope-partial",
+    "ministral3-long",
+    "ministral3-two-way-long",
+}
+"""The length of the text changes their rotary positions or queries, or a part of each head is rotated."""
 SPECIAL_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DEBERTA = {
     "relative_attention": True,

@@ -17,6 +17,7 @@ from .families import (
     GEMMA2,
     GEMMA3,
     LLAMA3,
+    NOT_ON_CPU,
     ORIGINAL,
     PHI_FACTORS,
     PHI_LONGROPE,
@@ -33,9 +34,6 @@ from .families import (
     rows_of,
 )
 
-NOT_ON_CPU = {"rope-dynamic", "rope-longrope", "phi3-partial", "phi3-longrope-partial"}
-NOT_ON_CPU |= {"ministral3-long", "ministral3-two-way-long"}
-"""The length of the text changes their rotary positions or queries, or a part of each head is rotated."""
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 TRAINED = "minimind2"
 TEXTS = ["Hi", "The quick brown fox jumps over the lazy dog.", "A penstock leads water to a turbine. " * 12]

@@ -8,28 +8,69 @@ from penstock.engine.protocol.tasks import PoolingType
 
 from ...gguf_files import write_gguf
 from .families import ENCODER_SIZES, WIDE, assert_close, rows_of
-from .test_jina_bert import HUB, Reference, make_weights
+from .jina_bert import HUB, Reference, make_weights
 
-EMBEDDINGS = "token_embd=embeddings.word_embeddings token_types=embeddings.token_type_embeddings "
-BERT = EMBEDDINGS + "token_embd_norm=embeddings.LayerNorm position_embd=embeddings.position_embeddings "
-BLOCK = "attn_q=attention.self.query attn_k=attention.self.key attn_v=attention.self.value "
-BLOCK += "attn_output=attention.output.dense attn_output_norm=attention.output.LayerNorm "
-NOMIC = "attn_output=self_attn.o_proj attn_output_norm=post_attention_layernorm ffn_up=mlp.up_proj "
-NOMIC += "ffn_gate=mlp.gate_proj ffn_down=mlp.down_proj layer_output_norm=post_mlp_layernorm "
-QWEN3 = "attn_norm=input_layernorm ffn_norm=post_attention_layernorm ffn_gate=mlp.gate_proj ffn_up=mlp.up_proj "
-QWEN3 += "ffn_down=mlp.down_proj attn_output=self_attn.o_proj " + " ".join(
-    f"attn_{part}=self_attn.{part}_{kind} " for part, kind in (("q", "proj"), ("k", "proj"), ("v", "proj"))
-)
-QWEN3 += "attn_q_norm=self_attn.q_norm attn_k_norm=self_attn.k_norm"
+EMBEDDINGS = {
+    "token_embd": "embeddings.word_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+}
+BERT_ATTENTION = {
+    "attn_q": "attention.self.query",
+    "attn_k": "attention.self.key",
+    "attn_v": "attention.self.value",
+    "attn_output": "attention.output.dense",
+    "attn_output_norm": "attention.output.LayerNorm",
+}
+MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 # Architecture: names outside of the layers, prefix of the layers, names in a layer.
 NAMES = {
-    "bert": (BERT, "encoder.layer", BLOCK + "ffn_up=intermediate.dense ffn_down=output.dense "
-             "layer_output_norm=output.LayerNorm"),
-    "jina-bert-v2": (EMBEDDINGS + "token_embd_norm=embeddings.LayerNorm", "encoder.layer", BLOCK +
-                     "ffn_up=mlp.gated_layers ffn_down=mlp.wo layer_output_norm=mlp.layernorm"),
-    "nomic-bert": (EMBEDDINGS + "token_embd_norm=embeddings.LayerNorm", "layers", NOMIC),
-    "qwen3": ("token_embd=embed_tokens output_norm=norm", "layers", QWEN3),
-}  # fmt: skip
+    "bert": (
+        {**EMBEDDINGS, "position_embd": "embeddings.position_embeddings"},
+        "encoder.layer",
+        {
+            **BERT_ATTENTION,
+            "ffn_up": "intermediate.dense",
+            "ffn_down": "output.dense",
+            "layer_output_norm": "output.LayerNorm",
+        },
+    ),
+    "jina-bert-v2": (
+        EMBEDDINGS,
+        "encoder.layer",
+        {
+            **BERT_ATTENTION,
+            "ffn_up": "mlp.gated_layers",
+            "ffn_down": "mlp.wo",
+            "layer_output_norm": "mlp.layernorm",
+        },
+    ),
+    "nomic-bert": (
+        {**EMBEDDINGS, "position_embd": "embeddings.position_embeddings"},
+        "layers",
+        {
+            **MLP,
+            "attn_output": "self_attn.o_proj",
+            "attn_output_norm": "post_attention_layernorm",
+            "layer_output_norm": "post_mlp_layernorm",
+        },
+    ),
+    "qwen3": (
+        {"token_embd": "embed_tokens", "output_norm": "norm"},
+        "layers",
+        {
+            **MLP,
+            "attn_norm": "input_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj",
+            "attn_v": "self_attn.v_proj",
+            "attn_output": "self_attn.o_proj",
+            "attn_q_norm": "self_attn.q_norm",
+            "attn_k_norm": "self_attn.k_norm",
+        },
+    ),
+}
 SIZES = ENCODER_SIZES | {"hidden_size": 64, "intermediate_size": 96}
 DECODER = WIDE | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 EXECUTORS = pytest.mark.parametrize("executor", ["torch", "cpu"])
@@ -60,11 +101,9 @@ def metadata_of(architecture, config, **changes):
 def tensors_of(architecture, weights, q8_0="Q8_0"):
     """Maps GGUF's names to (type, values) and to the names of the checkpoint."""
     outside, layers, inside = NAMES[architecture]
-    modules = dict(pair.split("=") for pair in outside.split())
+    modules = dict(outside)
     for layer in {name.removeprefix(f"{layers}.").split(".")[0] for name in weights if name.startswith(f"{layers}.")}:
-        for pair in inside.split():
-            own, module = pair.split("=")
-            modules[f"blk.{layer}.{own}"] = f"{layers}.{layer}.{module}"
+        modules |= {f"blk.{layer}.{own}": f"{layers}.{layer}.{module}" for own, module in inside.items()}
     tensors, names = {}, {}
     for own, module in modules.items():
         for kind in ("weight", "bias"):

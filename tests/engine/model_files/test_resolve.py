@@ -376,11 +376,11 @@ def test_table_shows_values_in_short_lines(tmp_path: Path) -> None:
     query = dataclasses.replace(info, architecture="StaticEmbedding", path="/q")
     dense = DenseSpec(folder="2", in_features=32, out_features=8, bias=True, activation="GELU")
     changed = dataclasses.replace(
-        info, query=query, dense=(dense,), prompts={"query": "q: "}, matryoshka_dimensions=tuple(range(1, 15))
+        info, query_model=query, dense=(dense,), prompts={"query": "q: "}, matryoshka_dimensions=tuple(range(1, 15))
     )
     rows = {name: value for name, value, _ in resolved_table(changed)}
     expected = {
-        "query": "StaticEmbedding in /q",
+        "query_model": "StaticEmbedding in /q",
         "dense": "32 -> 8 GELU",
         "prompts": "query: 'q: '",
         "matryoshka_dimensions": "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, ... (14)",

@@ -70,17 +70,17 @@ def test_requests_survive_a_client_message(
 ) -> None:
     message, frame = send(*submitted, cancels=(*cancels,), clears=(*clears,))
     assert message.clears == clears
-    assert len(message.params) == len({id(each.params) for each in submitted})
+    assert message.params == list(dict.fromkeys(each.params for each in submitted))
     received = unpack_client_message(message, frame)
     assert message.cancels == cancels
     for theirs, ours in zip(submitted, received, strict=True):
         assert ours._replace(inputs=()) == theirs._replace(inputs=())
-        assert ours.params is message.params[list({id(each.params): 0 for each in submitted}).index(id(theirs.params))]
+        assert ours.params is message.params[message.params.index(theirs.params)]
         for before, after in zip(theirs.inputs, ours.inputs, strict=True):
             assert after.token_ids.dtype == np.int32
             assert after.token_ids.tolist() == before.token_ids.tolist()
             assert (after.type_boundary, after.num_prompt_tokens) == (before.type_boundary, before.num_prompt_tokens)
-            assert (after.num_masked, after.query) == (0, None)
+            assert (after.num_masked, after.query_vectors) == (0, None)
             for image, sent in zip(after.images, before.images, strict=True):
                 assert image.grid == sent.grid
                 assert np.array_equal(image.pixels, sent.pixels)
@@ -99,21 +99,21 @@ def test_inputs_share_and_repeat_images() -> None:
 def test_equal_queries_of_inputs_are_sent_once() -> None:
     queries = [np.random.default_rng(n).normal(size=(n, 4)).astype(np.float32) for n in (3, 7)]
     order = [queries[0], None, queries[1], queries[0]]
-    inputs = [TokenizedInput(np.arange(2, dtype=np.int32), num_masked=i, query=q) for i, q in enumerate(order)]
+    inputs = [TokenizedInput(np.arange(2, dtype=np.int32), num_masked=i, query_vectors=q) for i, q in enumerate(order)]
     message, frame = send(SubmitRequest(1, PARAMS[0], inputs))
     (received_request,) = unpack_client_message(message, frame)
     received = received_request.inputs
     assert [got.num_masked for got in received] == [0, 1, 2, 3]
     for got, query in zip(received, order, strict=True):
-        assert got.query is None if query is None else np.array_equal(got.query, query)
-    assert received[0].query is received[3].query
+        assert got.query_vectors is None if query is None else np.array_equal(got.query_vectors, query)
+    assert received[0].query_vectors is received[3].query_vectors
     assert len(frame) == 4 * (2 * 4 + (3 + 7) * 4)
 
 
 def test_message_names_its_client() -> None:
     number = first_request_id(5)
-    assert send(SubmitRequest(number, PARAMS[0], [TokenizedInput(np.ones(1, np.int32))]))[0].client_number == 5
-    assert send(cancels=(number,))[0].client_number == send(clears=(number,))[0].client_number == 5
+    assert send(SubmitRequest(number, PARAMS[0], [TokenizedInput(np.ones(1, np.int32))]))[0].connection_number == 5
+    assert send(cancels=(number,))[0].connection_number == send(clears=(number,))[0].connection_number == 5
 
 
 def test_priority_beyond_64_bits_is_rejected() -> None:

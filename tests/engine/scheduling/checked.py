@@ -231,7 +231,7 @@ class CheckedScheduler:
         for request in scheduler.requests.values():
             unfinished = [sequence for sequence in request.sequences if sequence.status is not Status.FINISHED]
             assert request.num_unfinished == len(unfinished) > 0
-        assert pool.num_allocations == len(self.allocations())
+        assert len(pool._allocations) == len(self.allocations())
         if pool.ssm is not None:
             assert {each.state_slot for each in self.allocations()} == pool.ssm._used
         self.check_blocks()

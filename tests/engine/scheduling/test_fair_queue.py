@@ -20,7 +20,7 @@ def test_equal_requests_of_a_client_run_in_order_of_arrival(lengths: list[int]) 
     for number in range(5):
         queue.add(make_request(number, lengths))
         queue.charge(make_request(9, [1]).sequences[0], 7)
-    window = queue.window(10**9, 10**9)
+    window = queue.next_sequences(10**9, 10**9)
     assert [sequence.sequence_id for sequence in window] == [(i, j) for i in range(5) for j in range(len(lengths))]
 
 
@@ -36,7 +36,7 @@ def test_request_is_passed_by_a_multiple_of_its_tokens_at_most(
     queue.add(make_request(0, [num_tokens]))
     for number in itertools.count(1):
         queue.add(make_request(number, [shorts[number % len(shorts)]]))
-        (sequence,) = queue.window(1, 1)
+        (sequence,) = queue.next_sequences(1, 1)
         if sequence.request.request_id == 0:
             break
         queue.remove(sequence)
@@ -49,14 +49,14 @@ def test_requests_of_one_forward_run_in_order_of_arrival() -> None:
     queue = FairQueue(forward_tokens=100 * SLOWDOWN)
     for number, num_tokens in enumerate([90, 10, 110, 50]):
         queue.add(make_request(number, [num_tokens]))
-    assert [sequence.request.request_id for sequence in queue.window(1_000, 10)] == [0, 1, 3, 2]
+    assert [sequence.request.request_id for sequence in queue.next_sequences(1_000, 10)] == [0, 1, 3, 2]
 
 
 def test_priority_level_is_worth_its_tokens_within_a_client() -> None:
     queue = FairQueue()
     for number, (priority, client) in enumerate([(0, "a"), (-1, "a"), (-1, "b"), (1, "a")]):
         queue.add(make_request(number, [10], priority=priority, client=client), tokens_per_level=100.0)
-    window = queue.window(1_000, 10)
+    window = queue.next_sequences(1_000, 10)
     assert [s.request.request_id for s in window if s.request.client == "a"] == [1, 0, 3]
     assert [s.request.client for s in window[:2]] == ["a", "b"]
     assert [s.request.due for s in window[:2]] == [-20, -20]
@@ -65,23 +65,23 @@ def test_priority_level_is_worth_its_tokens_within_a_client() -> None:
 def test_window_ends_at_its_tokens_or_sequences() -> None:
     queue = FairQueue()
     queue.add(make_request(0, [10] * 5))
-    assert [len(queue.window(n, 9)) for n in (1, 10, 11, 20, 99)] == [1, 1, 2, 2, 5]
-    assert [len(queue.window(99, n)) for n in (1, 2, 5)] == [1, 2, 5]
+    assert [len(queue.next_sequences(n, 9)) for n in (1, 10, 11, 20, 99)] == [1, 1, 2, 2, 5]
+    assert [len(queue.next_sequences(99, n)) for n in (1, 2, 5)] == [1, 2, 5]
 
 
 @pytest.mark.parametrize("num_seqs", [1, 100, 200])
 def test_sequence_that_runs_again_waits_only_once(num_seqs: int) -> None:
     queue = FairQueue()
     queue.add(make_request(0, [5] * num_seqs))
-    window = queue.window(10**9, 10**9)
+    window = queue.next_sequences(10**9, 10**9)
     queue.add(make_request(1, [5]))
     for sequence in window:
         queue.remove(sequence)
     for sequence in window:
         sequence.is_long = True
         queue.requeue(sequence)
-    assert [sequence.sequence_id for sequence in queue.window(10**9, 10**9)] == [(1, 0)]
-    assert queue.window(10**9, 10**9, is_long=True) == window
+    assert [sequence.sequence_id for sequence in queue.next_sequences(10**9, 10**9)] == [(1, 0)]
+    assert queue.next_sequences(10**9, 10**9, is_long=True) == window
 
 
 def test_cancelled_sequences_do_not_pile_up() -> None:
@@ -93,7 +93,7 @@ def test_cancelled_sequences_do_not_pile_up() -> None:
         queue.remove(request.sequences[0])
     assert len(queue._clients[""].short.sequences) < 100
     assert queue.num_seqs == 1
-    assert [sequence.sequence_id for sequence in queue.window(100, 100)] == [(0, 0)]
+    assert [sequence.sequence_id for sequence in queue.next_sequences(100, 100)] == [(0, 0)]
 
 
 def test_idle_clients_are_removed() -> None:
@@ -107,7 +107,7 @@ def test_idle_clients_are_removed() -> None:
         queue.charge(request.sequences[0], 10)
         queue.charge(waiting.sequences[0], 20)
     assert len(queue._clients) <= 64 + 2
-    assert queue.window(100, 100) == waiting.sequences
+    assert queue.next_sequences(100, 100) == waiting.sequences
 
 
 def test_each_lane_gets_half_of_its_share_of_the_queue() -> None:
@@ -131,5 +131,5 @@ def test_sort_key_changes_no_client() -> None:
     unknown = make_request(1, [10], client="b").sequences[0]
     for number in range(queue._max_clients + 1):
         queue.sort_key(make_request(number, [10], client=f"c{number}").sequences[0])
-    assert queue.sort_key(unknown)[0] == queue.sort_key(queue.window(1, 1)[0])[0] == 0.0
+    assert queue.sort_key(unknown)[0] == queue.sort_key(queue.next_sequences(1, 1)[0])[0] == 0.0
     assert queue._clients == clients

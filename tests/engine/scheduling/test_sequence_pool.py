@@ -17,7 +17,7 @@ def test_sequence_gets_all_its_blocks_or_none() -> None:
     assert (first.block_ids, first.num_cached_tokens, first.state_slot) == ([0, 1, 2], 0, None)
     assert sequence_pool.usage == 0.75
     assert sequence_pool.allocate("b", 5) is None
-    assert (sequence_pool.usage, sequence_pool.num_allocations) == (0.75, 1)
+    assert sequence_pool.usage == 0.75
     sequence_pool.free(first)
     assert sequence_pool.usage == 0.0
     assert sequence_pool.allocate("b", 16) is not None
@@ -67,7 +67,7 @@ def test_invalid_calls_of_the_sequence_pool_are_rejected() -> None:
     for call in (lambda: sequence_pool.free(allocation), lambda: sequence_pool.commit(allocation, 5)):
         with pytest.raises(InvalidSlotError, match="has been freed already"):
             call()
-    assert sequence_pool.num_allocations == 1
+    assert sequence_pool.usage == 0.25
 
 
 def test_ssm_model_needs_only_a_state_slot() -> None:

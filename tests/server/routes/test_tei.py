@@ -64,9 +64,9 @@ async def test_options_reach_the_engine(serving, make_engine) -> None:
 async def test_times_are_in_milliseconds(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 12.5, 13.0])
     monkeypatch.setattr(tei.time, "perf_counter", lambda: next(clock))
-    call = Mock(began_s=10.0, num_tokens=7, info=Mock(device="cuda:0"))
+    call = Mock(began_s=10.0, info=Mock(device="cuda:0"))
     call.respond.return_value = Response()
-    headers = tei._respond(call, [], num_chars=3).headers
+    headers = tei._respond(call, [], num_tokens=7, num_chars=3).headers
     assert headers["x-compute-type"] == "gpu"
     assert [headers[f"x-{name}"] for name in ("compute-time", "total-time", "queue-time")] == ["0", "2500", "0"]
     assert (headers["x-compute-characters"], headers["x-compute-tokens"]) == ("3", "7")

@@ -104,8 +104,8 @@ def info(folder: Path) -> ModelInfo:
 
 @pytest.mark.parametrize("name", sorted({field.name for field in dataclasses.fields(ModelInfo)} - {"path"}))
 def test_each_field_that_decides_vectors_changes_the_identity(info: ModelInfo, name: str) -> None:
-    adapters = (AdapterSpec(name="legal", index=0),)
-    value: Any = {"dense": (DENSE,), "query": info, "image": info, "adapters": adapters}.get(name, "another value")
+    values = {"dense": (DENSE,), "query_model": info, "image": info, "adapters": (AdapterSpec(name="legal", index=0),)}
+    value: Any = values.get(name, "another value")
     changed = dataclasses.replace(info, **{name: value})
     assert (identity_of(changed) == identity_of(info)) is (name in CHANGES_NO_VECTOR)
 

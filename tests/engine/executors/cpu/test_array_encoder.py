@@ -9,8 +9,7 @@ from penstock.engine.protocol.model_info import ModelKind
 from penstock.engine.protocol.multi_vector import MultiVector
 from penstock.engine.protocol.tasks import PoolingType
 
-from ..families import DECODER_SIZES, ENCODER_SIZES, JAMBA, MAMBA, MODERNBERT, chosen
-from ..test_decoders import NOT_ON_CPU
+from ..families import DECODER_SIZES, ENCODER_SIZES, JAMBA, MAMBA, MODERNBERT, NOT_ON_CPU, chosen
 
 THREE_COLUMNS = MODERNBERT | {"num_attention_heads": 16}
 """Rotary heads of 3 columns, which cannot be rotated in pairs."""

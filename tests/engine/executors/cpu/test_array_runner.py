@@ -124,7 +124,7 @@ def test_every_family_and_task_equals_torch(family, config, head, library, save_
         PoolingParams().resolved(task, info) for task in info.tasks if not (is_embedding and task is PoolingTask.SCORE)
     ]
     if is_embedding:
-        params.append(PoolingParams(also=(TOKEN_EMBED,)).resolved(EMBED, info))
+        params.append(PoolingParams(extra_tasks=(TOKEN_EMBED,)).resolved(EMBED, info))
     runners.compare(*params)
     times = runners.arrays.take_times()
     assert len(times) == len(params) + 1
@@ -183,10 +183,10 @@ def test_token_heads_and_comparisons_equal_torch(library, save_model, resolve, i
     )
     inputs = [replace(one, num_masked=min(i, len(one) - 1)) for i, one in enumerate(inputs)]
     runners = Runners(info, library, inputs)
-    runners.compare(PoolingParams(also=tasks[1:]).resolved(EMBED, info))
+    runners.compare(PoolingParams(extra_tasks=tasks[1:]).resolved(EMBED, info))
     numbers = np.random.default_rng(3)
     queries = [numbers.normal(size=(length, 48)).astype(np.float32) for length in (3, 9)]
-    compared = [replace(one, query=queries[i // 3 % 2]) for i, one in enumerate(inputs)]
+    compared = [replace(one, query_vectors=queries[i // 3 % 2]) for i, one in enumerate(inputs)]
     params = replace(PoolingParams().resolved(TOKEN_EMBED, info), is_compared=True)
     runners.compare(params, inputs=compared)
 

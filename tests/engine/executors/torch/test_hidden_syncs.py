@@ -227,7 +227,7 @@ def test_prompts_and_mixed_tasks_never_wait(load_info: Any, check: Check) -> Non
     embed, tokens = resolved(info, PoolingTask.EMBED), resolved(info, PoolingTask.TOKEN_EMBED)
     check(info, embed, inputs=inputs)
     check(info, embed, tokens, tokens.clone(dimensions=5))
-    check(info, embed.clone(also=(PoolingTask.TOKEN_EMBED,)))
+    check(info, embed.clone(extra_tasks=(PoolingTask.TOKEN_EMBED,)))
 
 
 @pytest.mark.parametrize(("family", "config"), [BERT, LLAMA], ids=["bert", "llama"])
