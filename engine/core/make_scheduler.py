@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import Final
 
-from ..protocol.config import ChunkedPrefillConfig, EngineConfig
+from ..protocol.config import ChunkedPrefillConfig, EngineConfig, SchedulerConfig
 from ..protocol.model_info import DEVICE_MEMORY_SOURCE, KV_CACHE_SOURCE, ModelInfo
 from ..scheduling import Scheduler, SequencePool
 from ..scheduling.scheduler import MAX_BUDGET_REDUCTION
@@ -38,8 +38,27 @@ def make_scheduler(
     """
     device = device or DeviceLimits()
     limits = config.scheduler
-    budget = limits.token_budget(info.device, device.memory)
     uses_chunks = limits.enable_chunked_prefill and not sequence_pool.is_empty
+    budget, info = _token_budget(limits, info, device, uses_chunks=uses_chunks)
+    info = _limit_model_len(info, sequence_pool.capacity_tokens, budget)
+    scheduler = Scheduler(
+        max_num_seqs=limits.seqs(info.device),
+        max_wait_s=limits.max_wait_s,
+        token_budget=budget,
+        max_seq_len=info.longest_sequence,
+        prefill_config=_prefill_config(limits.chunk_size, info, budget, uses_chunks=uses_chunks),
+        sequence_pool=sequence_pool,
+        num_lanes=num_lanes,
+        min_batch_tokens=device.min_batch_tokens,
+    )
+    return scheduler, info
+
+
+def _token_budget(
+    limits: SchedulerConfig, info: ModelInfo, device: DeviceLimits, *, uses_chunks: bool
+) -> tuple[int, ModelInfo]:
+    """Returns the tokens of the largest forward. Without chunks lowers max_model_len to what the device can run."""
+    budget = limits.token_budget(info.device, device.memory)
     if not uses_chunks:
         if limits.max_num_batched_tokens is not None and budget < info.longest_sequence:
             logger.warning(
@@ -48,39 +67,32 @@ def make_scheduler(
                 info.longest_sequence,
             )
         budget = max(budget, info.longest_sequence)
-    if device.max_tokens is not None and device.max_tokens < budget:
-        budget = device.max_tokens
-        if not uses_chunks and budget < info.max_model_len:
-            logger.warning(
-                "max_model_len is %d, but the memory holds a forward of %d tokens: inputs are limited to it.",
-                info.max_model_len,
-                budget,
-            )
-            sources = {**info.sources, "max_model_len": DEVICE_MEMORY_SOURCE}
-            info = replace(info, max_model_len=budget, sources=sources)
-    info = _limit_model_len(info, sequence_pool.capacity_tokens, budget)
-    chunk_size = limits.chunk_size
+    if device.max_tokens is None or device.max_tokens >= budget:
+        return budget, info
+    budget = device.max_tokens
+    if not uses_chunks and budget < info.max_model_len:
+        logger.warning(
+            "max_model_len is %d, but the memory holds a forward of %d tokens: inputs are limited to it.",
+            info.max_model_len,
+            budget,
+        )
+        sources = {**info.sources, "max_model_len": DEVICE_MEMORY_SOURCE}
+        info = replace(info, max_model_len=budget, sources=sources)
+    return budget, info
+
+
+def _prefill_config(chunk_size: int | None, info: ModelInfo, budget: int, *, uses_chunks: bool) -> ChunkedPrefillConfig:
+    """Returns the sizes of chunks, at most `budget`. `chunk_size` None adapts them to the times of forwards."""
     if chunk_size is not None and chunk_size > budget:
         logger.warning("chunk_size is %d, but a forward has %d tokens; chunk_size is lowered.", chunk_size, budget)
         chunk_size = budget
-    prefill = ChunkedPrefillConfig(
+    return ChunkedPrefillConfig(
         chunk_size=chunk_size or budget,
         threshold=None if uses_chunks else info.longest_sequence,
         min_chunk_size=max(min(_MIN_CHUNK, budget // MAX_BUDGET_REDUCTION), 1),  # always fits into a lowered budget
         is_dynamic=chunk_size is None,
         max_retries=_MAX_RETRIES,
     )
-    scheduler = Scheduler(
-        max_num_seqs=limits.seqs(info.device),
-        max_wait_s=limits.max_wait_s,
-        token_budget=budget,
-        max_seq_len=info.longest_sequence,
-        prefill_config=prefill,
-        sequence_pool=sequence_pool,
-        num_lanes=num_lanes,
-        min_batch_tokens=device.min_batch_tokens,
-    )
-    return scheduler, info
 
 
 def _limit_model_len(info: ModelInfo, capacity: int | None, budget: int) -> ModelInfo:

@@ -139,7 +139,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
         return len(self._in_flight) < _MAX_FORWARDS
 
     def set_wakeup_fd(self, fd: int | None) -> None:
-        """See Runner."""
+        """Sets the descriptor that is written to when the device reaches the end of a forward."""
         self._watch.set_wakeup_fd(fd)
 
     def begin(self, chunks: Sequence[PrefillChunk]) -> CompletedForward | DeviceForward:
@@ -148,24 +148,24 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
             return self._begin(chunks)
 
     def preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
-        """See Runner."""
+        """Saves the states of a model without KV blocks. Other models compute the tokens again."""
         if self._memory is not None:
             with device_errors():
                 self._memory.save(sequence, allocation)
 
     def forget(self, sequences: Sequence[InputSequence]) -> None:
-        """See Runner."""
+        """Drops the pooling states and the saved SSM states."""
         super().forget(sequences)
         if self._memory is not None:
             for sequence in sequences:
                 self._memory.forget(sequence)
 
     def take_times(self) -> list[ForwardTime]:
-        """See Runner."""
+        """Returns the times that ForwardTimer measured with events of the device."""
         return self._timer.take()
 
     def warm_up(self) -> None:
-        """See Runner."""
+        """Runs a batch. On a GPU also compiles the kernels and records CUDA graphs."""
         with _torch_load_errors(self.info):
             warm_up(self.info, self.tokenizer, self.execute)
             if self._gpu_warm_up is not None:

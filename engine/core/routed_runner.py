@@ -37,11 +37,11 @@ class _RoutedForward:
 
     @property
     def is_done(self) -> bool:
-        """See Forward."""
+        """Whether the forwards of all parts have ended."""
         return all(part.forward.is_done for part in self.parts)
 
     def outputs(self) -> BatchOutputs:
-        """See Forward."""
+        """Waits for all parts. Raises the error of the first part that failed."""
         results = [(part.forward.outputs(), part.indices) for part in self.parts]
         is_finite = np.empty(sum(outputs.num_seqs for outputs, _ in results), np.bool_)
         arrays: tuple[HostArray, ...] = ()
@@ -87,22 +87,22 @@ class RoutedRunner(Runner):
         self.limits = documents.limits
 
     def warm_up(self) -> None:
-        """See Runner."""
+        """Warms up all models. The limits are those of `documents`."""
         for runner in self._runners:
             runner.warm_up()
         self.limits = self._documents.limits
 
     @property
     def has_capacity(self) -> bool:
-        """See Runner."""
+        """Whether `documents` has capacity: all parts share its lanes."""
         return self._documents.has_capacity
 
     def set_wakeup_fd(self, fd: int | None) -> None:
-        """See Runner."""
+        """Sets the descriptor of `documents`, whose C library runs all parts."""
         self._documents.set_wakeup_fd(fd)
 
     def begin(self, chunks: Sequence[PrefillChunk]) -> Forward:
-        """See Runner."""
+        """Starts a forward of each model that has sequences in the batch. Queries have ended when it returns."""
         routes: dict[Runner, list[int]] = {}
         for index, chunk in enumerate(chunks):
             routes.setdefault(self._runner_of(chunk), []).append(index)
@@ -113,19 +113,19 @@ class RoutedRunner(Runner):
         )
 
     def preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
-        """See Runner."""
+        """Only `documents` has sequences in chunks."""
         self._documents.preempt(sequence, allocation)
 
     def forget(self, sequences: Sequence[InputSequence]) -> None:
-        """See Runner."""
+        """Only `documents` has sequences in chunks."""
         self._documents.forget(sequences)
 
     def free_tokens(self) -> int | None:
-        """See Runner."""
+        """Returns the tokens that `documents` has memory for."""
         return self._documents.free_tokens()
 
     def take_times(self) -> list[ForwardTime]:
-        """See Runner."""
+        """Returns the times of the forwards of all models."""
         return [time for runner in self._runners for time in runner.take_times()]
 
     def _begin(self, runner: Runner, chunks: Sequence[PrefillChunk]) -> Forward:

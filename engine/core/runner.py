@@ -175,7 +175,7 @@ class CompletedForward:
         self._result = result
 
     def outputs(self) -> BatchOutputs:
-        """See Forward."""
+        """Returns the outputs at once, or raises the error of the forward."""
         if isinstance(self._result, Exception):
             raise self._result
         return self._result
@@ -205,12 +205,12 @@ class PoolingRunner(Runner, Generic[R]):
         self._meter = MemoryMeter(gauge, _token_bytes(info))
 
     def forget(self, sequences: Sequence[InputSequence]) -> None:
-        """See Runner."""
+        """Drops the pooling states. ModelRunner also drops saved SSM states."""
         for sequence in sequences:
             self._chunks.cancel(sequence)
 
     def free_tokens(self) -> int:
-        """See Runner."""
+        """Estimates the tokens from the free memory and the measured bytes of a token."""
         return self._meter.free_tokens()
 
     def _make_pool(self, spec: CacheSpec, itemsize: int, free_bytes: int) -> PoolPlan | None:

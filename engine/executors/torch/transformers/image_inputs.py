@@ -90,11 +90,11 @@ class PaliGemmaInputs(ImageInputs):
     """ColPali: attention in both directions, and positions that begin at 1 (those of packed rows are the caller's)."""
 
     def packed(self, batch: PackedBatch) -> dict[str, Any]:
-        """See ImageInputs."""
+        """Switches the causal mask off."""
         return {**super().packed(batch), "is_causal": False}
 
     def padded(self, images: Sequence[ImagePatches], input_ids: Tensor) -> dict[str, Any]:
-        """See ImageInputs."""
+        """Marks all tokens as prefix, which attends in both directions."""
         return {**super().padded(images, input_ids), "token_type_ids": torch.zeros_like(input_ids)}
 
 
@@ -102,18 +102,18 @@ class TileInputs(ImageInputs):
     """ColModernVBert: tiles of all images, one after another."""
 
     def of_images(self, images: Sequence[ImagePatches]) -> dict[str, Any]:
-        """See ImageInputs."""
+        """Returns the tiles of all images as one sample, [1, tiles, 3, S, S]."""
         return {"pixel_values": self._colours(images)[None]} if images else {}
 
     def num_rows(self, image: ImagePatches) -> int:
-        """See ImageInputs."""
+        """Returns `rows_of_tile` for each tile."""
         return len(image.pixels) * self.rows_of_tile
 
     rows_of_tile = 64
     """Rows of a tile in the language model."""
 
     def probe_images(self) -> list[ImagePatches]:
-        """See ImageInputs."""
+        """Returns an image of three tiles and one of a single tile."""
         one, two = (self._random((0, 0), seed) for seed in (1, 2))
         return [ImagePatches(np.concatenate([one.pixels, two.pixels, one.pixels]), (1, 2)), two]
 
@@ -122,7 +122,7 @@ class Gemma4Inputs(ImageInputs):
     """Gemma 4: the patches of each image with their positions, padded to those of the largest image."""
 
     def of_images(self, images: Sequence[ImagePatches]) -> dict[str, Any]:
-        """See ImageInputs."""
+        """Returns padded patches and their positions; -1 marks padding."""
         if not images:
             return {}
         length = max(len(image.pixels) for image in images)
@@ -137,7 +137,7 @@ class Gemma4Inputs(ImageInputs):
         return {"pixel_values": values.flatten(-2), "image_position_ids": self._put(positions)}
 
     def probe_images(self) -> list[ImagePatches]:
-        """See ImageInputs."""
+        """Returns two images of different numbers of patches."""
         side = self._spec.merge_size
         return [self._random((2 * side, 3 * side), 1), self._random((side, 2 * side), 2)]
 
@@ -156,7 +156,7 @@ class QwenInputs(ImageInputs):
     """F."""
 
     def of_images(self, images: Sequence[ImagePatches]) -> dict[str, Any]:
-        """See ImageInputs."""
+        """Returns each patch F times, as a video of one image, and the grids."""
         if not images:
             return {}
         frames = self._colours(images)[:, :, None].expand(-1, -1, self.num_frames, -1, -1)
@@ -164,7 +164,7 @@ class QwenInputs(ImageInputs):
         return {"pixel_values": frames.flatten(1), "image_grid_thw": self._put(grids)}
 
     def probe_images(self) -> list[ImagePatches]:
-        """See ImageInputs."""
+        """Returns two images of different numbers of patches."""
         side = self._spec.merge_size
         return [self._random((2 * side, 3 * side), 1), self._random((side, 2 * side), 2)]
 
@@ -173,11 +173,11 @@ class Qwen3VlInputs(QwenInputs):
     """Qwen3-VL: tokens of images have positions in rows and columns."""
 
     def packed(self, batch: PackedBatch) -> dict[str, Any]:
-        """See ImageInputs."""
+        """Adds the positions of all tokens if there are images."""
         return {**super().packed(batch), "position_ids": self._positions(batch)} if batch.images else {}
 
     def padded(self, images: Sequence[ImagePatches], input_ids: Tensor) -> dict[str, Any]:
-        """See ImageInputs."""
+        """Marks the tokens of images, from which the network derives positions."""
         if not images:
             return {}
         return {**super().padded(images, input_ids), "mm_token_type_ids": (input_ids == self.token_id).int()}
@@ -201,7 +201,7 @@ class ColQwen2Inputs(QwenInputs):
     """ColQwen2: the patches of each image are padded to those of the largest one."""
 
     def of_images(self, images: Sequence[ImagePatches]) -> dict[str, Any]:
-        """See ImageInputs."""
+        """Returns the patches as [images, patches of the largest, ...], padded with zeros."""
         arguments = super().of_images(images)
         if images:
             patches = arguments["pixel_values"].split([len(image.pixels) for image in images])
