@@ -99,13 +99,7 @@ def create_app(
     """
     batches = None if settings.data_dir is None else Batches(settings)
     shared = shared or SharedState()
-    keys = ApiKeys(
-        settings.api_key,
-        settings.api_key_file,
-        salt=shared.salt if batches is None else batches.secret,
-        namespace_salt=None if cache is None else cache.shared_secret,
-    )
-    admin_keys = ApiKeys(settings.admin_key, settings.admin_key_file, flag="--admin-key-file", salt=shared.salt)
+    keys, admin_keys = _api_keys(settings, shared, cache, batches)
     manager = ModelManager(
         models,
         ModelLimits(settings.max_loaded_models, settings.model_memory, settings.load_wait_s, settings.drain_timeout_s),
@@ -136,19 +130,43 @@ def create_app(
     app.router.redirect_slashes = False
     install_error_handlers(app)
     app.add_middleware(UnexpectedErrorMiddleware)
+    app.keys = (keys, admin_keys)
     counted = nullcontext if batches is None else batches.traffic.running
     app.dispatcher = JsonDispatcher(app.own_layers, app.exception_handlers, context, counted)
-    layers: ASGIApp = app.dispatcher
-    end_request: ASGIApp = end_at_shutdown
-    if keys.are_required or admin_keys.are_required:
-        layers = AuthMiddleware(layers, keys, admin_keys)
-    if settings.cors_origins:
-        layers, end_request = _cors(layers, settings), _cors(end_request, settings)
-    app.layers = RequestMiddleware(layers, routes, observers, rejections, end_request)
-    app.keys = (keys, admin_keys)
+    app.layers = _middleware(app.dispatcher, settings, app.keys, routes, observers, rejections)
     if settings.metrics_port is not None:
         app.metrics_app = _metrics_app(context, observers, rejections)
     return app
+
+
+def _api_keys(
+    settings: ServerSettings, shared: SharedState, cache: VectorCache | None, batches: Batches | None
+) -> tuple[ApiKeys, ApiKeys]:
+    """Returns the API keys and the admin keys."""
+    keys = ApiKeys(
+        settings.api_key,
+        settings.api_key_file,
+        salt=shared.salt if batches is None else batches.secret,
+        namespace_salt=None if cache is None else cache.shared_secret,
+    )
+    return keys, ApiKeys(settings.admin_key, settings.admin_key_file, flag="--admin-key-file", salt=shared.salt)
+
+
+def _middleware(
+    layers: ASGIApp,
+    settings: ServerSettings,
+    keys: tuple[ApiKeys, ApiKeys],
+    routes: RouteTable,
+    observers: Observers,
+    rejections: RejectionQueue,
+) -> RequestMiddleware:
+    """Returns the dispatcher inside the middleware of all requests, in order."""
+    end_request: ASGIApp = end_at_shutdown
+    if any(each.are_required for each in keys):
+        layers = AuthMiddleware(layers, *keys)
+    if settings.cors_origins:
+        layers, end_request = _cors(layers, settings), _cors(end_request, settings)
+    return RequestMiddleware(layers, routes, observers, rejections, end_request)
 
 
 def _metrics_app(context: ServerContext, observers: Observers, rejections: RejectionQueue) -> Application:

@@ -71,10 +71,10 @@ class DispatcherStats:
     num_images_total: int = 0
     step_s_total: float = 0.0
     num_rejected_total: int = 0
-    step_tokens: StepHistogram = field(default_factory=lambda: StepHistogram(_STEP_TOKENS))
-    step_seqs: StepHistogram = field(default_factory=lambda: StepHistogram(_STEP_SEQS))
-    step_seconds: StepHistogram = field(default_factory=lambda: StepHistogram(_STEP_SECONDS))
-    step_fill: StepHistogram = field(default_factory=lambda: StepHistogram(_STEP_FILLS))
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(_STEP_TOKENS))
+    step_seqs: Histogram = field(default_factory=lambda: Histogram(_STEP_SEQS))
+    step_seconds: Histogram = field(default_factory=lambda: Histogram(_STEP_SECONDS))
+    step_fill: Histogram = field(default_factory=lambda: Histogram(_STEP_FILLS))
     cache_use: CacheUse | None = None
     replicas: list[DispatcherStats] = field(default_factory=list)
     vectors: CacheStats | None = None
@@ -125,7 +125,7 @@ class DispatcherStats:
         self.token_budget = sum(each.token_budget for each in self.replicas)
 
 
-class StepHistogram:
+class Histogram:
     """Counts values into ranges.
 
     Attributes:

@@ -85,28 +85,7 @@ class InternalClient:
         """
         if not self._is_valid_owner(owner):
             return RouteResponse(401, {}, b"", name, "", 0)
-        scope: Scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "root_path": "",
-            "query_string": b"",
-            "headers": _HEADERS,
-            "client": None,
-            "server": None,
-            "state": {},
-            "app": self._app,
-            "penstock.api_client": self._client_name(owner) if owner else "",
-            "penstock.api_namespace": self._namespace_of(owner),
-            "penstock.request_id": name,
-            IS_BATCH_LINE: True,
-            CONNECTION_LOST: asyncio.get_running_loop().create_future(),  # there is no connection
-        }
-        self._routes.match(scope)
+        scope = self._scope(path, owner, name)
         status, headers, pieces = 500, dict[bytes, bytes](), list[bytes]()
 
         async def receive() -> Message:
@@ -135,3 +114,28 @@ class InternalClient:
             record.num_tokens,
             reached_engine=bool(record.stages.entries),
         )
+
+    def _scope(self, path: str, owner: str, name: str) -> Scope:
+        scope: Scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": _HEADERS,
+            "client": None,
+            "server": None,
+            "state": {},
+            "app": self._app,
+            "penstock.api_client": self._client_name(owner) if owner else "",
+            "penstock.api_namespace": self._namespace_of(owner),
+            "penstock.request_id": name,
+            IS_BATCH_LINE: True,
+            CONNECTION_LOST: asyncio.get_running_loop().create_future(),  # there is no connection
+        }
+        self._routes.match(scope)
+        return scope

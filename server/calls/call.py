@@ -29,7 +29,7 @@ from penstock.engine.protocol.templates import ChatOptions
 
 from ..admission import ResponseSize, check_num_ids, has_large_response, size_of_token_rows
 from ..http.json_responses import json_response
-from ..http.request_head import LIMITS, RequestLimits
+from ..http.request_head import LIMITS, RequestContext
 from ..models.table import ModelTarget
 from ..schemas.chat import ChatFields, Conversations, InputFields
 from ..schemas.images import ImageChat, has_images
@@ -188,7 +188,7 @@ class Call:
         Raises:
             DeadlineExceededError: The deadline has passed while the request was read.
         """
-        limits: RequestLimits = self.request.scope[LIMITS]
+        limits: RequestContext = self.request.scope[LIMITS]
         deadline = self.context.deadline(limits)
         remaining_s = deadline.remaining_s()
         if remaining_s <= 0:

@@ -22,7 +22,7 @@ from ..admission import AdmissionController
 from ..http.connection import CONNECTION_LOST
 from ..http.image_fetcher import ImageFetcher
 from ..http.json_responses import wait_for_disconnect
-from ..http.request_head import LIMITS, RequestLimits
+from ..http.request_head import LIMITS, RequestContext
 from ..models.table import ModelTable
 from ..models.weight_files import WeightHeaders
 from ..observability.metrics import Metrics
@@ -52,7 +52,7 @@ class ServerContext:
     fetcher: ImageFetcher | None = None
     weight_headers: WeightHeaders = field(default_factory=WeightHeaders)
 
-    def deadline(self, limits: RequestLimits) -> Deadline:
+    def deadline(self, limits: RequestContext) -> Deadline:
         """Returns the earlier of the request's own deadline and the server's."""
         longest_s = self.settings.request_timeout_s or math.inf
         own_s = math.inf if limits.timeout_s is None else limits.timeout_s

@@ -49,13 +49,14 @@ class Progress:
         is_cut = info.auto_truncate and not info.enable_chunked_processing
         self._max_chars = info.max_model_len * _CHARS_PER_TOKEN if is_cut else None
         self._num_rows = sum(sizes.values())
-        self._num_done = self._num_earlier = 0
-        self._total = sum(number * self._weight(size) for size, number in sizes.items())
-        self._earlier = self._done = 0
+        self._num_done = self._num_earlier = 0  # rows of all runs, and of earlier runs
+        self._total_weight = sum(number * self._weight(size) for size, number in sizes.items())
+        self._earlier_weight = self._done_weight = 0
         self._samples = deque([_Sample(time.monotonic(), 0, 0)], maxlen=_NUM_INTERVALS)
         is_off = not (sys.stderr.isatty() if is_terminal is None else is_terminal)
         # Updated after every request (miniters), but at most ten times per second.
-        self._bar: Any = None if is_off else tqdm(total=self._total, bar_format=_FORM, dynamic_ncols=True, miniters=0)
+        options: Any = {"total": self._total_weight, "bar_format": _FORM, "dynamic_ncols": True, "miniters": 0}
+        self._bar: Any = None if is_off else tqdm(**options)
         self._draw(0)
 
     def __enter__(self) -> Progress:
@@ -71,8 +72,8 @@ class Progress:
     def skip(self, sizes: Iterable[int]) -> None:
         """Counts rows of an earlier run, given by their sizes. They do not count for the speed of this run."""
         weights = [self._weight(size) for size in sizes]
-        self._earlier += sum(weights)
-        self._done += sum(weights)
+        self._earlier_weight += sum(weights)
+        self._done_weight += sum(weights)
         self._num_done += len(weights)
         self._num_earlier += len(weights)
         if self._bar is not None:
@@ -83,7 +84,7 @@ class Progress:
         """Counts finished rows, given by their sizes, and updates the display."""
         weights = [self._weight(size) for size in sizes]
         self._num_done += len(weights)
-        self._done += sum(weights)
+        self._done_weight += sum(weights)
         self._draw(sum(weights))
 
     def _draw(self, weight: int) -> None:
@@ -95,15 +96,15 @@ class Progress:
 
     def _log(self, now_s: float) -> None:
         """Logs the progress. Speed and remaining time are those of the last minute."""
-        now = _Sample(now_s, self._num_done - self._num_earlier, self._done - self._earlier)
+        now = _Sample(now_s, self._num_done - self._num_earlier, self._done_weight - self._earlier_weight)
         first = self._samples[0]
         self._samples.append(now)
         seconds = max(now.time_s - first.time_s, 1e-9)
-        left_s = seconds * (self._total - self._done) / max(now.weight - first.weight, 1)
+        left_s = seconds * (self._total_weight - self._done_weight) / max(now.weight - first.weight, 1)
         logger.info(
             "%s, %d%%, %.3g rows/s, about %s left",
             self._rows(),
-            100 * self._done // self._total,
+            100 * self._done_weight // self._total_weight,
             (now.num_rows - first.num_rows) / seconds,
             tqdm.format_interval(left_s),
         )

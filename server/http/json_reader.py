@@ -34,8 +34,8 @@ WEIGHT: Final = 8
 """Weight of a text, list, object or key. Each takes more memory and time than a number, which has weight 1."""
 SLICE_BYTES: Final = 128 * 1024
 """Number of bytes per slice. Other requests are served between two slices."""
-_MAX_WEIGHT_PER_BYTE: Final = 3
-"""Maximum weight per byte of valid JSON: each byte of `"",` counts as three."""
+_MAX_WEIGHT_PER_BYTE: Final = WEIGHT // 2
+"""Maximum weight per byte of valid JSON: `[]`, `{}` and `""` have two bytes and count as WEIGHT."""
 _NUMBERS: Final = frozenset((int, float))
 IGNORED_FIELDS: Final = "penstock.ignored_fields"
 """Scope key of the unknown keys of a body that the server ignored, as names for a header and the log."""
@@ -100,7 +100,7 @@ class JsonReader:
             raise RequestValidationError([invalid]) from error
 
     def check_entries(self, body: Any, tag: str) -> None:
-        """Checks the length of all lists of a parsed body before validation.
+        """Checks the length of lists that are fields of a parsed body, or of an object in it, before validation.
 
         A flat list of numbers is the token ids of one input and may be longer.
 

@@ -147,13 +147,14 @@ def _iter_entries(entries: list[Any], before: bytes) -> Iterator[bytes]:
 
 def _iter_entry(value: Any) -> Iterator[bytes]:
     """Yields an entry of a list or an object, serialised in one call if it is small."""
-    if isinstance(value, dict) and not any(map(_is_large, value.values())):
+    if isinstance(value, dict) and not any(map(_is_written_in_parts, value.values())):
         yield json_bytes(value)
     else:
         yield from iter_json(value)
 
 
-def _is_large(value: Any) -> bool:
+def _is_written_in_parts(value: Any) -> bool:
+    """Returns whether a value is long, or holds other values, whose sizes are not known here."""
     if isinstance(value, str):
         return len(value) > _PART_CHARS
     if isinstance(value, np.ndarray):

@@ -30,11 +30,11 @@ _DOUBLED_VERSION: Final = re.compile(r"^/v[12](?=/v[12]/)")
 _TIMEOUT: Final = b"x-request-timeout"
 _PRIORITY: Final = b"x-priority"
 LIMITS: Final = "penstock.limits"
-"""Scope key of the RequestLimits of a request that runs a model."""
+"""Scope key of the RequestContext of a request that runs a model."""
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLimits:
+class RequestContext:
     """Deadline, priority and client of a request.
 
     Attributes:
@@ -50,7 +50,7 @@ class RequestLimits:
     namespace: str = ""
 
 
-def limits_of(scope: Scope) -> RequestLimits:
+def limits_of(scope: Scope) -> RequestContext:
     """Returns the limits in the headers of a request: `x-request-timeout` in seconds, and `x-priority`.
 
     Raises:
@@ -63,7 +63,7 @@ def limits_of(scope: Scope) -> RequestLimits:
             timeout_s = _seconds(value.decode("latin-1").strip())
         elif name == _PRIORITY:
             priority = _level(value.decode("latin-1").strip())
-    return RequestLimits(
+    return RequestContext(
         timeout_s, priority, scope.get("penstock.api_client", ""), scope.get("penstock.api_namespace", "")
     )
 

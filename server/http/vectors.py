@@ -58,16 +58,12 @@ BYTES_RESPONSE: Final[dict[str, Any]] = {
 
 
 class EncodingFormat(StrEnum):
-    """Format of vectors in a response. The last four are JSON numbers of that type."""
+    """Format of vectors in a response: JSON numbers, base64, bytes with a header that describes them, or bytes."""
 
     FLOAT = "float"
     BASE64 = "base64"
     BYTES = "bytes"
     BYTES_ONLY = "bytes_only"
-    INT8 = "int8"
-    UINT8 = "uint8"
-    BINARY = "binary"
-    UBINARY = "ubinary"
 
 
 class EmbedDtype(StrEnum):
@@ -100,7 +96,7 @@ class Encoding:
     """Encoding of the vectors of a response.
 
     Attributes:
-        format: FLOAT (JSON numbers), BASE64, BYTES or BYTES_ONLY.
+        format: See EncodingFormat.
         quantization: Integer type; None: floats.
         dtype: Float format in base64 and bytes.
         endianness: Byte order of base64 and bytes.

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from penstock.engine import AsyncEngine
 from penstock.engine.client.core_supervisor import EngineState
-from penstock.engine.client.stats import DispatcherStats, StepHistogram
+from penstock.engine.client.stats import DispatcherStats, Histogram
 from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.engine.protocol.request import Stage
 
@@ -135,8 +135,8 @@ class Metrics(Collector):
         self._registry.register(self)
         # Keys: model, then route and status, route, route and task, or task.
         self._requests: defaultdict[tuple[str, str, str], int] = defaultdict(int)
-        self._latency: dict[tuple[str, str], StepHistogram] = {}
-        self._stages: dict[tuple[str, str, str], dict[Stage, StepHistogram]] = {}
+        self._latency: dict[tuple[str, str], Histogram] = {}
+        self._stages: dict[tuple[str, str, str], dict[Stage, Histogram]] = {}
         self._inputs: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._tokens: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._truncated: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -172,13 +172,13 @@ class Metrics(Collector):
         self._requests[model, route, str(record.status)] += 1
         latency = self._latency.get((model, route))
         if latency is None:
-            latency = self._latency[model, route] = StepHistogram(_LATENCY_BUCKETS_S)
+            latency = self._latency[model, route] = Histogram(_LATENCY_BUCKETS_S)
         latency.observe(record.seconds)
         if record.task is None or not record.is_success:
             return
         stages = self._stages.get((model, route, record.task))
         if stages is None:
-            stages = {stage: StepHistogram(_STAGE_BUCKETS_S) for stage in Stage}
+            stages = {stage: Histogram(_STAGE_BUCKETS_S) for stage in Stage}
             self._stages[model, route, record.task] = stages
         for stage, seconds in record.stage_seconds.items():
             stages[stage].observe(seconds)
@@ -193,21 +193,15 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yields the metrics at scrape time. Histograms of prometheus_client would be too slow."""
-        latency = HistogramMetricFamily(
-            "penstock_http_request_duration_seconds",
-            "Seconds from the head of the request to the end of the response.",
-            labels=("model", "route"),
-        )
-        for route, histogram in self._latency.items():
-            _add(latency, route, histogram)
-        stages = HistogramMetricFamily(
-            "penstock_stage_duration_seconds",
-            "Seconds that successful requests spent in tokenization, queue, inference and encoding.",
-            labels=("model", "route", "task", "stage"),
-        )
-        for served, histograms in self._stages.items():
-            for stage, histogram in histograms.items():
-                _add(stages, (*served, stage), histogram)
+        yield from self._collect_responses()
+        build = GaugeMetricFamily("penstock_build_info", "1, with the version of the server.", labels=("version",))
+        build.add_metric((penstock_version(),), 1)
+        yield build
+        engines = list(self._engines())
+        yield from _collect_forwards(engines)
+        yield from _collect_engines(engines)
+
+    def _collect_responses(self) -> Iterable[Metric]:
         for name, text, names, counts in (
             ("penstock_http_requests", "Responses by route and status.", ("model", "route", "status"), self._requests),
             ("penstock_inputs", "Texts, documents or pairs.", ("model", "task"), self._inputs),
@@ -227,48 +221,63 @@ class Metrics(Collector):
             ),
         ):
             yield _counted(name, text, names, counts)
+        latency = HistogramMetricFamily(
+            "penstock_http_request_duration_seconds",
+            "Seconds from the head of the request to the end of the response.",
+            labels=("model", "route"),
+        )
+        for model_and_route, histogram in self._latency.items():
+            _add(latency, model_and_route, histogram)
         yield latency
+        stages = HistogramMetricFamily(
+            "penstock_stage_duration_seconds",
+            "Seconds that successful requests spent in tokenization, queue, inference and encoding.",
+            labels=("model", "route", "task", "stage"),
+        )
+        for served, histograms in self._stages.items():
+            for stage, histogram in histograms.items():
+                _add(stages, (*served, stage), histogram)
         yield stages
-        build = GaugeMetricFamily("penstock_build_info", "1, with the version of the server.", labels=("version",))
-        build.add_metric((penstock_version(),), 1)
-        yield build
-        engines = list(self._engines())
-        cores = [core for engine, model in engines for core in _cores(engine, model)]
-        stats = [(core.stats, core.labels) for core in cores]
-        cache_uses = [(use, labels) for s, labels in stats if (use := s.cache_use) is not None]
-        images = [(found, (model,)) for engine, model in engines if (found := engine.stats().images) is not None]
-        yield from _families(GaugeMetricFamily, _ENGINE_GAUGES, _LABELS, stats)
-        yield from _families(CounterMetricFamily, _ENGINE_COUNTERS, _LABELS, stats)
-        yield from _families(CounterMetricFamily, _IMAGE_COUNTERS, ("model",), images)
-        for field, (name, text) in _ENGINE_HISTOGRAMS.items():
-            metric = HistogramMetricFamily(name, text, labels=_LABELS)
-            for figures, labels in stats:
-                _add(metric, labels, getattr(figures, field))
-            yield metric
-        yield from _families(GaugeMetricFamily, _CACHE_GAUGES, _LABELS, cache_uses)
-        yield from _families(CounterMetricFamily, _CACHE_COUNTERS, _LABELS, cache_uses)
-        queue = GaugeMetricFamily(
-            "penstock_engine_queue_seconds",
-            "Seconds of waiting and running work, estimated from the last forwards; 0 before the first estimate.",
-            labels=("model",),
-        )
-        memory = GaugeMetricFamily(
-            "penstock_engine_resident_memory_bytes",
-            "Resident memory of the engine processes without files such as libraries; 0 with --in-process.",
-            labels=("model",),
-        )
-        for engine, model in engines:
-            queue.add_metric((model,), engine.queue_s)
-            memory.add_metric((model,), engine.host_bytes())
-        ready = GaugeMetricFamily("penstock_engine_ready", "1 if the engine can serve.", labels=_LABELS)
-        restarts = CounterMetricFamily("penstock_engine_restarts", "Restarts of the engine.", labels=_LABELS)
-        for core in cores:
+
+
+def _collect_forwards(engines: Sequence[tuple[AsyncEngine, str]]) -> Iterable[Metric]:
+    """Yields the metrics of forwards, long inputs and images."""
+    stats = [(core.stats, core.labels) for engine, model in engines for core in _cores(engine, model)]
+    cache_uses = [(use, labels) for s, labels in stats if (use := s.cache_use) is not None]
+    images = [(found, (model,)) for engine, model in engines if (found := engine.stats().images) is not None]
+    yield from _families(GaugeMetricFamily, _ENGINE_GAUGES, _LABELS, stats)
+    yield from _families(CounterMetricFamily, _ENGINE_COUNTERS, _LABELS, stats)
+    yield from _families(CounterMetricFamily, _IMAGE_COUNTERS, ("model",), images)
+    for field, (name, text) in _ENGINE_HISTOGRAMS.items():
+        metric = HistogramMetricFamily(name, text, labels=_LABELS)
+        for figures, labels in stats:
+            _add(metric, labels, getattr(figures, field))
+        yield metric
+    yield from _families(GaugeMetricFamily, _CACHE_GAUGES, _LABELS, cache_uses)
+    yield from _families(CounterMetricFamily, _CACHE_COUNTERS, _LABELS, cache_uses)
+
+
+def _collect_engines(engines: Sequence[tuple[AsyncEngine, str]]) -> Iterable[Metric]:
+    """Yields the queue, the memory and the state of engines."""
+    queue = GaugeMetricFamily(
+        "penstock_engine_queue_seconds",
+        "Seconds of waiting and running work, estimated from the last forwards; 0 before the first estimate.",
+        labels=("model",),
+    )
+    memory = GaugeMetricFamily(
+        "penstock_engine_resident_memory_bytes",
+        "Resident memory of the engine processes without files such as libraries; 0 with --in-process.",
+        labels=("model",),
+    )
+    ready = GaugeMetricFamily("penstock_engine_ready", "1 if the engine can serve.", labels=_LABELS)
+    restarts = CounterMetricFamily("penstock_engine_restarts", "Restarts of the engine.", labels=_LABELS)
+    for engine, model in engines:
+        queue.add_metric((model,), engine.queue_s)
+        memory.add_metric((model,), engine.host_bytes())
+        for core in _cores(engine, model):
             ready.add_metric(core.labels, float(core.state is EngineState.READY))
             restarts.add_metric(core.labels, core.num_restarts)
-        yield queue
-        yield memory
-        yield ready
-        yield restarts
+    yield from (queue, memory, ready, restarts)
 
 
 def _cores(engine: AsyncEngine, model: str) -> list[_Core]:
@@ -364,6 +373,6 @@ def _families(
         yield metric
 
 
-def _add(family: HistogramMetricFamily, labels: Sequence[str], histogram: StepHistogram) -> None:
+def _add(family: HistogramMetricFamily, labels: Sequence[str], histogram: Histogram) -> None:
     buckets = [("+Inf" if bound == inf else str(bound), count) for bound, count in histogram.cumulative()]
     family.add_metric(labels, buckets, histogram.total)

@@ -52,34 +52,25 @@ class RetrievalTask:
     judgements: dict[str, dict[str, float]]
 
     @classmethod
-    def read(cls, folder: Path, *, keep_each: int = 1) -> RetrievalTask:
-        """Reads corpus.jsonl, queries.jsonl and qrels/test.tsv.
+    def read(cls, folder: Path) -> RetrievalTask:
+        """Reads corpus.jsonl, queries.jsonl and qrels/test.tsv of a folder.
 
-        Args:
-            folder: Contains the files.
-            keep_each: Keep one in `keep_each` of the documents without a judgement. This is faster and the scores are
-                higher.
-
-        Raises:
-            UsageError: A file is missing or has an invalid line.
+        Raises UsageError if a file is missing or has an invalid line.
         """
-        path, judgements = folder / "qrels" / "test.tsv", defaultdict[str, dict[str, float]](dict)
-        for line, row in _rows(path):
-            query, document = _text(path, line, row, "query-id"), _text(path, line, row, "corpus-id")
-            judgements[query][document] = _number(path, line, row, "score")
+        judgements = _judgements(folder / "qrels" / "test.tsv")
         judged = set[str]().union(*judgements.values())
-        path, corpus = folder / "corpus.jsonl", dict[str, str]()
-        for index, (line, row) in enumerate(_rows(path)):
-            name = _text(path, line, row, "_id")
-            if name in judged or index % keep_each == 0:
-                corpus[name] = f"{row.get('title') or ''} {_text(path, line, row, 'text')}".strip()
+        documents = folder / "corpus.jsonl"
+        corpus: dict[str, str] = {}
+        for line, row in _rows(documents):
+            name = _text(documents, line, row, "_id")
+            corpus[name] = f"{row.get('title') or ''} {_text(documents, line, row, 'text')}".strip()
         if judged.isdisjoint(corpus):
-            raise UsageError(f"{path} has none of the documents of qrels/test.tsv; use files of one data set")
-        path = folder / "queries.jsonl"
-        texts = {_text(path, line, row, "_id"): _text(path, line, row, "text") for line, row in _rows(path)}
+            raise UsageError(f"{documents} has none of the documents of qrels/test.tsv; use files of one data set")
+        queries = folder / "queries.jsonl"
+        texts = {_text(queries, line, row, "_id"): _text(queries, line, row, "text") for line, row in _rows(queries)}
         if missing := sorted(judgements.keys() - texts.keys()):
-            raise UsageError(f"{path}: query {missing[0]!r} of qrels/test.tsv is missing; use files of one data set")
-        return cls(corpus, {name: text for name, text in texts.items() if name in judgements}, dict(judgements))
+            raise UsageError(f"{queries}: query {missing[0]!r} of qrels/test.tsv is missing; use files of one data set")
+        return cls(corpus, {name: text for name, text in texts.items() if name in judgements}, judgements)
 
     def search(self, embed: Embed, depth: int = DEPTH) -> dict[str, list[str]]:
         """Returns the `depth` documents with the largest cosine for each query, by exact search."""
@@ -310,6 +301,15 @@ def _table_rows(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, dict[st
     table = csv.DictReader(lines, **dialect)
     for row in table:
         yield table.line_num, row
+
+
+def _judgements(path: Path) -> dict[str, dict[str, float]]:
+    """Returns the relevance of documents by query id. Raises UsageError if a line is invalid."""
+    judgements = defaultdict[str, dict[str, float]](dict)
+    for line, row in _rows(path):
+        query, document = _text(path, line, row, "query-id"), _text(path, line, row, "corpus-id")
+        judgements[query][document] = _number(path, line, row, "score")
+    return dict(judgements)
 
 
 def _text(path: Path, line: int, row: Mapping[str, Any], field: str) -> str:

@@ -58,7 +58,7 @@ class ClassifyRequest(InputFields, PoolingBody):
                 {"text": "I want my money back.", "label": "refund"},
             ],
         },
-        one_of=("input", "messages", "inputs"),
+        exactly_one=("input", "messages", "inputs"),
     )
 
     ignored_keys: ClassVar = keys_ignored_by(VLLM, INFINITY, COHERE, SGLANG)

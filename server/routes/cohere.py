@@ -60,7 +60,7 @@ class CohereEmbedRequest(CohereBody):
     model_config = documented(
         {"texts": ["A gate holds the water."], "input_type": "search_document", "embedding_types": ["float"]},
         {"texts": ["What holds the water?"], "input_type": "search_query", "embedding_types": ["int8"]},
-        one_of=("texts", "inputs", "images"),
+        exactly_one=("texts", "inputs", "images"),
     )
 
     nested_keys: ClassVar = {"texts": ("text",), "inputs": ("content",)}

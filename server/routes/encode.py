@@ -51,7 +51,7 @@ class EncodeRequest(EncodingOptions, InputFields, EmbeddingBody):
     model_config = documented(
         {"input": ["A gate holds the water."]},
         {"input": ["A dam."], "outputs": ["dense", "multi_vector"], "input_type": "document"},
-        one_of=("input", "messages"),
+        exactly_one=("input", "messages"),
     )
 
     ignored_keys: ClassVar = keys_ignored_by(PENSTOCK)

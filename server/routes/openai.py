@@ -52,7 +52,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
         {"input": [{"text": "A red gate."}, {"image": PIXEL}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PIXEL}}]}]},
         {"input": ["A dam."], "input_type": "document", "output_dtype": "int8", "truncation": True},
-        one_of=("input", "messages"),
+        exactly_one=("input", "messages"),
     )
 
     ignored_keys: ClassVar = keys_ignored_by(OPENAI, JINA, VOYAGE, VLLM, INFINITY, SGLANG)

@@ -236,7 +236,7 @@ class ScoreRequest(PairBody):
     model_config = documented(
         {"text_1": "What holds back the water?", "text_2": ["A gate.", "A song."]},
         {"queries": ["red", "blue"], "documents": ["a red door", "a blue door"]},
-        one_of=(*_PAIRS,),
+        exactly_one=(*_PAIRS,),
     )
 
     ignored_keys: ClassVar = keys_ignored_by(VLLM, SGLANG)

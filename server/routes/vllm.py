@@ -71,7 +71,7 @@ class PoolingRequest(EncodingOptions, InputFields, EmbeddingBody):
         {"input": ["A gate holds the water."], "task": "token_embed"},
         {"input": "A gate.", "encoding_format": "base64", "embed_dtype": "float16"},
         {"messages": _EXAMPLE_CHAT},
-        one_of=("input", "messages"),
+        exactly_one=("input", "messages"),
     )
 
     ignored_keys: ClassVar = keys_ignored_by(VLLM)
@@ -140,7 +140,7 @@ class TokenizeRequest(ChatFields):
     model_config = documented(
         {"prompt": "A gate holds the water.", "return_token_strs": True},
         {"messages": _EXAMPLE_CHAT, "add_generation_prompt": False},
-        one_of=("prompt", "messages"),
+        exactly_one=("prompt", "messages"),
     )
 
     ignored_keys: ClassVar = keys_ignored_by(VLLM)

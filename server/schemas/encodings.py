@@ -15,7 +15,9 @@ from .options import Listed
 
 EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
-_PLAIN_ENCODINGS: Final[Mapping[EncodingFormat | None, Mapping[str, Encoding]]] = {
+_RequestedFormat = Literal["float", "base64", "bytes", "bytes_only", "int8", "uint8", "binary", "ubinary"]
+"""An EncodingFormat, or a Quantization in JSON numbers."""
+_PLAIN_ENCODINGS: Final[Mapping[str | None, Mapping[str, Encoding]]] = {
     None: {"embedding": Encoding()},
     EncodingFormat.FLOAT: {"embedding": Encoding()},
     EncodingFormat.BASE64: {"embedding": Encoding(format=EncodingFormat.BASE64)},
@@ -38,7 +40,7 @@ EmbeddingTypes = Annotated[
 class EncodingOptions(BaseModel):
     """OpenAI's `encoding_format` and vLLM's additional fields."""
 
-    encoding_format: EncodingFormat | None = Field(
+    encoding_format: _RequestedFormat | None = Field(
         None,
         description=(
             "'float' (default); 'base64'; 'bytes': a binary body and a `metadata` header that describes it; "
@@ -56,9 +58,9 @@ class EncodingOptions(BaseModel):
         Raises:
             InvalidRequestError: Fields contradict each other.
         """
-        requested = self.encoding_format or EncodingFormat.FLOAT
+        requested = self.encoding_format or "float"
         base = Encoding(
-            format=EncodingFormat.FLOAT if requested in QUANTIZATIONS else requested,
+            format=EncodingFormat.FLOAT if requested in QUANTIZATIONS else EncodingFormat(requested),
             dtype=self.embed_dtype or EmbedDtype.FLOAT32,
             endianness=self.endianness or Endianness.LITTLE,
         )

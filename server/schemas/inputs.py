@@ -340,8 +340,9 @@ def lower_case(value: Any) -> Any:
 
 
 FullInputs = Annotated[TextsOrIds, AfterValidator(reject_empty), WithJsonSchema(json_schema.FULL_INPUTS)]
-FullText = Annotated[str, AfterValidator(reject_empty), WithJsonSchema(json_schema.FULL_STRING)]
-FullTexts = Annotated[Listed[Annotated[str, WithJsonSchema(json_schema.FULL_STRING)]], AfterValidator(reject_empty)]
+FullText = Annotated[str, AfterValidator(reject_empty), WithJsonSchema(json_schema.NON_EMPTY_STRING)]
+_NonEmpty = Annotated[str, WithJsonSchema(json_schema.NON_EMPTY_STRING)]
+FullTexts = Annotated[Listed[_NonEmpty], AfterValidator(reject_empty)]
 SequenceInputs = Annotated[Sequences, Parsed(parse_sequences, json_schema.SEQUENCES)]
 TruncationSide = Annotated[
     Literal["left", "right"],

@@ -15,9 +15,9 @@ MAX_INTEGER: Final = 2**53 - 1
 """The largest integer that every JSON parser reads exactly."""
 
 _STRING: Final[JsonSchema] = {"type": "string"}
-FULL_STRING: Final[JsonSchema] = {"type": "string", "minLength": 1}
+NON_EMPTY_STRING: Final[JsonSchema] = {"type": "string", "minLength": 1}
 _TEXT_OBJECT: Final[JsonSchema] = {"type": "object", "required": ["text"], "properties": {"text": _STRING}}
-_FULL_TEXT_OBJECT: Final[JsonSchema] = {**_TEXT_OBJECT, "properties": {"text": FULL_STRING}}
+_FULL_TEXT_OBJECT: Final[JsonSchema] = {**_TEXT_OBJECT, "properties": {"text": NON_EMPTY_STRING}}
 _TEXT_PART: Final[JsonSchema] = {
     "type": "object",
     "required": ["text"],
@@ -43,7 +43,7 @@ TOKEN_IDS: Final = list_of(TOKEN_ID)
 ANY_TOKEN_IDS: Final[JsonSchema] = {"type": "array", "items": TOKEN_ID}
 WIDTH: Final[JsonSchema] = {"type": "integer", "minimum": 1, "maximum": MAX_INTEGER}
 TOKEN_LIMIT: Final = one_of(WIDTH, {"const": -1})
-FULL_INPUTS: Final = one_of(FULL_STRING, list_of(FULL_STRING, _FULL_TEXT_OBJECT, TOKEN_IDS), TOKEN_IDS)
+FULL_INPUTS: Final = one_of(NON_EMPTY_STRING, list_of(NON_EMPTY_STRING, _FULL_TEXT_OBJECT, TOKEN_IDS), TOKEN_IDS)
 _IMAGE: Final[JsonSchema] = {
     "type": "string",
     "minLength": 1,
@@ -89,11 +89,11 @@ DOCUMENTS: Final = one_of(
 _SEQUENCE: Final[JsonSchema] = {
     "type": "array",
     "items": _STRING,
-    "contains": FULL_STRING,
+    "contains": NON_EMPTY_STRING,
     "minItems": 1,
     "maxItems": 2,
 }
-SEQUENCES: Final = one_of(FULL_STRING, _SEQUENCE, list_of(_SEQUENCE))
+SEQUENCES: Final = one_of(NON_EMPTY_STRING, _SEQUENCE, list_of(_SEQUENCE))
 ID_BATCHES: Final = one_of(TOKEN_IDS, list_of(TOKEN_IDS))
 _CHAT: Final = list_of(
     {
@@ -111,21 +111,21 @@ CHATS: Final = one_of(_CHAT, list_of(_CHAT))
 
 
 def documented(
-    *examples: JsonSchema, one_of: Sequence[str | tuple[str, ...]] = (), named_by: Sequence[str] = ()
+    *examples: JsonSchema, exactly_one: Sequence[str | tuple[str, ...]] = (), named_by: Sequence[str] = ()
 ) -> ConfigDict:
     """Returns the model configuration with the examples and the field rules of a body for OpenAPI.
 
     Args:
         examples: Example bodies.
-        one_of: Fields, or groups of fields. A body has exactly one of these. Null counts as absent.
+        exactly_one: Fields, or groups of fields. A body has exactly one of these. Null counts as absent.
         named_by: Text fields. A body has at least one of these. An empty text counts as absent.
     """
-    groups = [(choice,) if isinstance(choice, str) else choice for choice in one_of]
+    groups = [(choice,) if isinstance(choice, str) else choice for choice in exactly_one]
     rules: list[JsonValue] = []
     if groups:
         rules.append({"oneOf": [{"required": [*g], "properties": dict.fromkeys(g, _NOT_NULL)} for g in groups]})
     if named_by:
-        rules.append({"anyOf": [{"required": [name], "properties": {name: FULL_STRING}} for name in named_by]})
+        rules.append({"anyOf": [{"required": [name], "properties": {name: NON_EMPTY_STRING}} for name in named_by]})
     # Inside `allOf`, because client generators replace the body's fields by a bare `oneOf`.
     rule: JsonSchema = {"allOf": rules} if rules else {}
     return ConfigDict(json_schema_extra={**rule, "examples": [*examples]})

@@ -98,8 +98,8 @@ class PoolingBody(RequestBody):
     truncate_prompt_tokens: TokenLimit | None = Field(
         None,
         description=(
-            "Truncate every input to this many tokens. -1: the maximum length of the model. Absent: see --auto-"
-            "truncate."
+            "Truncate every input to this many tokens. -1: the maximum length of the model. "
+            "Absent: see --auto-truncate."
         ),
     )
     truncation_side: Literal["left", "right"] | None = Field(None, description="Side at which inputs are truncated.")

@@ -315,9 +315,8 @@ class ServerSettings(CommandSettings):
     )
     min_transfer_rate: int = setting(
         16 * 1024,
-        "Minimum rate, in bytes per second such as 16KiB, at which clients must send a body or read a "
-        "response. A slower "
-        "body is rejected with 408; the connection of a slower response is reset. 0: no limit.",
+        "Minimum rate, in bytes per second such as 16KiB, at which clients must send a body or read a response. "
+        "A slower body is rejected with 408; the connection of a slower response is reset. 0: no limit.",
         "Limits",
         "SIZE",
         min_value=0,
@@ -399,9 +398,8 @@ class ServerSettings(CommandSettings):
     )
     operator_routes: bool = setting(
         False,
-        "Enable the operator routes /tokenizer_info, /server_info and POST /reset_prefix_cache. They need an "
-        "API key if "
-        "keys are configured.",
+        "Enable the operator routes /tokenizer_info, /server_info and POST /reset_prefix_cache. "
+        "They need an API key if keys are configured.",
         "HTTP",
     )
     ssl_certfile: Path | None = setting(
@@ -412,18 +410,16 @@ class ServerSettings(CommandSettings):
     )
     max_loaded_models: int | None = setting(
         None,
-        "Maximum number of models in memory. Other models are loaded when a request names them; then the "
-        "least recently "
-        "used model is unloaded. Default: no limit.",
+        "Maximum number of models in memory. Other models are loaded when a request names them; "
+        "then the least recently used model is unloaded. Default: no limit.",
         "Several models",
         "N",
         min_value=1,
     )
     model_memory: int | None = setting(
         None,
-        "Maximum memory of all models together, such as 8GiB. Above it, models are unloaded as with --max-"
-        "loaded-models. "
-        "Default: no limit.",
+        "Maximum memory of all models together, such as 8GiB. "
+        "Above it, models are unloaded as with --max-loaded-models. Default: no limit.",
         "Several models",
         "SIZE",
         above=0,

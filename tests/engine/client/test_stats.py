@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.engine.client.stats import DispatcherStats, DrainRate, StepHistogram, total_rate
+from penstock.engine.client.stats import DispatcherStats, DrainRate, Histogram, total_rate
 from penstock.engine.protocol.messages import CacheUse, StepLoad, StepResults
 
 
@@ -25,7 +25,7 @@ def test_step_is_counted() -> None:
 
 
 def test_histogram_bounds_are_inclusive() -> None:
-    histogram = StepHistogram((1, 10))
+    histogram = Histogram((1, 10))
     for value in (0, 1, 1.5, 10, 11):
         histogram.observe(value)
     assert histogram.cumulative() == [(1.0, 2), (10.0, 4), (float("inf"), 5)]

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,8 @@ from penstock.engine import EngineConfig
 from penstock.server.cluster.ray_replica import mounts_of
 from penstock.server.cluster.ray_settings import RayServeSettings
 from penstock.server.settings import CommandError, UsageError, load
+
+from ...waiting import wait_until
 
 PACKAGE = "penstock.server.cluster"
 IMPORT_RAY = (f"{PACKAGE}.ray_serve", f"{PACKAGE}.ray_connection")
@@ -100,9 +101,7 @@ def signal_soon(number: int, ray_serve: Serve, name: str) -> None:
     """Send a signal to this process after an application is deployed."""
 
     def send() -> None:
-        while name not in ray_serve.applications:
-            time.sleep(0.01)
-        time.sleep(0.05)
+        wait_until(lambda: name in ray_serve.applications)  # the handlers are set before the deployment
         os.kill(os.getpid(), number)
 
     threading.Thread(target=send, daemon=True).start()
