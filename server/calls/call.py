@@ -29,7 +29,7 @@ from penstock.engine.protocol.templates import ChatOptions
 
 from ..admission import ResponseSize, check_num_ids, has_large_response, size_of_token_rows
 from ..http.json_responses import json_response
-from ..http.request_head import LIMITS, RequestContext
+from ..http.request_head import REQUEST_CONTEXT, RequestContext
 from ..models.table import ModelTarget
 from ..schemas.chat import ChatFields, Conversations, InputFields
 from ..schemas.images import ImageChat, has_images
@@ -188,16 +188,16 @@ class Call:
         Raises:
             DeadlineExceededError: The deadline has passed while the request was read.
         """
-        limits: RequestContext = self.request.scope[LIMITS]
-        deadline = self.context.deadline(limits)
+        request_context: RequestContext = self.request.scope[REQUEST_CONTEXT]
+        deadline = self.context.deadline(request_context)
         remaining_s = deadline.remaining_s()
         if remaining_s <= 0:
             raise deadline.error()
         return RequestOptions(
             timeout_s=None if remaining_s == math.inf else remaining_s,
-            priority=limits.priority if priority is None else priority,
-            client=limits.client,
-            namespace=limits.namespace,
+            priority=request_context.priority if priority is None else priority,
+            client=request_context.client,
+            namespace=request_context.namespace,
             adapter=self.adapter,
             prompt_name=prompt_name,
             instruction=instruction,

@@ -22,7 +22,7 @@ from ..admission import AdmissionController
 from ..http.connection import CONNECTION_LOST
 from ..http.image_fetcher import ImageFetcher
 from ..http.json_responses import wait_for_disconnect
-from ..http.request_head import LIMITS, RequestContext
+from ..http.request_head import REQUEST_CONTEXT, RequestContext
 from ..models.table import ModelTable
 from ..models.weight_files import WeightHeaders
 from ..observability.metrics import Metrics
@@ -52,10 +52,10 @@ class ServerContext:
     fetcher: ImageFetcher | None = None
     weight_headers: WeightHeaders = field(default_factory=WeightHeaders)
 
-    def deadline(self, limits: RequestContext) -> Deadline:
+    def deadline(self, request_context: RequestContext) -> Deadline:
         """Returns the earlier of the request's own deadline and the server's."""
         longest_s = self.settings.request_timeout_s or math.inf
-        own_s = math.inf if limits.timeout_s is None else limits.timeout_s
+        own_s = math.inf if request_context.timeout_s is None else request_context.timeout_s
         return Deadline(min(own_s, longest_s), is_own=own_s < longest_s)
 
 
@@ -94,7 +94,7 @@ class ClientWatch:
     a request costs one callback. Behind another ASGI server a task waits for the message http.disconnect.
 
     Args:
-        request: Its scope has LIMITS if its route runs a model.
+        request: Its scope has REQUEST_CONTEXT if its route runs a model.
 
     Raises:
         RequestCancelledError: The client has hung up.
@@ -131,7 +131,7 @@ class ClientWatch:
                 raise reason from None
             finally:
                 del reason
-        if kind is DeadlineExceededError and LIMITS in self._request.scope:
+        if kind is DeadlineExceededError and REQUEST_CONTEXT in self._request.scope:
             raise self._deadline().error() from error
 
     def _watch(self) -> None:
@@ -151,4 +151,4 @@ class ClientWatch:
             self._task.cancel()
 
     def _deadline(self) -> Deadline:
-        return context_of(self._request).deadline(self._request.scope[LIMITS])
+        return context_of(self._request).deadline(self._request.scope[REQUEST_CONTEXT])

@@ -29,7 +29,7 @@ _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _DOUBLED_VERSION: Final = re.compile(r"^/v[12](?=/v[12]/)")
 _TIMEOUT: Final = b"x-request-timeout"
 _PRIORITY: Final = b"x-priority"
-LIMITS: Final = "penstock.limits"
+REQUEST_CONTEXT: Final = "penstock.request_context"
 """Scope key of the RequestContext of a request that runs a model."""
 
 
@@ -50,8 +50,8 @@ class RequestContext:
     namespace: str = ""
 
 
-def limits_of(scope: Scope) -> RequestContext:
-    """Returns the limits in the headers of a request: `x-request-timeout` in seconds, and `x-priority`.
+def read_context(scope: Scope) -> RequestContext:
+    """Returns the context of a request, with its headers `x-request-timeout` in seconds and `x-priority`.
 
     Raises:
         InvalidRequestError: x-request-timeout is not a positive number, or x-priority is neither an integer nor a

@@ -45,7 +45,7 @@ from ..http.connection import DISCARD_BODY
 from ..http.json_bodies import JsonBody
 from ..http.json_reader import BodyParser, JsonReader, receive_part
 from ..http.json_responses import PART_BYTES
-from ..http.request_head import LIMITS, RequestIds, canonical_path, check_media, limits_of
+from ..http.request_head import REQUEST_CONTEXT, RequestIds, canonical_path, check_media, read_context
 from ..observability.request_record import REQUEST, Observers, RequestRecord, server_timing
 from ..routing import Route, RouteTable, route_of
 
@@ -225,10 +225,11 @@ class JsonDispatcher:
             request, body = Request(scope, receive, send), None
             try:
                 if route.runs_model:
-                    scope[LIMITS] = limits = limits_of(scope)  # before the body is read: its headers may be invalid
+                    # Before the body is read, because its headers may be invalid.
+                    scope[REQUEST_CONTEXT] = request_context = read_context(scope)
                     try:
                         if is_from_client:
-                            self._models.check_queue(limits.client)
+                            self._models.check_queue(request_context.client)
                     except EngineOverloadedError:
                         await self._peek_at_body(request, route)
                         raise
@@ -386,5 +387,5 @@ class RejectionQueue:
 
 def max_delay_s(scope: Scope) -> float:
     """Returns the maximum delay of a rejection in seconds: at most half of the client's time limit."""
-    timeout_s = limits_of(scope).timeout_s
+    timeout_s = read_context(scope).timeout_s
     return MAX_DELAY_S if timeout_s is None else timeout_s / 2
