@@ -39,7 +39,7 @@ class EngineClient:
     """Connects a dispatcher to the engine process. Belongs to one event loop.
 
     Args:
-        number: Number of this client; never used by another client of the engine.
+        number: Its connection number (messages.py), which no other client of the engine has.
         dispatcher: Has one replica, which gets the engine's results.
         on_unreadable: Called when a message of the engine cannot be read.
 

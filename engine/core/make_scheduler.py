@@ -57,7 +57,7 @@ def make_scheduler(
 def _token_budget(
     limits: SchedulerConfig, info: ModelInfo, device: DeviceLimits, *, uses_chunks: bool
 ) -> tuple[int, ModelInfo]:
-    """Returns the tokens of the largest forward. Without chunks lowers max_model_len to what the device can run."""
+    """Returns the tokens of the largest forward. If inputs run whole, max_model_len is lowered to them."""
     budget = limits.token_budget(info.device, device.memory)
     if not uses_chunks:
         if limits.max_num_batched_tokens is not None and budget < info.longest_sequence:

@@ -115,7 +115,7 @@ def _echo_heartbeats(address: Path) -> None:
 class ClientConnections:
     """The connections of all clients. Used on the device thread only.
 
-    The first client is number 0. It also gets the messages that concern no particular client.
+    The first client has connection 0. It also gets the messages that concern no particular client.
 
     Args:
         listener: Socket where clients connect. This object closes it.
@@ -131,7 +131,7 @@ class ClientConnections:
         self._early: list[Message] = []  # messages received together with Start
 
     def await_start(self) -> Start:
-        """Waits for client 0 and returns its first message.
+        """Waits for connection 0 and returns its first message.
 
         Raises:
             EOFError: The client disconnected before it sent a message.

@@ -177,7 +177,7 @@ class Qwen3VlInputs(QwenInputs):
         return {**super().packed(batch), "position_ids": self._positions(batch)} if batch.images else {}
 
     def padded(self, images: Sequence[ImagePatches], input_ids: Tensor) -> dict[str, Any]:
-        """Marks the tokens of images, from which the network derives positions."""
+        """Marks the tokens of images: the network derives positions from the marks."""
         if not images:
             return {}
         return {**super().padded(images, input_ids), "mm_token_type_ids": (input_ids == self.token_id).int()}
