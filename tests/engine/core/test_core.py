@@ -339,6 +339,16 @@ def test_memory_shortage_halves_the_budget(caplog: pytest.LogCaptureFixture) -> 
     assert not driver.failures
 
 
+def test_sequence_without_memory_fails_if_it_must_run_whole() -> None:
+    driver = CoreDriver(FakeRunner(max_model_len=16))
+    driver.runner.hook = fail_above(8)
+    driver.submit(1, 16)
+    driver.submit(2, 8)
+    driver.run_all()
+    assert driver.failures == {1: ("ModelExecutionError", "The model failed on input 0: DeviceMemoryError.")}
+    assert driver.results == {2: {0: [8.0]}}
+
+
 @pytest.mark.parametrize(
     "error", [InvalidRequestError("no such label"), DeviceLostError("gone")], ids=["request", "device"]
 )
