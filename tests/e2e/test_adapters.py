@@ -62,14 +62,3 @@ def test_requests_of_several_adapters_equal_merged_weights(launch, models, kerne
     assert unknown.status_code == 404
     assert "m has no LoRA adapter 'tax'; it has: legal, medical." in unknown.text
     server.stop()
-
-
-def test_wrong_adapter_folder_stops_the_start(run, models, tmp_path: Path) -> None:
-    folder, _, _ = models
-    for value, message in (
-        (f"legal={tmp_path}", "the folder has no adapter_config.json"),
-        ("legal", "must be NAME=FOLDER"),
-    ):
-        result = run("serve", str(folder), "--adapter", value, "--port", "0")
-        assert result.returncode == 2
-        assert message in result.stderr

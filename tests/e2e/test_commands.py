@@ -46,14 +46,6 @@ def test_stopped_embed_command_continues(tmp_path: Path, penstock, run, server, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out.npy"]
 
 
-def test_info_shows_settings_and_their_sources(run, default_model: Path) -> None:
-    done = run("info")
-    lines = {line.split()[0]: line for line in done.stdout.splitlines()[2:]}
-    assert "MEAN" in lines["sequence_pooling"]
-    assert "1_Pooling/config.json" in lines["sequence_pooling"]
-    assert "256" in lines["max_model_len"]
-
-
 def test_settings_of_flags_file_and_environment_work_together(launch, tmp_path: Path) -> None:
     """Caches, keys, batches and limits, and a log without keys and texts."""
     config = tmp_path / "penstock.toml"

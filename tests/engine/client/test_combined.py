@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
 from penstock.engine.async_engine import AsyncEngine
@@ -31,7 +30,7 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
-from .word_model import TABLE, WordCore, ids, info, tokenizer_pool
+from .word_model import WordCore, ids, info, tokenizer_pool
 
 PARAMS = PoolingParams()
 EVERY = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)
@@ -132,25 +131,6 @@ async def test_outputs_that_need_several_runs_are_rejected(make: Make) -> None:
     with pytest.raises(UnsupportedTaskError, match="sparse_embed"):
         await engine.embed_combined(["a"], (EVERY[0], EVERY[2]), PARAMS)
     assert len(core.sent) == 1
-
-
-async def test_late_chunking_pools_parts_of_the_joined_text(make: Make) -> None:
-    engine, core = make()
-    result = await engine.embed_late(["a b", "c"], PoolingParams(normalize=False))
-    assert result.embeddings == pytest.approx(np.stack([TABLE[ids(text)].mean(axis=0) for text in ("a b", "c")]))
-    assert result.num_tokens == [2, 1]
-    (submit, (tokens,)) = core.sent[0]
-    assert tokens.token_ids.tolist() == ids("a b c")
-    assert (submit.params.task, submit.params.normalize) == (PoolingTask.TOKEN_EMBED, False)
-    named = await engine.embed_late(["a b", "c"], PoolingParams(normalize=False, task=PoolingTask.EMBED))
-    assert named.embeddings == pytest.approx(result.embeddings)
-    lengths = np.linalg.norm((await engine.embed_late(["a b", "c"], PARAMS)).embeddings, axis=1)
-    assert lengths == pytest.approx([1, 1])
-    with pytest.raises(InvalidRequestError, match="input 1 has no tokens"):
-        await engine.embed_late(["a", " "], PARAMS)
-    engine, _ = make(sequence_pooling=(PoolingType.CLS,))
-    with pytest.raises(InvalidRequestError, match="pools by CLS"):
-        await engine.embed_late(["a"], PARAMS)
 
 
 async def test_classifier_takes_texts_and_pairs(make: Make) -> None:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,26 +21,10 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import LoadFailed, Start, StepResults
 from penstock.engine.protocol.params import PoolingParams
 
+from ...servers import children_of, exists
+from ...waiting import until
+
 PARAMS = PoolingParams()
-
-
-def children(pid: int) -> list[int]:
-    """The live child processes of `pid`."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = stat.read_text().rsplit(")", 1)[1].split()[:2]
-        except OSError:
-            continue  # it has ended
-        if int(parent) == pid and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.05)
 
 
 async def test_worker_is_replaced_if_its_results_cannot_be_read(
@@ -83,13 +66,13 @@ async def test_worker_and_its_socket_end_with_the_parent(minilm_folder: Path, tm
     try:
         assert parent.stdout is not None
         assert await asyncio.to_thread(parent.stdout.readline) == b"ready\n"
-        (process,) = children(parent.pid)
+        (process,) = children_of(parent.pid)
         assert [len(list(made.iterdir())) for made in folder.iterdir()] == [1]
     finally:
         parent.kill()
         parent.wait()
         parent.communicate()
-    await until(lambda: not Path(f"/proc/{process}").exists() or "Z" in Path(f"/proc/{process}/stat").read_text())
+    await until(lambda: not exists(process))
     assert not list(folder.iterdir())
 
 

@@ -76,13 +76,15 @@ def test_settings_unsupported_by_several_processes_are_rejected(config, plan, se
     ("given", "device"),
     [({"devices": ("cuda:1",)}, "cuda:1"), ({"devices": ("cpu",)}, "cpu"), ({"device": "cpu"}, "cpu")],
 )
-def test_one_device_is_used_by_several_processes(given: dict[str, Any], device: str, monkeypatch) -> None:
+def test_one_device_is_used_by_several_processes(given: dict[str, Any], device: str, monkeypatch, caplog) -> None:
+    caplog.set_level("INFO")
     served = Mock()
     monkeypatch.setattr(serve, "_serve_by_workers", served)
     monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
     monkeypatch.setattr(serve, "resolved", lambda *_: None)
     plan = ServedModel(("a",), config=EngineConfig(model="/models/a", **given), is_pinned=True, ttl_s=math.inf)
-    serve.serve(ServerSettings(api_workers=2, host="127.0.0.1", port=0), [plan])
+    serve.serve(ServerSettings(api_workers=2, host="127.0.0.1", port=0, env_notes=("PORT=0 sets --port",)), [plan])
+    assert "PORT=0 sets --port" in caplog.messages
     _, _, (model,), (listener,), _ = served.call_args.args
     config = model.config
     listener.close()

@@ -257,6 +257,8 @@ async def test_rejected_requests_use_up_the_lookups_of_a_full_queue(make: Make, 
     assert num_requests > 100
     num_misses = cache.stats.num_misses
     with pytest.raises(EngineOverloadedError):
+        engine.check_queue()
+    with pytest.raises(EngineOverloadedError):
         await engine.embed(["c"], PARAMS)
     assert cache.stats.num_misses == num_misses  # rejected before its tokenization
     engine._dispatcher.admission.leave(10)
