@@ -15,6 +15,7 @@ LAYERS = ("server", "engine", "kernels")
 KERNELS_MAY_IMPORT = {"numpy", "torch", "triton"}
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 PLAIN_MODULES = next(c["source_modules"] for c in CONTRACTS if c["id"] == "plain-engine-without-torch")
+SERVER_MODULES = ("settings", "commands.cli", "embed_jobs.run", "app", "commands.serve")
 
 
 class Import(NamedTuple):
@@ -72,10 +73,10 @@ for package in sys.argv[1:]:
     names += [package, *(found.name for found in walk_packages(path or [], f"{package}."))]
 for module in names:
     import_module(module)
-    loaded = {"torch", "transformers"} & set(sys.modules)
+    loaded = {"torch", "transformers", "triton", "safetensors"} & set(sys.modules)
     if loaded:
         sys.exit(f"{module} loads {', '.join(loaded)}")
 """
-    modules = [*PLAIN_MODULES, "penstock.server.commands.cli", "penstock.server.app"]
+    modules = [*PLAIN_MODULES, *(f"penstock.server.{name}" for name in SERVER_MODULES)]
     done = subprocess.run([sys.executable, "-c", program, *modules], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,5 @@
 """Images and texts of CLIP, SigLIP and SigLIP 2 over HTTP, compared with transformers."""
 
-import base64
-import io
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,13 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from ..engine.images.pictures import data_uri, picture
 from ..random_models import TWO_TOWERS, save_two_tower_model
 from ..servers import Server
 
-image_module = pytest.importorskip("PIL.Image")
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOLERANCE = 1e-5
 TEXTS = ["A dam holds back water.", "gate"]
+SIZES = [("RGB", 28, 28), ("L", 17, 61), ("P", 90, 9), ("RGB", 40, 1), ("RGBA", 32, 33)]
+IMAGES = [picture(*size) for size in SIZES]
 
 
 class Reference(NamedTuple):
@@ -25,23 +25,6 @@ class Reference(NamedTuple):
     folder: Path
     images: np.ndarray
     texts: np.ndarray
-
-
-def make_images() -> list[Any]:
-    """Images of odd sizes and modes."""
-    numbers = np.random.default_rng(0)
-    sizes = [(28, 28), (61, 17), (9, 90), (1, 40), (33, 32)]
-    images = [image_module.fromarray(numbers.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in sizes]
-    return [image.convert(mode) for image, mode in zip(images, ("RGB", "L", "P", "RGB", "RGBA"), strict=True)]
-
-
-IMAGES = make_images()
-
-
-def uri(image: Any) -> str:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 @pytest.fixture(scope="module", params=TWO_TOWERS)
@@ -70,7 +53,7 @@ def test_images_and_texts_equal_transformers_in_every_batch(
     launch: Callable[..., Server], reference: Reference
 ) -> None:
     server = launch(str(reference.folder), "--dtype", "float32", "--cache", "1MB")
-    images = [{"image": uri(image)} for image in IMAGES]
+    images = [{"image": data_uri(image)} for image in IMAGES]
     texts = [{"text": text} for text in TEXTS]
     mixed = [item for pair in zip(images, [*texts, *texts, *texts], strict=False) for item in pair]
     calls = [*([item] for item in images), images, texts, mixed, images[::-1]]
@@ -98,7 +81,7 @@ def test_images_and_texts_equal_transformers_in_every_batch(
 
     for image, message in (
         ("data:image/png;base64,aGVsbG8=", "input[1].image is not an image in a supported format"),
-        (uri(IMAGES[0])[:-40] + "AAAA", "input[1].image "),
+        (data_uri(IMAGES[0])[:-40] + "AAAA", "input[1].image "),
     ):
         rejected = server.post("/v1/embeddings", {"input": [texts[0], {"image": image}, images[0]]})
         assert rejected.status_code == 400

@@ -1,7 +1,5 @@
 """Texts, images and both together in one prompt over HTTP, compared with transformers."""
 
-import base64
-import io
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,39 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ..engine.images.pictures import data_uri, picture
 from ..random_models import save_page_model, save_qwen3_vl_model
 from ..servers import Server
 
-image_module = pytest.importorskip("PIL.Image")
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOLERANCE = 1e-4
 IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
 SYSTEM = "<|im_start|>system\nRepresent the user's input.<|im_end|>\n"
-
-
-def make_images() -> list[Any]:
-    """Images of odd sizes and modes."""
-    numbers = np.random.default_rng(0)
-    sizes = [(30, 21), (61, 17), (8, 9)]
-    images = [image_module.fromarray(numbers.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in sizes]
-    return [image.convert(mode) for image, mode in zip(images, ("RGB", "L", "RGBA"), strict=True)]
-
-
-IMAGES = make_images()
-
-
-def uri(image: Any) -> str:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+IMAGES = [picture(*size) for size in (("RGB", 21, 30), ("L", 17, 61), ("RGBA", 9, 8))]
+URIS = [data_uri(image) for image in IMAGES]
 
 
 def rgb(image: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     return transformers.image_transforms.convert_to_rgb(image)
-
-
-URIS = [uri(image) for image in IMAGES]
 
 
 def chat(text: str) -> str:
@@ -123,7 +103,7 @@ def test_qwen3_vl_embeddings_equal_transformers(
     for body, message in (
         ({"input": "<|image_pad|>"}, "stands for an image"),
         ({"input": ["a", {"image": URIS[0], "text": "<|image_pad|>"}]}, "Input 1 contains the token"),
-        ({"input": ["a", {"image": uri(IMAGES[0].resize((4000, 8)))}]}, "input[1].image has 4000 x 8 pixels"),
+        ({"input": ["a", {"image": data_uri(IMAGES[0].resize((4000, 8)))}]}, "input[1].image has 4000 x 8 pixels"),
         ({"input": [{"image": URIS[0]}], "truncate_prompt_tokens": 12}, "images of input 0 have 12 tokens"),
     ):
         rejected = server.post("/v1/embeddings", body)

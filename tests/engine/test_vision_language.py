@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import logging
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from penstock.engine.protocol.request import TextOrImage
 from penstock.engine.protocol.tasks import PoolingTask
 
 from ..random_models import PAGE_MODELS, save_embedding_gemma2_model, save_page_model, save_qwen3_vl_model
-from .images.pictures import picture
+from .images.pictures import encoded, picture
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOLERANCE = 1e-4
@@ -40,9 +39,7 @@ IMAGES = [Image.fromarray(NUMBERS.integers(0, 255, (*size, 3), dtype=np.uint8)) 
 
 
 def sent(image: Image.Image) -> ImageInput:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return ImageInput(file.getvalue())
+    return ImageInput(encoded(image, "PNG"))
 
 
 async def start(folder: Path, **fields: Any) -> AsyncEngine:

@@ -1,8 +1,6 @@
 """Start and stop of the engines of the application."""
 
 import asyncio
-import subprocess
-import sys
 
 import pytest
 
@@ -105,17 +103,3 @@ async def test_shutdown_cancels_the_loading_of_a_model() -> None:
     async with app.router.lifespan_context(app):
         await asyncio.sleep(0)
     assert was_cancelled
-
-
-def test_server_imports_neither_torch_nor_transformers() -> None:
-    code = """
-import sys
-from importlib import import_module
-
-heavy = {"torch", "transformers", "triton", "safetensors"}
-for module in ("settings", "commands.cli", "embed_jobs.run", "app", "commands.serve"):
-    import_module(f"penstock.server.{module}")
-    print(*(f"{module} imports {name}" for name in heavy & set(sys.modules)))
-"""
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []

@@ -100,7 +100,6 @@ def test_every_kind_of_batch_runs_once() -> None:
     num_run = run_all_kinds(samples, run, sequence_pool, token_budget=2048, longest=1000, max_num_seqs=100)
     assert num_run == len(batches)
     assert sequence_pool.usage == 0.0
-    assert sequence_pool.usage == 0.0
 
     lengths = [[chunk.num_tokens for chunk in batch] for batch in batches]
     assert max(map(sum, lengths)) <= 2048

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from typing import Any
 
@@ -40,3 +41,13 @@ def encoded(image: Image.Image, format: str, *, orientation: int | None = None, 
     file = io.BytesIO()
     image.save(file, format, **options)
     return file.getvalue()
+
+
+def colored(color: str, format: str = "PNG", size: tuple[int, int] = (4, 3)) -> bytes:  # noqa: A002
+    """Returns the file of a picture of one colour."""
+    return encoded(Image.new("RGB", size, color), format)
+
+
+def data_uri(image: Image.Image) -> str:
+    """Returns a picture as a data URI of a PNG file."""
+    return "data:image/png;base64," + base64.b64encode(encoded(image, "PNG")).decode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from penstock.engine.images.preprocessor import TRIM_BYTES, ImagePreprocessor
 from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError, MachineError
 from penstock.engine.protocol.images import ImageInput, ImagePatches, ImageResize, ImageSpec
 
+from ...waiting import until
 from .pictures import encoded, picture
 
 _SPEC = ImageSpec(
@@ -52,11 +52,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> _Gate:
     gate = _Gate()
     monkeypatch.setattr("penstock.engine.images.preprocessor._load_process", lambda spec: gate)
     return gate
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 async def test_patches_come_in_the_order_of_the_images() -> None:
@@ -114,7 +109,7 @@ async def test_image_above_pixel_limit_is_rejected() -> None:
 async def test_memory_limits_images_that_run_at_once(gate: _Gate, limit: int, most_running: int) -> None:
     preprocessor = ImagePreprocessor(_SPEC, num_workers=3, max_decoding_bytes=limit)
     task = asyncio.create_task(preprocessor.preprocess(_images(9)))
-    await _until(lambda: gate.num_begun == most_running)
+    await until(lambda: gate.num_begun == most_running)
     gate.is_open.set()
     assert len(await task) == 9
     assert gate.most_running == most_running
@@ -131,7 +126,7 @@ async def test_memory_returns_to_the_system_after_large_images(
     images = [ImageInput(encoded(Image.new("RGB", (edge, edge)), "PNG"))] * 2
     assert (read_image_file(images[0].data, ImageLimits()).num_bytes > TRIM_BYTES) == bool(num_trims)
     large = asyncio.create_task(preprocessor.preprocess(images))
-    await _until(lambda: gate.num_begun == 2)  # the memory is free when both have ended
+    await until(lambda: gate.num_begun == 2)  # the memory is free when both have ended
     gate.is_open.set()
     await large
     await preprocessor.preprocess(_images(1))
@@ -142,7 +137,7 @@ async def test_memory_returns_to_the_system_after_large_images(
 async def test_request_leaves_workers_to_others_between_images(gate: _Gate) -> None:
     preprocessor = ImagePreprocessor(_SPEC, num_workers=1)
     large = asyncio.create_task(preprocessor.preprocess(_images(50)))
-    await _until(lambda: gate.num_begun == 1)
+    await until(lambda: gate.num_begun == 1)
     small = asyncio.create_task(preprocessor.preprocess(_images(1)))
     await asyncio.sleep(0)
     gate.is_open.set()
@@ -155,7 +150,7 @@ async def test_request_leaves_workers_to_others_between_images(gate: _Gate) -> N
 async def test_cancelled_request_decodes_no_further_image(gate: _Gate) -> None:
     preprocessor = ImagePreprocessor(_SPEC, num_workers=2)
     task = asyncio.create_task(preprocessor.preprocess(_images(9)))
-    await _until(lambda: gate.num_begun == 2)
+    await until(lambda: gate.num_begun == 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -168,7 +163,7 @@ async def test_cancelled_request_decodes_no_further_image(gate: _Gate) -> None:
 async def test_closed_encoder_rejects_waiting_and_new_requests(gate: _Gate) -> None:
     preprocessor = ImagePreprocessor(_SPEC, num_workers=1)
     running = asyncio.create_task(preprocessor.preprocess(_images(1)))
-    await _until(lambda: gate.num_begun == 1)
+    await until(lambda: gate.num_begun == 1)
     waiting = asyncio.create_task(preprocessor.preprocess(_images(1)))
     await asyncio.sleep(0)
     preprocessor.close()

@@ -19,7 +19,7 @@ from penstock.engine.protocol.config import EngineConfig, PoolerConfig
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.model_info import DenseSpec
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.tasks import PoolingType
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.tokenization.late_chunking import LateChunking, verify_late_chunking
 from penstock.engine.tokenization.model_tokenizer import SpecialTokens, Truncation
 
@@ -172,7 +172,7 @@ async def test_vectors_are_means_of_rows_of_one_forward(engine: AsyncEngine, min
         result = await engine.embed_late(CHUNKS, PARAMS, options)
         assert np.abs(result.embeddings - normalised(means)).max() < 1e-5
         assert result.num_tokens == [last - first for first, last in spans]
-    raw = await engine.embed_late(CHUNKS, PoolingParams(normalize=False), QUERY)
+    raw = await engine.embed_late(CHUNKS, PoolingParams(normalize=False, task=PoolingTask.EMBED), QUERY)
     assert np.abs(raw.embeddings - means).max() < 1e-5
     cut = await engine.embed_late(CHUNKS, PoolingParams(dimensions=48), QUERY)
     assert np.abs(cut.embeddings - normalised(means[:, :48])).max() < 1e-5

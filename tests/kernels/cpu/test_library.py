@@ -11,6 +11,7 @@ import pytest
 
 from penstock.kernels.cpu import CpuEncoder, CpuForward, CpuKernelError, CpuLibrary, Format
 
+from ...waiting import wait_until
 from .specs import SHAPES, Texts, make_spec, make_texts
 
 SPEC = make_spec(SHAPES[0])
@@ -36,10 +37,7 @@ def forward(encoder: CpuEncoder, texts: Texts) -> np.ndarray:
 
 def wait_for_lanes(library: CpuLibrary) -> None:
     """Waits for lanes that start, or were woken for work that other lanes took."""
-    deadline_s = time.monotonic() + 120
-    while library.num_free < library.num_lanes:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
+    wait_until(lambda: library.num_free == library.num_lanes)
 
 
 def num_threads() -> int:
@@ -121,10 +119,7 @@ def test_idle_lanes_sleep() -> None:
         forward(open_encoder(library), make_texts([200]))
         lanes = set(Path("/proc/self/task").iterdir()) - others
         assert len(lanes) >= 3
-        deadline_s = time.monotonic() + 60
-        while any(status_of(lane)["State"][0] != "S" for lane in lanes):
-            assert time.monotonic() < deadline_s, "a lane without work does not sleep"
-            time.sleep(0.01)
+        wait_until(lambda: all(status_of(lane)["State"][0] == "S" for lane in lanes))
         before = [status_of(lane)["voluntary_ctxt_switches"] for lane in lanes]
         time.sleep(1)
         assert [status_of(lane)["voluntary_ctxt_switches"] for lane in lanes] == before, "a lane woke up without work"

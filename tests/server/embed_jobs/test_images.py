@@ -1,7 +1,6 @@
 """`penstock embed` with images."""
 
 import base64
-import io
 import json
 import os
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from PIL import Image
 from pyarrow import parquet
 
 from penstock.engine.protocol.images import ImageInput
@@ -23,16 +21,12 @@ from penstock.server.embed_jobs.input_file import Row
 from penstock.server.embed_jobs.input_formats import open_input
 from penstock.server.settings import CommandError, UsageError
 
+from ...engine.images.pictures import colored
+
 NAMES = ["a.png", "b.JPG", "sub/c.webp", "sub/d.gif"]
 
 
-def picture(color: str, kind: str = "PNG") -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (4, 3), color).save(file, kind)
-    return file.getvalue()
-
-
-FILES = [picture(*row) for row in (("red",), ("blue", "JPEG"), ("green", "WEBP"), ("white", "GIF"))]
+FILES = [colored(*row) for row in (("red",), ("blue", "JPEG"), ("green", "WEBP"), ("white", "GIF"))]
 
 
 @pytest.fixture
@@ -179,7 +173,7 @@ def test_changed_image_does_not_continue_an_interrupted_run(
 
 
 def test_shards_and_requests_are_bounded_in_bytes(run, fake, folder: Path, tmp_path: Path, monkeypatch) -> None:
-    large = picture("red") + bytes(4_000_000)
+    large = colored("red") + bytes(4_000_000)
     for i in range(8):
         (folder / f"{i}.png").write_bytes(large)
     source = open_input(folder, "text")

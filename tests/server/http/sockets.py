@@ -20,6 +20,7 @@ from penstock.server.http.http_server import HttpServer
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, load
 
+from ...waiting import until
 from ..conftest import FakeEngine
 
 NAPS = 8
@@ -37,8 +38,7 @@ async def running(app: Any, *, lifespan: str = "off", **options: Any) -> AsyncIt
     with contextlib.ExitStack() as signals:
         server.capture_signals = lambda: signals
         serving = asyncio.create_task(server.serve([listener]))
-        while not server.started:
-            await asyncio.sleep(0.005)
+        await until(lambda: server.started)
         yield server, listener.getsockname()[1]
         server.should_exit = True
         with patch.object(uvicorn.server, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": short_sleep})):

@@ -1,7 +1,6 @@
 """Images in the bodies of each dialect, with the clients of OpenAI and Cohere and the bodies of others."""
 
 import base64
-import io
 import warnings
 from urllib.parse import quote
 
@@ -14,6 +13,7 @@ from penstock.engine.protocol.images import ImageInput, ImageResize, ImageSpec
 from penstock.server.calls import images
 from penstock.server.http.image_fetcher import AllowedHost, FetchError, ImageFetcher
 
+from ...engine.images.pictures import colored, data_uri
 from ..conftest import NUM_IMAGE_TOKENS, FakeEngine
 
 with warnings.catch_warnings():
@@ -23,13 +23,7 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")
 
 
-def picture(color: str = "red", size: tuple[int, int] = (4, 3), kind: str = "PNG") -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", size, color).save(file, kind)
-    return file.getvalue()
-
-
-RED, BLUE = picture(), picture("blue", (2, 5), "JPEG")
+RED, BLUE = colored("red"), colored("blue", "JPEG", (2, 5))
 BASE64 = base64.b64encode(RED).decode()
 URI, BLUE_URI = f"data:image/png;base64,{BASE64}", f"data:image/jpeg;base64,{base64.b64encode(BLUE).decode()}"
 URL = "https://img.example.org/red.png"
@@ -305,7 +299,7 @@ async def test_pixels_for_a_language_model_hold_body_memory(serving, make_engine
         max_pixels=2_000_000,
     )
     engine = make_engine(image_spec=spec)
-    small = f"data:image/png;base64,{base64.b64encode(picture(size=(2_000, 1_000))).decode()}"
+    small = data_uri(Image.new("RGB", (2_000, 1_000)))
     async with serving(engine) as client:
         bodies = client._transport.app.state.context.admission.bodies
         held = []
