@@ -107,11 +107,6 @@ def test_loading_server_answers_503_over_https(secure: SecureServer) -> None:
     assert (secure.early.status_code, secure.early.headers["retry-after"]) == (503, "1")
 
 
-def test_known_key_gets_200_with_cors_header(secure: SecureServer) -> None:
-    response = secure.embed(secure.add_key("known-secret"))
-    assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, PAGE)
-
-
 def test_metrics_port_serves_metrics_and_health_in_plain_http(secure: SecureServer) -> None:
     key = secure.add_key("counted-secret")
     assert secure.client.get("/metrics", headers={"api-key": key}).status_code == 404

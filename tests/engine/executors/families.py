@@ -263,3 +263,8 @@ def unit_error(rows, exact):
     """Mean distance of the rows as unit vectors."""
     rows, exact = (torch.nn.functional.normalize(part.float(), dim=1) for part in (rows, exact))
     return (rows - exact).norm(dim=1).mean()
+
+
+def first_row_logits(model, sequences, pack):
+    hidden = model.forward(pack(sequences)).hidden_states
+    return model.classify(torch.stack([rows[0] for rows in hidden.split([len(s) for s in sequences])]))

@@ -11,7 +11,7 @@ from penstock.engine.executors.cpu.array_encoder import read_spec
 from penstock.engine.protocol.errors import ModelLoadError
 
 from .array_model import ArrayModel, load_model
-from .families import ENCODER_SIZES, assert_close, logits_of, relative_error, rows_of
+from .families import ENCODER_SIZES, assert_close, first_row_logits, logits_of, relative_error, rows_of
 
 HUB = json.loads((Path(__file__).parent / "hub_configs.json").read_text())
 SIZE = ENCODER_SIZES["hidden_size"] // ENCODER_SIZES["num_attention_heads"]
@@ -77,11 +77,6 @@ def test_hub_config_equals_transformers(
     assert_close(hidden, rows_of(reference, sequences))
     alone = torch.cat([model.forward(pack([sequence])).hidden_states for sequence in sequences])
     assert relative_error(hidden, alone) <= (0 if executor == "cpu" else 1e-6)
-
-
-def first_row_logits(model, sequences, pack):
-    hidden = model.forward(pack(sequences)).hidden_states
-    return model.classify(torch.stack([rows[0] for rows in hidden.split([len(s) for s in sequences])]))
 
 
 @EXECUTORS

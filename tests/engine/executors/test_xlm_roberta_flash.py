@@ -10,7 +10,7 @@ from penstock.engine.executors.cpu.array_encoder import read_spec
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.tasks import PoolingType
 
-from .families import ENCODER_SIZES, assert_close, logits_of, relative_error, rows_of
+from .families import ENCODER_SIZES, assert_close, first_row_logits, logits_of, relative_error, rows_of
 
 CODE = "jinaai/xlm-roberta-flash-implementation"
 TASKS = ["retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"]
@@ -163,10 +163,7 @@ def test_classifier_reads_both_layouts(executor, is_original, load, save_model, 
     folder, reference = save_model(
         "JinaEmbeddingsV3ForSequenceClassification", {"save_original_format": is_original}, **SIZES
     )
-    model = load(resolve(folder))
-    hidden = model.forward(pack(sequences)).hidden_states
-    logits = model.classify(torch.stack([rows[0] for rows in hidden.split([len(s) for s in sequences])]))
-    assert_close(logits, logits_of(reference, sequences))
+    assert_close(first_row_logits(load(resolve(folder)), sequences, pack), logits_of(reference, sequences))
 
 
 @EXECUTORS
@@ -177,10 +174,7 @@ def test_reranker_with_learned_positions_equals_transformers(executor, load, sav
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(HUB | RERANKER | {"num_labels": 1}))
     sequences = [[7, 1, 9], list(range(2, 130)), [5]]
-    model = load(resolve(folder))
-    hidden = model.forward(pack(sequences)).hidden_states
-    logits = model.classify(torch.stack([rows[0] for rows in hidden.split([len(s) for s in sequences])]))
-    assert_close(logits, logits_of(reference, sequences))
+    assert_close(first_row_logits(load(resolve(folder)), sequences, pack), logits_of(reference, sequences))
 
 
 @EXECUTORS

@@ -17,18 +17,9 @@ from penstock.server.commands.serve import served_models
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, UsageError, load
 
+from ...engine.model_files.folders import BERT
 from ..bodies import table
 
-CONFIG = {
-    "model_type": "bert",
-    "architectures": ["BertModel"],
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 1,
-    "intermediate_size": 64,
-    "max_position_embeddings": 40,
-    "vocab_size": 100,
-}
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:53aa\nsize 90868376\n"
 
 
@@ -117,7 +108,7 @@ def header(text: bytes) -> bytes:
 
 def model(folder: Path) -> Path:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(BERT))
     (folder / "model.safetensors").write_bytes(header(b"{}"))
     return folder
 
