@@ -14,7 +14,15 @@ from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.model_info import ModelKind
 from penstock.engine.protocol.request import TokenizedInput
 
-from .families import DEBERTA, ENCODER_SIZES, arguments, assert_close, relative_error, rows_of
+from .families import (
+    DEBERTA,
+    ENCODER_SIZES,
+    assert_close,
+    first_row_logits,
+    logits_of,
+    relative_error,
+    rows_of,
+)
 
 EXECUTORS = pytest.mark.parametrize("executor", ["torch", "cpu"])
 # Values of mixedbread-ai/mxbai-rerank-base-v1, in small.
@@ -41,8 +49,7 @@ def test_reranker_with_long_texts_equals_transformers(executor, load, save_model
     assert_close(hidden, rows_of(reference, sequences))
     alone = torch.cat([model.forward(pack([sequence])).hidden_states for sequence in sequences])
     assert relative_error(hidden, alone) <= (0 if executor == "cpu" else 1e-6)
-    logits = model.classify(torch.stack([rows[0] for rows in hidden.split([len(s) for s in sequences])]))
-    assert_close(logits, torch.cat([reference(**arguments(s)).logits for s in sequences]))
+    assert_close(first_row_logits(model, sequences, pack), logits_of(reference, sequences))
 
 
 @EXECUTORS

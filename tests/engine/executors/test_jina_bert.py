@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from penstock.engine.executors.cpu.array_encoder import read_spec
 from penstock.engine.protocol.errors import ModelLoadError
 
-from .families import assert_close, relative_error
+from .families import assert_close, first_row_logits, relative_error
 from .jina_bert import HUB, D, Reference, make_weights
 
 EXECUTORS = pytest.mark.parametrize("executor", ["torch", "cpu"])
@@ -65,9 +65,7 @@ def test_reranker_equals_reference(executor, load, save, resolve, pack, sequence
     changes = {"architectures": ["JinaBertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
     folder, weights = save(False, changes, "bert.", **classifier)
     reference = Reference(weights)
-    model = load(resolve(folder))
-    hidden = model.forward(pack(sequences)).hidden_states.split([len(s) for s in sequences])
-    logits = model.classify(torch.stack([rows[0] for rows in hidden]))
+    logits = first_row_logits(load(resolve(folder)), sequences, pack)
     firsts = torch.stack([reference(sequence)[0] for sequence in sequences])
     expected = reference.linear("classifier", reference.linear("pooler.dense", firsts).tanh())
     assert_close(logits.double(), expected)

@@ -130,6 +130,14 @@ def test_class_with_its_own_code_is_rejected(saved, resolve):
         load_model(resolve(saved[0], hf_overrides=own))
 
 
+def test_missing_shard_is_named(saved, resolve):
+    folder, tensors, _ = saved
+    write_shards(folder, tensors)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(WeightError, match="do not exist: model-00002"):
+        load_model(resolve(folder))
+
+
 @pytest.mark.parametrize("file", ["../elsewhere/part", "/etc/part", "a/../../part", "", 7])
 def test_index_with_a_path_outside_is_rejected(file, saved, resolve):
     folder, tensors, _ = saved
