@@ -1,7 +1,6 @@
 """The servers of all clients, and small models."""
 
 import base64
-import io
 import json
 import shutil
 import sys
@@ -14,10 +13,9 @@ from pathlib import Path
 from threading import Thread
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-import numpy as np
-from PIL import Image
 
 from penstock.server.commands.model_plans import default_model_folder
+from tests.engine.images.pictures import encoded, picture
 from tests.random_models import save_random_model, save_two_tower_model
 from tests.servers import launching
 
@@ -59,13 +57,8 @@ def serving(folder: Path) -> Iterator[dict[str, str]]:
 
 def make_images() -> list[str]:
     """PNG files of images of odd sizes, in base64."""
-    numbers = np.random.default_rng(0)
-    texts = []
-    for size in ((28, 28), (61, 17), (33, 90)):
-        file = io.BytesIO()
-        Image.fromarray(numbers.integers(0, 255, (*size, 3), dtype=np.uint8)).save(file, "PNG")
-        texts.append(base64.b64encode(file.getvalue()).decode())
-    return texts
+    images = (picture("RGB", width, height) for width, height in ((28, 28), (17, 61), (90, 33)))
+    return [base64.b64encode(encoded(image, "PNG")).decode() for image in images]
 
 
 @contextmanager

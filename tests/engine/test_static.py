@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +29,13 @@ from penstock.engine.protocol.errors import (
 from penstock.engine.protocol.request import RequestOptions
 from penstock.engine.protocol.tasks import PoolingTask
 
+from .engines import running
+
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("three_lane_library")]
 TEXTS = ["hello world", "", "  ", "The [SEP] naïve café — 東京 🚀", "word " * 37, "a"]
 PARAMS = PoolingParams()
 QUERY, DOCUMENT = RequestOptions(is_query=True), RequestOptions(is_query=False)
 SPLADE = SpladePooling(pooling_strategy="max", activation_function="log1p_relu")
-
-
-@asynccontextmanager
-async def served(folder: Path, **settings: Any) -> AsyncIterator[AsyncEngine]:
-    settings = {"in_process": True, "num_threads": 2, "dtype": "float32", **settings}
-    engine = await AsyncEngine.start(EngineConfig(model=str(folder), **settings))
-    try:
-        yield engine
-    finally:
-        await engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +66,7 @@ def close(actual: np.ndarray, expected: Any, tolerance: float = 1e-6) -> bool:
 async def test_static_embeddings_equal_sentence_transformers(backend: Tokenizer, tmp_path: Path, width: int) -> None:
     model = SentenceTransformer(modules=[static(backend, width), Dense(width, 7), Normalize()], device="cpu")
     model.save(str(tmp_path))
-    async with served(tmp_path, device="cuda", dtype="bfloat16") as engine:  # runs on the CPU in float32
+    async with running(tmp_path, device="cuda", dtype="bfloat16") as engine:  # runs on the CPU in float32
         result = await engine.embed(TEXTS, PARAMS)
         assert close(result.embeddings, model.encode(TEXTS))
         singles = [(await engine.embed([text], PARAMS)).embeddings[0] for text in TEXTS]
@@ -88,12 +79,12 @@ async def test_static_embeddings_equal_sentence_transformers(backend: Tokenizer,
 
 async def test_static_texts_above_the_limit_are_rejected(backend: Tokenizer, tmp_path: Path) -> None:
     SentenceTransformer(modules=[static(backend, 8)], device="cpu").save(str(tmp_path))
-    async with served(tmp_path, max_model_len=5) as engine:
+    async with running(tmp_path, max_model_len=5) as engine:
         assert (await engine.embed(["a b c d e"], PARAMS)).num_tokens == [5]
         with pytest.raises(RequestTooLongError, match="has 6 tokens"):
             await engine.embed(["a b c d e f"], PARAMS)
     with pytest.raises(MachineError, match="static embedding, which needs the C library"):
-        async with served(tmp_path, cpu_kernels="torch"):
+        async with running(tmp_path, cpu_kernels="torch"):
             pass
 
 
@@ -147,7 +138,7 @@ async def test_model2vec_folders_equal_the_reference(
         modules = [{"type": "sentence_transformers.models.StaticEmbedding", "path": "."}]
         (tmp_path / "modules.json").write_text(json.dumps(modules))
     texts = [*TEXTS, "hello zzz world", "zzz", "hello the " * 9, "x" * 23 + " word the", "the hello world word the the"]
-    async with served(tmp_path, auto_truncate=True) as engine:
+    async with running(tmp_path, auto_truncate=True) as engine:
         result = await engine.embed(texts, PARAMS)
         options = {"normalize": is_quantized, "unknown": unknown}
         expected = [model2vec_vector(text, backend, tensors, max_length=6, **options) for text in texts]
@@ -162,7 +153,7 @@ async def test_long_text_without_truncation_is_rejected_not_cut(tmp_path: Path) 
     save_file({"embeddings": np.eye(5, dtype=np.float32)}, tmp_path / "model.safetensors")
     backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text('{"model_type": "model2vec"}')
-    async with served(tmp_path) as engine:
+    async with running(tmp_path) as engine:
         assert engine.info.max_model_len == 512
         (vector,) = (await engine.embed(["x" * 5_000 + " the"], PARAMS)).embeddings
         assert vector.tolist() == [0, 0, 0, 1, 0]  # model2vec reads no more than 512 * 5 characters
@@ -184,7 +175,7 @@ async def test_damaged_static_weights_are_named(tmp_path: Path, tensors: dict[st
     words_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text('{"model_type": "model2vec"}')
     with pytest.raises(Exception, match=message):
-        async with served(tmp_path):
+        async with running(tmp_path):
             pass
 
 
@@ -199,7 +190,7 @@ async def test_router_runs_queries_and_documents_like_its_library(
     model = SentenceTransformer(modules=modules, device="cpu")
     model.save(str(tmp_path))
     queries, documents = model.encode_query(TEXTS), model.encode_document(TEXTS)
-    async with served(tmp_path, in_process=default == "query") as engine:
+    async with running(tmp_path, in_process=default == "query") as engine:
         assert engine.info.tasks == (PoolingTask.EMBED, PoolingTask.SCORE)
         assert close((await engine.embed(TEXTS, PARAMS, QUERY)).embeddings, queries, 2e-6)
         assert close((await engine.embed(TEXTS, PARAMS, DOCUMENT)).embeddings, documents, 1e-5)
@@ -253,12 +244,12 @@ async def test_sparse_router_equals_sentence_transformers(save_bert: Callable[..
             row[vector.indices] = vector.values
         return dense
 
-    async with served(tmp_path / "router") as engine:
+    async with running(tmp_path / "router") as engine:
         assert (await vectors(engine, QUERY) == queries).all()
         assert close(await vectors(engine, DOCUMENT), documents_)
         scores = (await engine.score(TEXTS[:1], TEXTS, PARAMS)).scores
         assert close(scores, queries[0] @ documents_.T, 1e-5)
-    async with served(tmp_path / "alone") as engine:
+    async with running(tmp_path / "alone") as engine:
         assert (await vectors(engine, RequestOptions()) == queries).all()
 
 

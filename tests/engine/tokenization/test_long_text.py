@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +13,16 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine.async_engine import RequestOptions
 from penstock.engine.protocol import errors
-from penstock.engine.protocol.config import EngineConfig, PoolerConfig, SchedulerConfig
+from penstock.engine.protocol.config import PoolerConfig, SchedulerConfig
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import ChunkedProcessingMode
 from penstock.engine.tokenization.long_text import LongText, Windows
 from penstock.engine.tokenization.model_tokenizer import SpecialTokens
+
+from ..engines import running
 
 PARAMS = PoolingParams()
 SIZE = 16
@@ -160,22 +161,10 @@ def reference(tiny: Path) -> Reference:
     return Reference(tiny)
 
 
-@asynccontextmanager
-async def serving(folder: Path, *, size: int | None = SIZE, max_queued_tokens: int = 100_000, **pooler: Any) -> Any:
-    config = EngineConfig(
-        model=str(folder),
-        max_model_len=size,
-        in_process=True,
-        num_threads=1,
-        dtype="float32",
-        pooler_config=PoolerConfig(**{"enable_chunked_processing": True, **pooler}),
-        scheduler=SchedulerConfig(max_queued_tokens=max_queued_tokens),
-    )
-    engine = await AsyncEngine.start(config)
-    try:
-        yield engine
-    finally:
-        await engine.close()
+def serving(folder: Path, *, size: int | None = SIZE, max_queued_tokens: int = 100_000, **pooler: Any) -> Any:
+    pooler_config = PoolerConfig(**{"enable_chunked_processing": True, **pooler})
+    scheduler = SchedulerConfig(max_queued_tokens=max_queued_tokens)
+    return running(folder, max_model_len=size, pooler_config=pooler_config, scheduler=scheduler)
 
 
 def normalised(vector: np.ndarray) -> np.ndarray:

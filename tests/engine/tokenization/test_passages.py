@@ -1,19 +1,19 @@
 """Long documents are split into passages, and the best passage gives the score of the document."""
 
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
-from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.results import ScoreResult
 from penstock.engine.tokenization.long_text import MIN_PASSAGE_TOKENS, Passages, split_text
+
+from ..engines import running
 
 
 def offsets_of(text: str, pattern: str = r"\S+") -> list[tuple[int, int]]:
@@ -77,16 +77,6 @@ def words(first: int, last: int) -> str:
     return " ".join(LONG.split()[first:last])
 
 
-@asynccontextmanager
-async def started(folder: Path) -> AsyncIterator[AsyncEngine]:
-    config = EngineConfig(model=str(folder), in_process=True, num_threads=1, max_model_len=MAX_MODEL_LEN)
-    engine = await AsyncEngine.start(config)
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
 CUT = PoolingParams(truncate_prompt_tokens=-1)
 
 
@@ -129,7 +119,8 @@ async def check_rejections(engine: AsyncEngine, size: int) -> None:
 
 
 async def test_cross_encoder_scores_the_best_passage(save_bert: Callable[..., Path]) -> None:
-    async with started(save_bert("BertForSequenceClassification", num_labels=1, initializer_range=0.3)) as engine:
+    folder = save_bert("BertForSequenceClassification", num_labels=1, initializer_range=0.3)
+    async with running(folder, max_model_len=MAX_MODEL_LEN) as engine:
         await check_pieces(engine, MAX_MODEL_LEN - 5 - 3 - 1)
         truncated: list[int] = []
         options = RequestOptions(max_passages=5, on_truncated=truncated.append)
@@ -143,6 +134,6 @@ async def test_cross_encoder_scores_the_best_passage(save_bert: Callable[..., Pa
 
 
 async def test_embedding_model_scores_the_best_passage(save_bert: Callable[..., Path]) -> None:
-    async with started(save_bert(initializer_range=0.3)) as engine:
+    async with running(save_bert(initializer_range=0.3), max_model_len=MAX_MODEL_LEN) as engine:
         await check_pieces(engine, MAX_MODEL_LEN - 2 - 1)
         await check_rejections(engine, MAX_MODEL_LEN - 2 - 1)

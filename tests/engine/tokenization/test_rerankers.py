@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -17,12 +16,13 @@ import torch
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from penstock.engine.async_engine import AsyncEngine, RequestOptions
-from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.async_engine import RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingType
+
+from ..engines import running
 
 QUERY = "What holds back the water?"
 DOCUMENTS = [
@@ -179,22 +179,11 @@ def published(save: Callable[..., Path], small_tokenizer: Any) -> Publish:
     return cache(publish)
 
 
-@asynccontextmanager
-async def serving(folder: Path, **settings: Any) -> AsyncIterator[AsyncEngine]:
-    engine = await AsyncEngine.start(
-        EngineConfig(model=str(folder), in_process=True, dtype="float32", num_threads=1, **settings)
-    )
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
 @pytest.mark.parametrize("name", ["qwen3", "mxbai", "gemma"])
 async def test_published_checkpoint_scores_as_its_publisher(name: str, published: Publish) -> None:
     model = published(name)
     room = len(model.ids(model.tokenizer, QUERY, "", INSTRUCTION, None))
-    async with serving(model.folder) as engine:
+    async with running(model.folder) as engine:
         assert engine.info.kind is ModelKind.CROSS_ENCODER
         assert engine.info.sequence_pooling == (PoolingType.LAST,)
         assert engine.info.labels == model.answers[-1:]
@@ -223,13 +212,13 @@ async def test_overrides_make_a_reranker_of_any_language_model(published: Publis
         "method": "no_post_processing",
         "score_template": {"parts": ["<bos>", "A: {query}", "\n", "B: {document}", "\n", PROMPTS["gemma_task"]]},
     }
-    async with serving(helium.folder, hf_overrides=overrides) as engine:
+    async with running(helium.folder, hf_overrides=overrides) as engine:
         assert not engine.info.packed
         result = await engine.score([QUERY], DOCUMENTS, RAW)
         assert np.abs(result.scores - helium.logits(DOCUMENTS, None, None)[:, 0]).max() < 1e-4
         with pytest.raises(InvalidRequestError, match="does not accept an instruction"):
             await engine.score([QUERY], DOCUMENTS, PoolingParams(), RequestOptions(instruction=INSTRUCTION))
-    async with serving(helium.folder) as engine:
+    async with running(helium.folder) as engine:
         assert engine.info.kind is ModelKind.EMBEDDING
 
 
@@ -248,7 +237,7 @@ async def test_chat_template_reranker_equals_sentence_transformers(
     reference = CrossEncoder(modules=[module, head], device="cpu", **prompts)
     reference.save_pretrained(str(tmp_path))
     documents = [document for document in DOCUMENTS if "im_end" not in document]
-    async with serving(tmp_path) as engine:
+    async with running(tmp_path) as engine:
         assert engine.info.kind is ModelKind.CROSS_ENCODER
         for instruction in (None, INSTRUCTION):
             options = RequestOptions(instruction=instruction)

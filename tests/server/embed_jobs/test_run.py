@@ -170,8 +170,6 @@ def test_columns_of_csv_files_are_kept(run, fake, tmp_path: Path) -> None:
     table = parquet.read_table(third)
     assert table.column_names == ["id", "body", "note", "embedding"]
     assert table["body"].to_pylist() == texts
-    with pytest.raises(UsageError, match="has a column 'embedding'"):
-        run(second, tmp_path / "x.jsonl", field="body")
 
 
 def test_jsonl_values_are_written_as_csv(run, fake, tmp_path: Path) -> None:
