@@ -81,6 +81,13 @@ async def test_drain_finishes_running_requests_and_rejects_others(config: Engine
         await engine.embed(["late"], PARAMS)
 
 
+async def test_model_without_a_tokenizer_is_rejected(tmp_path: Path, minilm_folder: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(minilm_folder / name)
+    with pytest.raises(errors.ModelLoadError, match=r"tokenizer"):
+        await AsyncEngine.start(EngineConfig(model=str(tmp_path), in_process=True))
+
+
 async def test_token_without_an_embedding_is_rejected(save_bert: Callable[..., Path]) -> None:
     engine = await AsyncEngine.start(EngineConfig(model=str(save_bert(vocab_size=5000)), in_process=True))
     try:
