@@ -138,6 +138,8 @@ def test_info_as_json_names_the_source_of_each_value(capsys: pytest.CaptureFixtu
     assert info["fields"]["path"]["from"] == "default"
     assert cli.main(["info", info["path"], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fields"]["path"]["from"] == "--model"
+    assert cli.main(["info"]) == 0
+    assert "1_Pooling/config.json" in capsys.readouterr().out
 
 
 def test_info_as_json_shows_nested_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
