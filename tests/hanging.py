@@ -1,7 +1,5 @@
 """Engine processes that hang on a long input, like a kernel or driver that never returns."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Real `penstock serve` processes for tests."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

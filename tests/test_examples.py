@@ -1,7 +1,5 @@
 """The examples run against a real server. Skips examples without their packages."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Waits for conditions, so that no test depends on the speed of the machine."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """The chart in docker/chart, rendered by Helm and validated by the schemas of Kubernetes and the server's settings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath

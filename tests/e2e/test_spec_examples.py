@@ -3,8 +3,6 @@
 Classifier and reranker are tiny random models: the tests check names, shapes and ranges.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

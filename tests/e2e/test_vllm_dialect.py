@@ -1,7 +1,5 @@
 """vLLM's dialect on a small language model with a chat template, compared with transformers."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Messages of a step, one output row for each line of a test."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, NamedTuple

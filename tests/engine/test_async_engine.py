@@ -1,7 +1,5 @@
 """AsyncEngine: results of the public calls, limits, cancellation, shutdown and load errors."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LLM runs vLLM's offline examples with the results of sentence-transformers and transformers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from functools import partial

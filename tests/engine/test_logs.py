@@ -1,7 +1,5 @@
 """Log lines are written by a background thread, in order, and a slow reader does not block the process."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Static embeddings and Routers equal sentence-transformers; model2vec's folders equal a plain reference."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

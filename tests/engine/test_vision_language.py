@@ -1,7 +1,5 @@
 """Language models that read images: results of the engine equal transformers, in every batch."""
 
-from __future__ import annotations
-
 import base64
 import logging
 from pathlib import Path

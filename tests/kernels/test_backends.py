@@ -1,7 +1,5 @@
 """Kernels choose their backend by device, dtype and width."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

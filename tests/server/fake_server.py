@@ -1,7 +1,5 @@
 """Small HTTP servers that answer like other embedding servers."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import ssl

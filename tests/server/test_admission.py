@@ -1,7 +1,5 @@
 """Body and response memory: one client may hold half of each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

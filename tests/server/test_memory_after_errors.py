@@ -1,7 +1,5 @@
 """A request is freed after its error response without the garbage collector."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

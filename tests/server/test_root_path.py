@@ -1,7 +1,5 @@
 """--root-path: requests through a reverse proxy that serves the routes below a path, with or without removing it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import httpx

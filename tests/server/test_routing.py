@@ -1,7 +1,5 @@
 """Route properties: the route of a path, its access, and the media types of its body."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -5,8 +5,6 @@ Banking77's accuracy. One query with its first two documents exchanged changes n
 explicit and may lose more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

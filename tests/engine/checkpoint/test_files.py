@@ -1,7 +1,5 @@
 """Checkpoints of one file or of shards, and damaged weight files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

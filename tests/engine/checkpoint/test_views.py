@@ -1,7 +1,5 @@
 """Arrays of a checkpoint are rounded as torch rounds them, and values that are not finite are rejected."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dispatchers over fake cores, and supervised cores that the test controls."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.engine.client import core_supervisor

@@ -1,7 +1,5 @@
 """A core that records its messages and answers on demand, and requests for it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

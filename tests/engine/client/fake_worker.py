@@ -5,8 +5,6 @@ It answers Start with LoadFailed and ClientMessage with RequestFailed, which hol
 invalid message, "deaf" ignores Stop.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

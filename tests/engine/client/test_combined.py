@@ -1,7 +1,5 @@
 """The calls of AsyncEngine: the requests that reach the core, and the results."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Start, restart and end of a core, seen by its supervisor."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

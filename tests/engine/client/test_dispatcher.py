@@ -1,7 +1,5 @@
 """Requests from their arrival to their result: admission, deadlines, cancellation and failures."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

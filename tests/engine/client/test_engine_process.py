@@ -1,7 +1,5 @@
 """The path of the socket of an engine process."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

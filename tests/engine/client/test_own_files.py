@@ -1,7 +1,5 @@
 """Folders and files are trusted only if no other user can have changed them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Limits of the queue in tokens and seconds, shares of clients, and the limit of cache lookups."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import random

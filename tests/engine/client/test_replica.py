@@ -1,7 +1,5 @@
 """Messages to the cores and their results, and the distribution of requests over several cores."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Cores, nodes and devices of replicas, and the common state of their supervisors."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Scores and classes: the inputs that run, the vectors that are compared, and the token counts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

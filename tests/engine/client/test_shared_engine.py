@@ -1,7 +1,5 @@
 """One real engine process with several clients, each with its own dispatcher and tokenizer."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

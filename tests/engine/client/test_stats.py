@@ -1,7 +1,5 @@
 """Counters of steps, and the drain rate of one core or several."""
 
-from __future__ import annotations
-
 from penstock.engine.client.stats import DispatcherStats, DrainRate, Histogram, total_rate
 from penstock.engine.protocol.messages import CacheUse, StepLoad, StepResults
 

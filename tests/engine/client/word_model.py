@@ -1,7 +1,5 @@
 """A model with a vocabulary of a few words, its tokenizer, and a core that runs it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Folders of tiny random models, and fakes of the loop's clock and of the device's stream."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -4,8 +4,6 @@ Random models with attention, with SSM layers and with both. Every pooling type,
 adaptive size, other requests beside them, preemption, and the prefix cache.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence

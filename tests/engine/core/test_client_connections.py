@@ -1,7 +1,5 @@
 """The messages of several clients of one core, and the part of each client in its results."""
 
-from __future__ import annotations
-
 import select
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The engine loop over a runner without a model: results, times, metrics and errors."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

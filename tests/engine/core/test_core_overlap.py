@@ -1,7 +1,5 @@
 """The engine loop with several batches in flight: on a device with one queue, as CUDA, and on lanes of a CPU."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from unittest.mock import Mock

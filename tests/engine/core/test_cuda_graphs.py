@@ -4,8 +4,6 @@ A fake recorder calls the function on the recorded tensors again. Attention read
 a GPU, and leaves NaN in rows outside the sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise

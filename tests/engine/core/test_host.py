@@ -1,7 +1,5 @@
 """Memory and processors, with and without the limits of a container."""
 
-from __future__ import annotations
-
 import os
 from importlib import metadata
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The choice of the runner. torch is imported only for models that need it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

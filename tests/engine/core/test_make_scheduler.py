@@ -1,7 +1,5 @@
 """The sizes of the scheduler follow the limits of the operator, the model and its memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 A fake stream takes the place of CUDA.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Time limits of steps, and the replacement of an engine with a hanging step."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The warm-up on a GPU: the largest batch, measured by a gauge, and one batch of every kind."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

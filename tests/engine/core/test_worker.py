@@ -1,7 +1,5 @@
 """The engine process: its end does not end the client, and it does not outlive the client."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -5,8 +5,6 @@ An operation on tensors of host and device raises RuntimeError. Waits inside of 
 `gpu` repeat the checks with torch.cuda.set_sync_debug_mode, which ignores copies from pageable memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

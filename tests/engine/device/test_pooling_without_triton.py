@@ -1,7 +1,5 @@
 """Pooling on CUDA without triton runs in plain torch and does not wait for the device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

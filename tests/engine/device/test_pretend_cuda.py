@@ -1,7 +1,5 @@
 """The pretended device raises where CUDA would wait, and otherwise gives the results of the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Random LoRA adapters in the files of peft, and models of transformers with merged adapters."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """A model of the CPU executor with the interface of a torch model, so that tests share batches and references."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

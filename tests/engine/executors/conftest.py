@@ -1,7 +1,5 @@
 """Saved random models of transformers, their packed batches, and runs in chunks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

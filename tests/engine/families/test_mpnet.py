@@ -1,7 +1,5 @@
 """Position buckets of MPNet equal those of transformers."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder

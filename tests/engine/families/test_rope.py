@@ -1,7 +1,5 @@
 """Rotary tables stay within rounding of transformers' angles up to the last position."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Image files made to cost much memory or time, and files that are no images."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Sequence

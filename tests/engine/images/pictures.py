@@ -1,7 +1,5 @@
 """Random pictures of every mode, and their files."""
 
-from __future__ import annotations
-
 import base64
 import io
 from typing import Any

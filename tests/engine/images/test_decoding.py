@@ -1,7 +1,5 @@
 """Decoded images equal those of transformers for the same files."""
 
-from __future__ import annotations
-
 import io
 import struct
 from typing import Any

@@ -1,7 +1,5 @@
 """Hostile and corrupt files are rejected with a message, within limited memory and time."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

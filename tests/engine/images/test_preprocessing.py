@@ -1,7 +1,5 @@
 """Patches equal the pixel values of transformers' processors on Pillow."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ImagePreprocessor: order, errors of one image, memory, cancellation and shutdown."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Writes the files of small models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """LoRA adapters in the folder of a model are found and named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The preprocessing of images from the files of a model."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

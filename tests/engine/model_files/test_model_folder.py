@@ -1,7 +1,5 @@
 """Folders of models: JSON files, local folders and the hub cache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Language-model rerankers are recognised by their files, name or overrides."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

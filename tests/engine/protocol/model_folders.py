@@ -1,7 +1,5 @@
 """Small random models with vectors of tokens or sparse vectors, in the folders of their libraries."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Messages between two processes arrive whole and in order, at any size and speed."""
 
-from __future__ import annotations
-
 import random
 import select
 import socket

@@ -1,7 +1,5 @@
 """Messages between the client and the core survive encoding and decoding."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st

@@ -1,7 +1,5 @@
 """Models with one vector per token give the vectors and scores of sentence-transformers' MultiVectorEncoder."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Clients share a bounded resource. A rejection names the limit that it exceeds."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.engine.protocol.shared_resource import LimitExceeded, Reservation, SharedResource

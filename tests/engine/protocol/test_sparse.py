@@ -1,7 +1,5 @@
 """SPLADE models equal sentence-transformers, and the three outputs of bge-m3 equal plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Score templates, chat templates that become score templates, and the chat template of a tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

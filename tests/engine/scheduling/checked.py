@@ -1,7 +1,5 @@
 """A scheduler that checks its invariants after every step."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

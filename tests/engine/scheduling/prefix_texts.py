@@ -1,7 +1,5 @@
 """Texts with one letter per block, and pools for them."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from penstock.engine.scheduling import Allocation, KvCachePool, SequencePool, block_keys

@@ -1,7 +1,5 @@
 """Requests for a Scheduler, and the batches that it returns."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

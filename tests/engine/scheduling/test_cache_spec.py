@@ -1,7 +1,5 @@
 """Memory of a model, divided into KV blocks and state slots."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, strategies as st
 

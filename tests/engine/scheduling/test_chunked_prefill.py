@@ -1,7 +1,5 @@
 """Prompts in chunks: boundaries, order, states, failures and outputs."""
 
-from __future__ import annotations
-
 import doctest
 import re
 

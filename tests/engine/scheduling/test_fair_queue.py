@@ -1,7 +1,5 @@
 """Order of the waiting sequences: between clients, within a client, and by length."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

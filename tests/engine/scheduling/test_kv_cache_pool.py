@@ -1,7 +1,5 @@
 """Blocks with reference counts."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import takewhile
 

@@ -1,7 +1,5 @@
 """Batches of short and long sequences, their memory, and the token budget."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.engine.scheduling import Batch, Scheduler

@@ -1,7 +1,5 @@
 """Shares of clients that send requests all the time."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Invariants of the scheduler under random requests, failures, cancellations and shortages of memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Memory of whole sequences, and prefixes that are read instead of computed."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.engine.protocol.errors import InvalidSlotError, PoolExhaustedError

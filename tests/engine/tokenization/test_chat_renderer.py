@@ -1,7 +1,5 @@
 """Chats are rendered as transformers renders them, in a sandbox."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any

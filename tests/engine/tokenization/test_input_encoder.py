@@ -1,7 +1,5 @@
 """InputEncoder: empty inputs, data URIs and the length limit of a request."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 

@@ -1,7 +1,5 @@
 """Jobs in the worker threads of a tokenizer: order, errors, cancellation, shutdown and the limit on queued text."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Late chunking gives the means of the rows of one forward over the joined inputs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import AsyncIterator

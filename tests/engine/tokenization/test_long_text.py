@@ -1,7 +1,5 @@
 """Long-text mode: texts above max_model_len are cut into windows and their vectors are averaged."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

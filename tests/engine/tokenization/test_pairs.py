@@ -1,7 +1,5 @@
 """Prompts around pairs as token ids, and the limit on their length."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompts around texts of a language model that reads images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

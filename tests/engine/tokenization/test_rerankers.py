@@ -1,7 +1,5 @@
 """Language-model rerankers give the scores of their publishers' code on transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

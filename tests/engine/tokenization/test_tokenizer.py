@@ -1,7 +1,5 @@
 """TokenizerPool gives the ids of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Ray clusters of several nodes on this machine, and commands that use them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

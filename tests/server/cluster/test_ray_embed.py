@@ -1,7 +1,5 @@
 """`penstock ray embed` on clusters of several nodes (`make test-ray`), and its shards without Ray."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`penstock ray serve` on clusters of several nodes (`make test-ray`)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Deployed models after failures and signals, over a fake Ray Serve."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

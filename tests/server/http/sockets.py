@@ -1,7 +1,5 @@
 """Runs applications behind the real HTTP server, and clients that send raw bytes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

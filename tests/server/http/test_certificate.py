@@ -1,7 +1,5 @@
 """The files of a certificate change while the server runs."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import ssl

@@ -1,7 +1,5 @@
 """Connection on real sockets: heads, trailers, upgrades, hosts, unread bodies, shutdown."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """ConnectionLimits ends slow transfers: bodies with a 408, responses with a reset connection."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

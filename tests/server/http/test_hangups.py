@@ -1,7 +1,5 @@
 """Clients that disconnect during a request, and clients that close only their sending side."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 

@@ -1,7 +1,5 @@
 """HttpServer: an idle server sleeps, stops at once and collects garbage; signals reload its files."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 from unittest.mock import Mock

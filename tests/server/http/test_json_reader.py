@@ -1,7 +1,5 @@
 """The values of large and dense bodies are counted before they are parsed."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """Large responses are sent in parts with the bytes of small ones, and use response memory."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 from typing import Any

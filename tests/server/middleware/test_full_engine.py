@@ -1,7 +1,5 @@
 """A full engine: the server rejects a request before it reads the body."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

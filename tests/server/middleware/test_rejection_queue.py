@@ -1,7 +1,5 @@
 """RejectionQueue sends rejections at a bounded rate, in the order of their latest times."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Metrics, stage times, access log and traces of requests; rejections by their limit."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Variables of TEI and Infinity set settings of penstock."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Every process can compute the row of a key, and checks the rows that it reads. P
 evicted rows.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """Rows in memory, and their format."""
 
-from __future__ import annotations
-
 import contextlib
 import tracemalloc
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows on disk: shared by processes, bounded in size, and never wrong, even if the file is damaged."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """Keys and identities: everything that decides a vector changes them, and nothing else does."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """Hits and misses of the cache of one model, and changes of its files."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path

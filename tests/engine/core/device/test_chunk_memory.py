@@ -1,7 +1,5 @@
 """The SSM states of a preempted sequence leave the device and return to another slot."""
 
-from __future__ import annotations
-
 import contextlib
 from contextlib import AbstractContextManager
 

@@ -1,7 +1,5 @@
 """The selection of the device, its memory, and the errors that mean a shortage of memory."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 

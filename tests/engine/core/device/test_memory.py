@@ -1,7 +1,5 @@
 """The size of the next chunk follows the free memory and the memory of earlier chunks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Events of a device, times of forwards, copies to the host, and the thread that waits for events."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from threading import current_thread
 

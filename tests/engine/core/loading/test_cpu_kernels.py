@@ -1,7 +1,5 @@
 """The choice between the C library and torch by settings, model, processor and measurement."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

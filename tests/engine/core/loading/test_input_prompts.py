@@ -1,7 +1,5 @@
 """The prompts around texts and images follow the model's chat template or the files of its processor."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

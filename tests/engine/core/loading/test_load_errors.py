@@ -1,7 +1,5 @@
 """A model with damaged files or weights is rejected in one line that names the cause."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

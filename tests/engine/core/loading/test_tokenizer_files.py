@@ -1,7 +1,5 @@
 """Tokenizers read from their files equal those of transformers, byte by byte."""
 
-from __future__ import annotations
-
 import base64
 import json
 import random

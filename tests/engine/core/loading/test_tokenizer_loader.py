@@ -1,7 +1,5 @@
 """Tokenizers that do not fit their model or cannot run are rejected in one line."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

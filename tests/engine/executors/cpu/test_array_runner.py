@@ -1,7 +1,5 @@
 """ArrayRunner gives the results of ModelRunner for each family, task, pooling type and parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any

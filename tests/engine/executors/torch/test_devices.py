@@ -1,7 +1,5 @@
 """Every architecture in each dtype gives vectors close to float32 on a CPU. The CPU cases run without a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

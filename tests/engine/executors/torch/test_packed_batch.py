@@ -1,7 +1,5 @@
 """Tensors that are copied in one buffer keep dtype, shape, bits and alignment."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
