@@ -285,6 +285,7 @@ def test_query_tokens_are_shown_on_a_page(page: Page, server) -> None:
     page.press("ArrowDown")
     assert page.text("#multi .legend output") == "row 2, column 2: 0.6000"
     page.click("#multi .folds details details summary")
+    page.wait_for("document.querySelectorAll('#multi .pairs tbody tr').length > 1")
     assert page.texts("#multi .pairs tbody tr:nth-child(2) td")[1] == "row 2, column 2"
     assert page.errors() == []
     page.value("void (facts().outputs = ['dense'], offer())")
