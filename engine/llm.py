@@ -383,7 +383,7 @@ def _input(prompt: Any, index: int) -> Text | _Unread | MixedInput:
     given = prompt
     if isinstance(prompt, MixedInput):
         return prompt
-    if isinstance(prompt, Mapping) and "image" in prompt:
+    if isinstance(prompt, Mapping) and prompt.get("image") is not None:
         return _Unread(prompt["image"], prompt.get("text"))
     if isinstance(prompt, bytes | Path | ImageInput) or _is_picture(prompt):
         return _Unread(prompt, None)

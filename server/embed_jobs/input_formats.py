@@ -6,6 +6,7 @@ import codecs
 import csv
 import hashlib
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -196,7 +197,9 @@ class ImageFolder(InputFile):
         return hashlib.sha256("\0".join(self._names()).encode(errors="surrogateescape")).hexdigest()
 
     def _names(self) -> list[str]:
-        files = (path for path in self.path.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+        found = (path for path in self.path.rglob("*") if path.suffix.lower() in SUFFIXES)
+        # Unlike Path.is_dir, it raises no error for a file that may not be read: its row reports it.
+        files = (path for path in found if not os.path.isdir(path))  # noqa: PTH112
         paths = (path.relative_to(self.path) for path in files)
         return sorted(str(path) for path in paths if not any(part.startswith(".") for part in path.parts))
 

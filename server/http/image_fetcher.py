@@ -208,7 +208,8 @@ class ImageFetcher:
             if len(response.body) > num_counted:
                 on_bytes(len(response.body) - num_counted)
                 num_counted = len(response.body)
-            else:  # a head or trailers
+                head_bytes = 0
+            else:  # a head, trailers, or the frame of a chunk
                 head_bytes += len(data)
             if is_final and (response.is_complete or response.location is not None):
                 return response

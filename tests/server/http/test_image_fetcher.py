@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import itertools
 import ssl
 import zlib
 from collections.abc import AsyncIterator, Callable
@@ -106,8 +107,15 @@ async def test_image_is_fetched_from_the_checked_address(site) -> None:
         [HEAD + b"Transfer-Encoding: chunked\r\n\r\n3\r\nima\r\n", b"2\r\nge\r\n0\r\n\r\n"],
         [HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nimage\r\n0\r\nContent-Encoding: gzip\r\n", b"\r\n"],
         [b"HTTP/1.0 200 OK\r\n\r\n", b"ima", b"ge"],
+        [
+            HEAD + b"Transfer-Encoding: chunked\r\n\r\n",
+            *itertools.chain(
+                *([b"1;x=" + b"a" * 9_000 + b"\r\n", byte + b"\r\n"] for byte in (b"i", b"m", b"a", b"g", b"e"))
+            ),
+            b"0\r\n\r\n",
+        ],
     ],
-    ids=["continue", "early hints", "chunked", "trailer", "until the end"],
+    ids=["continue", "early hints", "chunked", "trailer", "until the end", "long frames"],
 )
 async def test_framing_of_http_is_understood(site, parts) -> None:
     site.parts, site.delay_s = parts, 0.01
