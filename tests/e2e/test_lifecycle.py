@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -131,3 +132,13 @@ def test_engine_killed_while_the_server_starts_ends_it(begin: Begin) -> None:
     assert server.returncode == 3
     assert f"the engine process {child} ended with signal 9" in output
     assert "Traceback" not in output
+
+
+def test_port_in_use_is_one_line(run, default_model) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        done = run("serve", "--host", "127.0.0.1", "--port", str(holder.getsockname()[1]))
+    assert done.returncode != 0
+    assert "Address already in use" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

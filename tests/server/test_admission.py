@@ -100,6 +100,19 @@ def test_one_client_holds_half_of_the_response_memory(first: dict[str, Any], oth
     assert admission.responses.used == 100
 
 
+def test_one_large_response_may_take_more_than_half() -> None:
+    admission = controller()
+    large = scope()
+    hold(admission, large, 60)
+    hold(admission, large, 20)  # a further part of it
+    assert admission.responses.used == 80
+    assert rejection(admission, scope(), 1).reason == ServerRejectionReason.RESPONSE_MEMORY_SHARE
+    admission.release(large)
+    assert admission.responses.used == 0
+    admission.release(large)
+    hold(admission, scope(), 1_000)  # nothing else is held
+
+
 def test_each_process_has_its_part_of_the_memory() -> None:
     admission = AdmissionController(ServerSettings(max_body_bytes=100, response_memory=100), num_processes=4)
     assert (admission.bodies.limit, admission.responses.limit) == (800, 25)
