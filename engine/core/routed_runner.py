@@ -98,7 +98,7 @@ class RoutedRunner(Runner):
         return self._documents.has_capacity
 
     def set_wakeup_fd(self, fd: int | None) -> None:
-        """Sets the descriptor of `documents`, whose C library runs all parts."""
+        """Sets the descriptor of `documents`. All parts run in its C library."""
         self._documents.set_wakeup_fd(fd)
 
     def begin(self, chunks: Sequence[PrefillChunk]) -> Forward:

@@ -191,11 +191,7 @@ def read_area_spec(
     """
     if "size" in overrides:  # min_pixels and max_pixels of the file would take precedence
         overrides = {"min_pixels": None, "max_pixels": None, **overrides}
-    source = _Source.read(folder, overrides)
-    names = [f"Qwen2VL{suffix}" for suffix in _CLASS_SUFFIXES[:3]]
-    if (name := source.get("image_processor_type")) not in (None, *names):
-        raise source.unsupported("image_processor_type", f"{names[0]}, not {name!r},")
-    values = source.with_defaults(_QWEN2_VL)
+    values = _Source.read(folder, overrides).of_class("Qwen2VL", _QWEN2_VL)
     vision = config.get("vision_config") or {}
     for key, config_key in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")):
         if values.count(key) != _value(vision, config_key, values.count(key)):
@@ -231,11 +227,7 @@ def read_fill_spec(folder: Path, config: Mapping[str, Any], overrides: Mapping[s
         UnsupportedModelError: A value that penstock does not support.
         ModelLoadError: A file is not valid JSON.
     """
-    source = _Source.read(folder, overrides)
-    names = [f"Gemma4{suffix}" for suffix in _CLASS_SUFFIXES[:3]]
-    if (name := source.get("image_processor_type")) not in (None, *names):
-        raise source.unsupported("image_processor_type", f"{names[0]}, not {name!r},")
-    values = source.with_defaults(_GEMMA4)
+    values = _Source.read(folder, overrides).of_class("Gemma4", _GEMMA4)
     vision = config.get("vision_config") or {}
     for key in ("patch_size", "pooling_kernel_size"):
         if values.count(key) != _value(vision, key, values.count(key)):
@@ -267,11 +259,7 @@ def read_tile_spec(folder: Path, config: Mapping[str, Any], overrides: Mapping[s
         UnsupportedModelError: A value that penstock does not support.
         ModelLoadError: A file is not valid JSON.
     """
-    source = _Source.read(folder, overrides)
-    names = [f"Idefics3{suffix}" for suffix in _CLASS_SUFFIXES[:3]]
-    if (name := source.get("image_processor_type")) not in (None, *names):
-        raise source.unsupported("image_processor_type", f"{names[0]}, not {name!r},")
-    values = source.with_defaults(_IDEFICS3)
+    values = _Source.read(folder, overrides).of_class("Idefics3", _IDEFICS3)
     if not values.get("do_image_splitting"):
         raise values.unsupported("do_image_splitting", "true")
     edges = []
@@ -385,6 +373,21 @@ class _Source:
                 f"{path} is missing; penstock needs it to prepare images. Add it to the folder."
             )
         return cls(path, {**read_object(path), **overrides})
+
+    def of_class(self, prefix: str, defaults: Mapping[str, Any]) -> _Source:
+        """Returns the values with the defaults of one class of transformers.
+
+        Args:
+            prefix: Name of the class without "ImageProcessor".
+            defaults: Values of the class for missing ones and null.
+
+        Raises:
+            UnsupportedModelError: The file names another class.
+        """
+        names = [f"{prefix}{suffix}" for suffix in _CLASS_SUFFIXES[:3]]
+        if (name := self.get("image_processor_type")) not in (None, *names):
+            raise self.unsupported("image_processor_type", f"{names[0]}, not {name!r},")
+        return self.with_defaults(defaults)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> _Source:
         """Returns the values with those of transformers' class for missing ones and null."""

@@ -16,7 +16,7 @@ from ..backends import on_device
 from ._torch import MAX_TRITON_WIDTH, PoolArguments
 
 BLOCK_ROWS = 256
-# Above either limit sequences are not split: (sequence, block) programs, some of them empty, and bytes of block totals.
+# Above either limit, one program pools each whole sequence. MAX_PROGRAMS counts (sequence, block) pairs.
 MAX_PROGRAMS = 1 << 15
 MAX_BLOCK_BYTES = 1 << 26
 COMPILE_OPTIONS = {"maxnreg": 128, "enable_fp_fusion": True}

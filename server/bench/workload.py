@@ -1,4 +1,4 @@
-"""What a load test sends: texts, and the route and the body of each dialect and task."""
+"""Texts of a load test, and the route and request body of each dialect and task."""
 
 from __future__ import annotations
 

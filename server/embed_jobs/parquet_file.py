@@ -200,7 +200,7 @@ class ColumnError(Exception):
     Args:
         line: Line number of the value.
         column: Name of the column, such as "meta.years[]".
-        reason: Predicate of a sentence whose subject is the column.
+        reason: End of the error message, after the name of the column.
     """
 
     def __init__(self, line: int, column: str, reason: str) -> None:

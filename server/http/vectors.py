@@ -262,7 +262,7 @@ def base64_row(row: NDArray[Any]) -> str:
 
 
 def wire_rows(rows: Rows, encoding: Encoding) -> list[NDArray[Any]]:
-    """Returns contiguous rows whose memory is the response. bfloat16 and fp8 have integer dtypes."""
+    """Converts rows to contiguous arrays with the bytes of the response. bfloat16 and fp8 have integer dtypes."""
     if encoding.quantization is not None:
         return [np.ascontiguousarray(row) for row in _quantized(rows, encoding.quantization)]
     converted = [_as_dtype(row, encoding.dtype) for row in ([rows] if isinstance(rows, np.ndarray) else rows)]

@@ -117,8 +117,8 @@ def documented(
 
     Args:
         examples: Example bodies.
-        exactly_one: Fields, or groups of fields. A body has exactly one of these. Null counts as absent.
-        named_by: Text fields. A body has at least one of these. An empty text counts as absent.
+        exactly_one: Fields, or groups of fields. Exactly one must be present. Null counts as absent.
+        named_by: Text fields. At least one must be present. An empty text counts as absent.
     """
     groups = [(choice,) if isinstance(choice, str) else choice for choice in exactly_one]
     rules: list[JsonValue] = []
@@ -136,7 +136,7 @@ _NOT_NULL: Final[dict[str, Any]] = {"not": {"type": "null"}}
 
 @dataclass(frozen=True, eq=False)
 class Parsed:
-    """Annotation of a field whose values a function reads.
+    """Annotation of a field that a function parses.
 
     pydantic's PlainValidator would also add the field's Python type to the OpenAPI document.
 

@@ -254,7 +254,7 @@ def test_images_are_compared_with_texts(page: Page, server) -> None:
 
 
 def test_query_tokens_are_shown_on_a_page(page: Page, server) -> None:
-    # The same response stands for the query and for the page, whose last four vectors are those of patches.
+    # The query and the page get the same response. Its last four vectors belong to patches.
     rows = np.array([[1, 0], [0.6, 0.8], [0.8, 0.6], [0, 1], [1, 0]], "<f4")
     row = {"object": "encoding", "index": 0, "token_ids": [8, 7, 7, 7, 7]}
     row |= {"multi_vector": base64.b64encode(rows.tobytes()).decode()}

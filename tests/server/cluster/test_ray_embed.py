@@ -106,7 +106,7 @@ def test_killed_run_continues(nodes: Starting, source: Path, tmp_path: Path, mod
 
 
 class RejectsShort:
-    """An LLM whose vectors are the length of the text. It rejects texts of one letter."""
+    """A fake LLM. A vector is the length of its text. Texts of one letter are rejected."""
 
     def __init__(self, **_: object) -> None: ...
 
