@@ -220,15 +220,10 @@ def _embed(arguments: dict[str, Any]) -> int:
     file = arguments.pop("file")
     settings = load(EmbedSettings, arguments)
     model, names = model_and_names(settings.model)
-    before = signal.signal(signal.SIGTERM, _terminate)
-    try:
+    with _stopped_by_sigterm("run the same command again to continue"):
         from ..embed_jobs.run import embed_file
 
         embed_file(file, settings, model, names[0])
-    except KeyboardInterrupt as interrupt:
-        raise type(interrupt)("run the same command again to continue") from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
     return 0
 
 
@@ -237,11 +232,10 @@ def _bench(arguments: dict[str, Any]) -> int:
 
     urls = arguments.pop("url")
     sweep = Sweep(urls, load(BenchSettings, arguments))
-    before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        sweep.run()
+        with _stopped_by_sigterm():
+            sweep.run()
     finally:
-        signal.signal(signal.SIGTERM, before)
         if sweep.results:
             print(sweep.report(), flush=True)
             sweep.draw()
@@ -258,8 +252,24 @@ def _eval(arguments: dict[str, Any]) -> int:
     return 0
 
 
-def _terminate(*_: object) -> None:
-    raise TerminatedError
+@contextlib.contextmanager
+def _stopped_by_sigterm(*advice: str) -> Iterator[None]:
+    """SIGTERM stops the body like Ctrl-C. Raises TerminatedError or KeyboardInterrupt with `advice`."""
+    is_terminated = False
+
+    def terminate(_: int, frame: FrameType | None) -> None:
+        nonlocal is_terminated
+        is_terminated = True
+        interrupt = signal.getsignal(signal.SIGINT)  # asyncio's cancels the main task, in which it is safe to stop
+        (interrupt if callable(interrupt) else signal.default_int_handler)(signal.SIGINT, frame)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise (TerminatedError if is_terminated else KeyboardInterrupt)(*advice) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _info(arguments: dict[str, Any]) -> int:

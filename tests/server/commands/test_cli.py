@@ -1,5 +1,6 @@
 """The command line: exit codes, messages of one line, help and `penstock info`."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -70,15 +71,25 @@ def test_output_that_cannot_be_written_ends_with_one_line() -> None:
 
 @pytest.mark.parametrize("command", ["embed in.txt --output out.npy", "bench http://x"])
 def test_sigterm_ends_a_command_only_while_it_runs(command: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    def terminate(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+    async def wait() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:  # the task is cancelled where it waits; the signal interrupts no other code
+            events.append("cancelled")
+            raise
 
+    def terminate(*_: object) -> None:
+        asyncio.run(wait())
+
+    events: list[str] = []
     monkeypatch.setattr("penstock.server.embed_jobs.run.embed_file", terminate)
     monkeypatch.setattr("penstock.server.bench.sweep.Sweep", lambda *_: SimpleNamespace(run=terminate, results=[]))
     before = signal.getsignal(signal.SIGTERM)
     assert cli.main(command.split()) == cli.TERMINATED
     assert capsys.readouterr().err.startswith("penstock: terminated")
     assert signal.getsignal(signal.SIGTERM) is before
+    assert events == ["cancelled"]
 
 
 def test_flag_of_vllm_is_ignored_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
