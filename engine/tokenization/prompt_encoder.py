@@ -111,7 +111,7 @@ class PromptEncoder:
         return MixedInput(tuple(parts))
 
     def patch_grid(self, tokens: TokenizedInput, token_ids: Sequence[int]) -> PatchGrid | None:
-        """Returns the grid of the vectors of an image; None for an input without exactly one image.
+        """Returns the grid of the vectors of an image; None without exactly one image or if its vectors are left out.
 
         Args:
             tokens: The input.
@@ -122,6 +122,8 @@ class PromptEncoder:
         (image,) = tokens.images
         positions = np.flatnonzero(np.array(token_ids, np.int32) == self._prompts.placeholder_id)
         cells = self._images.spec.cells(image, len(positions))
+        if cells.size > len(positions):
+            return None
         rows, columns = cells.shape
         return PatchGrid(rows, columns, positions[cells].ravel().tolist())
 

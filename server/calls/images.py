@@ -217,7 +217,8 @@ async def _decode(call: Call, source: ImageSource, param: str) -> bytes:
     has_escapes = not is_base64 or text.find("%", start) >= 0
     num_bytes = num_chars if has_escapes else num_chars * 3 // 4
     _check_size(call, num_bytes // 3 if has_escapes else num_bytes - 2, where, param)
-    call.context.admission.reserve_images(call.request.scope, 2 * num_bytes if has_escapes else num_bytes)
+    # Escaped base64 exists three times for a moment: unescaped, as text and as image.
+    call.context.admission.reserve_images(call.request.scope, 3 * num_bytes if has_escapes else num_bytes)
     try:
         if not has_escapes:
             data = await _decode_base64(text, start)

@@ -95,7 +95,10 @@ def identity_of(info: ModelInfo, is_wanted: Callable[[], bool] = lambda: True) -
 
 
 def resolved_fields(info: ModelInfo, left_out: Container[str]) -> dict[str, Any]:
-    """Returns the fields of a model, and of its model of queries, without the names in `left_out`."""
+    """Returns the fields of a model, and of its model of queries, without the names in `left_out`.
+
+    The names are part of the identity of vector caches and embed jobs: a renamed field makes stored ones invalid.
+    """
     fields = {name: value for name, value in dataclasses.asdict(info).items() if name not in left_out}
     parts = {"query_model": info.query_model, "image": info.image}
     return fields | {name: resolved_fields(part, left_out) for name, part in parts.items() if part is not None}

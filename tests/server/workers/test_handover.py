@@ -2,7 +2,7 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -126,69 +126,61 @@ async def metrics_application(scope: dict[str, Any], receive: Any, send: Any) ->
     await send({"type": "http.response.body"})
 
 
-async def test_connection_to_the_metrics_port_gets_its_application() -> None:
+@contextlib.asynccontextmanager
+async def passed_connection_server(
+    **options: Any,
+) -> AsyncIterator[tuple[PassedConnectionServer, socket.socket, socket.socket]]:
+    """A running server, and both ends of its socket: the acceptor's and its own. At the end the server must stop."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    config = uvicorn_config(application, ServerSettings())
-    server = PassedConnectionServer(config, theirs, metrics_app=metrics_application)
-    serving = asyncio.create_task(server.serve())
-    sender = ConnectionSender(ours)
-    with theirs:
+    with ours, theirs:
+        server = PassedConnectionServer(uvicorn_config(application, ServerSettings()), theirs, **options)
+        serving = asyncio.create_task(server.serve())
         await until(lambda: server.started)
-        for kind, status in ((MAIN, b"200"), (METRICS, b"204")):
-            client, connection = socket.socketpair()
-            with client, connection:
-                client.setblocking(False)
-                client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                assert sender.send(connection, kind)
-                response = await asyncio.get_running_loop().sock_recv(client, 65536)
-            assert response.split()[1] == status
-        await until(lambda: not sender.num_open)
-        server.should_exit = True
-        await serving
-    sender.close()
-
-
-async def test_ending_server_serves_its_passed_connections() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server = PassedConnectionServer(uvicorn_config(application, ServerSettings()), theirs)
-    serving = asyncio.create_task(server.serve())
-    sender = ConnectionSender(ours)
-    with contextlib.ExitStack() as sockets:
-        sockets.enter_context(theirs)
-        await until(lambda: server.started)
-        clients = []
-        for _ in range(100):  # all wait when the server is closed
-            client, connection = socket.socketpair()
-            clients.append(sockets.enter_context(client))
-            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            with connection:
-                assert sender.send(connection)
-        server.servers[0].close()
-        with socket.socket() as late:
-            assert not sender.send(late)
-        async with asyncio.timeout(120):
-            for client in clients:
-                client.setblocking(False)
-                response = await asyncio.get_running_loop().sock_recv(client, 65536)
-                assert response.startswith(b"HTTP/1.1 200")
-        await until(lambda: not sender.num_open)
-        server.should_exit = True
-        await serving
-    sender.close()
-
-
-async def test_server_ends_after_the_acceptor_died_with_unread_reports() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server = PassedConnectionServer(uvicorn_config(application, ServerSettings()), theirs)
-    serving = asyncio.create_task(server.serve())
-    with theirs:
-        await until(lambda: server.started)
-        theirs.send(b"report")
-        ours.close()  # resets the connection
-        server.servers[0].close()
+        yield server, ours, theirs
         server.should_exit = True
         async with asyncio.timeout(120):
             await serving
+
+
+def connect(sender: ConnectionSender, kind: bytes, resources: contextlib.ExitStack) -> socket.socket:
+    """Sends a connection to a server, and returns the end of its client, which has sent a request."""
+    client, connection = socket.socketpair()
+    client.setblocking(False)
+    client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    with connection:
+        assert sender.send(connection, kind)
+    return resources.enter_context(client)
+
+
+async def status(client: socket.socket) -> bytes:
+    async with asyncio.timeout(120):
+        return (await asyncio.get_running_loop().sock_recv(client, 65536)).split()[1]
+
+
+async def test_connection_to_the_metrics_port_gets_its_application(resources) -> None:
+    async with passed_connection_server(metrics_app=metrics_application) as (_, end, _):
+        sender = ConnectionSender(end)
+        assert await status(connect(sender, MAIN, resources)) == b"200"
+        assert await status(connect(sender, METRICS, resources)) == b"204"
+        await until(lambda: not sender.num_open)
+
+
+async def test_ending_server_serves_its_passed_connections(resources) -> None:
+    async with passed_connection_server() as (server, end, _):
+        sender = ConnectionSender(end)
+        clients = [connect(sender, MAIN, resources) for _ in range(100)]  # all wait when the server is closed
+        server.servers[0].close()
+        with socket.socket() as late:
+            assert not sender.send(late)
+        assert {await status(client) for client in clients} == {b"200"}
+        await until(lambda: not sender.num_open)
+
+
+async def test_server_ends_after_the_acceptor_died_with_unread_reports() -> None:
+    async with passed_connection_server() as (server, end, own_end):
+        own_end.send(b"report")
+        end.close()  # resets the connection
+        server.servers[0].close()
 
 
 class FullTable:
