@@ -40,11 +40,6 @@ class PoolingCursor:
     chunk_len: int = 0
 
     @property
-    def global_end(self) -> int:
-        """One past the last row of the chunk in the packed batch."""
-        return self.global_start + self.chunk_len
-
-    @property
     def remaining(self) -> int:
         """Tokens that are not pooled yet."""
         return self.prompt_len - self.num_pooled
@@ -64,6 +59,13 @@ class PoolingCursor:
             raise ValueError(f"cannot advance by {num_tokens}: {self.remaining} of {self.prompt_len} tokens remain")
         self.num_pooled += num_tokens
         self.chunk_len = 0
+
+    # Only library callers use the methods below.
+
+    @property
+    def global_end(self) -> int:
+        """One past the last row of the chunk in the packed batch."""
+        return self.global_start + self.chunk_len
 
     def reset(self) -> None:
         """Resets the cursor to the first token, with no chunk."""
@@ -247,11 +249,6 @@ class PoolingMetadata:
             chunks.starts.any() or chunks.num_pooled.any() or (chunks.ends < chunks.prompt_lens).any()
         )
 
-    def get_incomplete_indices(self) -> list[int]:
-        """Returns the sequences that continue after this batch."""
-        incomplete: list[int] = [] if self.chunks is None else np.flatnonzero(~self.chunks.is_complete).tolist()
-        return incomplete
-
     def as_whole(self) -> PoolingMetadata:
         """Returns metadata that treats each chunk of this batch as a whole sequence."""
         skip_tokens = self.skip_tokens
@@ -279,6 +276,13 @@ class PoolingMetadata:
             skip_tokens=None if self.skip_tokens is None else self.skip_tokens[picked],
             queries=None if self.queries is None else [self.queries[i] for i in indices],
         )
+
+    # Only library callers use the methods below.
+
+    def get_incomplete_indices(self) -> list[int]:
+        """Returns the sequences that continue after this batch."""
+        incomplete: list[int] = [] if self.chunks is None else np.flatnonzero(~self.chunks.is_complete).tolist()
+        return incomplete
 
 
 def _check_lengths(num_seqs: int, **lists: Sequence[object] | None) -> None:

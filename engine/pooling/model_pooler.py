@@ -90,6 +90,8 @@ class PoolerOutput(Generic[R]):
         copies = to_host([*values, *map(_is_finite, values)])
         return OutputCopy(self, copies[: len(values)], copies[len(values) :])
 
+    # Only library callers use the methods below.
+
     def to_numpy(self) -> list[Arrays]:
         """Returns the arrays of each sequence by name; see BatchOutputs.split."""
         return self.to_host().split()

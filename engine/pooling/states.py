@@ -96,45 +96,6 @@ class PoolingStates(Generic[R]):
         """Returns an independent copy. It shares arrays, because updates do not write to them."""
         return replace(self, running=dict(self.running), rows=list(self.rows))
 
-    def update(
-        self, hidden_states: Any, attention_weights: Any = None, *, chunk_start: int | None = None, skip_tokens: int = 0
-    ) -> None:
-        """Adds the next chunk.
-
-        Args:
-            hidden_states: [L, D], the chunk's rows, a tensor or an array of any float type; float64 is pooled as
-                float32. The state keeps no reference to them.
-            attention_weights: ATTENTION: [chunk_start + L], any float type. Row weights of the sequence up to the end
-                of the chunk. Needed for the last chunk only.
-            chunk_start: Position of the chunk's first token in the sequence; None means `num_tokens`. Rows that were
-                pooled before are skipped.
-            skip_tokens: Tokens at the start of the sequence to leave out; the same at every call.
-
-        Raises:
-            ValueError: Rows before the chunk are missing, or the weights have another shape.
-        """
-        rows = self.ops.rows_of(hidden_states)
-        num_rows, start = rows.shape[0], self.num_tokens if chunk_start is None else chunk_start
-        weights = None
-        if attention_weights is not None:
-            weights = self.ops.floats(self.ops.rows_of(attention_weights))
-            if weights.shape != (start + num_rows,):
-                raise ValueError(
-                    f"attention weights must be [{start + num_rows}], those of all tokens so far and of the chunk's "
-                    f"{num_rows} rows, got {list(weights.shape)}"
-                )
-        bounds, starts, skips = (np.array(values, np.int64) for values in ([0, num_rows], [start], [skip_tokens]))
-        update_states([self], rows, bounds[:1], bounds[1:], starts, skips, [weights])
-
-    def finalize(self) -> R:
-        """Returns the pooled row [W] float32. Does not change the state.
-
-        Raises:
-            ValueError: The type is token-level, or ATTENTION has no weights.
-        """
-        row: R = finalize_states([self])[0]
-        return row
-
     def add(self, pooling_type: PoolingType, row: R, weight: int) -> None:
         """Adds the pooled row [1, D] of a chunk. Means multiply it with `weight`."""
         known = self.running.get(pooling_type)
@@ -177,6 +138,47 @@ class PoolingStates(Generic[R]):
         metadata = PoolingMetadata.of_rows(np.array([self.num_tokens]), skips=np.array([self.skip_tokens]))
         rows = self.ops.concat(self.rows)
         return self.ops.pool(rows, metadata, PoolingType.ATTENTION, VectorTransform(), weights=self.weights)
+
+    # Only library callers use the methods below.
+
+    def update(
+        self, hidden_states: Any, attention_weights: Any = None, *, chunk_start: int | None = None, skip_tokens: int = 0
+    ) -> None:
+        """Adds the next chunk.
+
+        Args:
+            hidden_states: [L, D], the chunk's rows, a tensor or an array of any float type; float64 is pooled as
+                float32. The state keeps no reference to them.
+            attention_weights: ATTENTION: [chunk_start + L], any float type. Row weights of the sequence up to the end
+                of the chunk. Needed for the last chunk only.
+            chunk_start: Position of the chunk's first token in the sequence; None means `num_tokens`. Rows that were
+                pooled before are skipped.
+            skip_tokens: Tokens at the start of the sequence to leave out; the same at every call.
+
+        Raises:
+            ValueError: Rows before the chunk are missing, or the weights have another shape.
+        """
+        rows = self.ops.rows_of(hidden_states)
+        num_rows, start = rows.shape[0], self.num_tokens if chunk_start is None else chunk_start
+        weights = None
+        if attention_weights is not None:
+            weights = self.ops.floats(self.ops.rows_of(attention_weights))
+            if weights.shape != (start + num_rows,):
+                raise ValueError(
+                    f"attention weights must be [{start + num_rows}], those of all tokens so far and of the chunk's "
+                    f"{num_rows} rows, got {list(weights.shape)}"
+                )
+        bounds, starts, skips = (np.array(values, np.int64) for values in ([0, num_rows], [start], [skip_tokens]))
+        update_states([self], rows, bounds[:1], bounds[1:], starts, skips, [weights])
+
+    def finalize(self) -> R:
+        """Returns the pooled row [W] float32. Does not change the state.
+
+        Raises:
+            ValueError: The type is token-level, or ATTENTION has no weights.
+        """
+        row: R = finalize_states([self])[0]
+        return row
 
 
 def update_states(

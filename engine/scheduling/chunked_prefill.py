@@ -1,15 +1,8 @@
 """Chunked prefill: long prompts run in chunks, one forward each. Plain Python without torch.
 
-Requires a causal model: a chunk needs the keys and values, or states, of the chunks before it. ChunkedPrefillManager
-cuts prompts into chunks. ChunkSizeController limits the tokens of all chunks of a forward. This module does not manage
-memory or devices.
-
->>> manager = ChunkedPrefillManager(chunk_size=512)
->>> chunks = manager.create_chunks(request_id="req1", prompt_tokens=2048)
->>> for chunk in manager.iterate_chunks("req1"):
-...     is_done = manager.complete_chunk(chunk.chunk_id, output=list(chunk.tokens))
->>> len(chunks), len(manager.merge_chunks("req1"))
-(4, 2048)
+Requires a causal model: a chunk needs the keys and values, or states, of the chunks before it. ChunkSizeController
+limits the tokens of all chunks of a forward. ChunkedPrefillManager cuts prompts into chunks. This module does not
+manage memory or devices.
 """
 
 from __future__ import annotations
@@ -48,6 +41,63 @@ class ChunkStateError(ValueError):
     """A chunk or its prompt is unknown, or is in the wrong state for the call. Always a bug of the caller."""
 
 
+class ChunkSizeController:
+    """Sizes chunks, and forwards with or without chunks, so that a forward takes about a fixed time.
+
+    The cost of a token grows with its context and differs between machines. Chunks are small while other sequences
+    wait. Otherwise they are large, so that the pauses between forwards cost little.
+
+    Args:
+        max_tokens: Most tokens of all chunks of a forward.
+        is_dynamic: Adapt to the times of past forwards. Otherwise sizes are fixed.
+
+    Attributes:
+        token_s: Seconds per token in forwards that are at least half full; None before the first one.
+    """
+
+    def __init__(self, max_tokens: int, *, is_dynamic: bool = True) -> None:
+        self.token_s: float | None = None
+        self._max_tokens = max_tokens
+        self._is_dynamic = is_dynamic
+        self._chunk_token_s: float | None = None  # seconds per token in chunks
+        self._whole_token_s: float | None = None  # seconds per token in sequences that run whole
+
+    def chunk_tokens(self, token_budget: int, config: ChunkedPrefillConfig, *, others_wait: bool) -> int:
+        """Returns the most tokens of all chunks of a forward, at least the smallest chunk size."""
+        fixed = token_budget // 2 if others_wait else token_budget
+        num_tokens = self._timed_tokens(others_wait=others_wait) if config.is_dynamic else fixed
+        return min(max(num_tokens, config.min_chunk_size), token_budget)
+
+    def forward_tokens(self, token_budget: int) -> int:
+        """Returns the most tokens of the next forward, which is less than the budget on a slow device."""
+        num_tokens = max(int(_IDLE_STEP_S / (self.token_s or _IDLE_STEP_S)), _IDLE_MIN_TOKENS)
+        return min(num_tokens, token_budget) if self._is_dynamic else token_budget
+
+    def record(self, chunk_tokens: int, whole_tokens: int, step_s: float) -> None:
+        """Records the time of a forward. See ForwardTime."""
+        num_tokens = chunk_tokens + whole_tokens
+        if 2 * num_tokens >= self.forward_tokens(self._max_tokens):
+            self.token_s = _mean(self.token_s, max(step_s / num_tokens, 1e-9))
+        if not chunk_tokens:
+            self._whole_token_s = _mean(self._whole_token_s, step_s / max(whole_tokens, 1))
+            return
+        others_s = whole_tokens * (self._whole_token_s or 0.0)
+        # The time of whole sequences is an estimate, so chunks count for at least half of their share of the tokens.
+        chunk_s = max(step_s - others_s, step_s * chunk_tokens / (2 * num_tokens))
+        self._chunk_token_s = _mean(self._chunk_token_s, max(chunk_s / chunk_tokens, 1e-9))
+
+    def _timed_tokens(self, *, others_wait: bool) -> int:
+        if self._chunk_token_s is None:
+            return max(self._max_tokens // 4, 1)
+        step_s, min_tokens = (_BUSY_STEP_S, _BUSY_MIN_TOKENS) if others_wait else (_IDLE_STEP_S, _IDLE_MIN_TOKENS)
+        num_tokens = int(step_s / self._chunk_token_s)
+        return min(max(num_tokens - num_tokens % _ROUND_TO, min_tokens), self._max_tokens)
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else _OLD_SHARE * old + (1 - _OLD_SHARE) * new
+
+
 def _by_priority(sequence: InputSequence) -> int:
     return sequence.request.priority
 
@@ -55,8 +105,8 @@ def _by_priority(sequence: InputSequence) -> int:
 class ChunkedPrefillManager:
     """Splits prompts into chunks and schedules the chunks.
 
-    The scheduler adds sequences with `add`. Library callers add prompts with `create_chunks`. Both get chunks from
-    `schedule_chunk` and report them with `start_chunk` and `complete_chunk` or `fail_chunk`.
+    A prompt is added with `add`. `schedule_chunk` returns its chunks. The caller reports them with `start_chunk`, and
+    `complete_chunk` or `fail_chunk`. Callers without a scheduler add prompts with `create_chunks`.
     Not thread-safe: the caller uses one thread or holds a lock.
     Invariants: the chunks of a prompt cover it without gap or overlap. They run in order, and one at a time unless
     `allow_next_chunk` allows the next.
@@ -95,62 +145,6 @@ class ChunkedPrefillManager:
         """Whether a prompt of `token_count` tokens should run in chunks."""
         threshold = self.config.threshold
         return token_count > (self.config.chunk_size if threshold is None else threshold)
-
-    def compute_chunk_boundaries(
-        self, total_tokens: int, chunk_size: int | None = None, memory_pressure: float = 0.0
-    ) -> list[tuple[int, int]]:
-        """Returns start and end (exclusive) of each chunk of a prompt. The last chunk may be shorter.
-
-        Raises:
-            InvalidRequestError: An argument is out of range; see `create_chunks`.
-        """
-        if total_tokens < 0:
-            raise InvalidRequestError(f"total_tokens is {total_tokens}; it must be 0 or more.", param="total_tokens")
-        size = self.config.sized(self.config.chunk_size if chunk_size is None else chunk_size, memory_pressure)
-        return [(start, min(start + size, total_tokens)) for start in range(0, total_tokens, size)]
-
-    def create_chunks(
-        self,
-        request_id: Hashable,
-        prompt_tokens: int | Sequence[int] | NDArray[np.int32],
-        priority: int = ChunkPriority.NORMAL,
-        chunk_size: int | None = None,
-        memory_pressure: float = 0.0,
-    ) -> list[PrefillChunk]:
-        """Adds a prompt and returns the plan of its chunks.
-
-        The planned chunks stay PENDING. `schedule_chunk` and `iterate_chunks` return the chunks to run, which are
-        shorter if memory is short.
-
-        Args:
-            request_id: Id of the prompt.
-            prompt_tokens: Token ids (not copied) or their number.
-            priority: A ChunkPriority or any other integer; lower runs first.
-            chunk_size: Tokens of a chunk while memory is free; None takes the configured size.
-            memory_pressure: Share of a full chunk that does not fit into memory, 0 to 1.
-
-        Raises:
-            InvalidRequestError: The id is in use, the prompt is empty, or an argument is out of range.
-        """
-        prompt = range(prompt_tokens) if isinstance(prompt_tokens, int) else prompt_tokens
-        bounds = self.compute_chunk_boundaries(len(prompt), chunk_size, memory_pressure)
-        sequence = InputSequence(
-            sequence_id=request_id,
-            prompt=prompt,
-            num_tokens=len(prompt),
-            request=Request(0, PoolingParams(), priority=priority),
-            chunk_size=bounds[0][1] if bounds else 0,
-        )
-        self.add(sequence)
-        return [PrefillChunk(sequence, start, end) for start, end in bounds]
-
-    def create_chunks_from_prompt(
-        self, request_id: Hashable, prompt: str, priority: int = ChunkPriority.NORMAL, chunk_size: int | None = None
-    ) -> list[PrefillChunk]:
-        """Tokenizes a text and adds it; see `create_chunks`. InvalidRequestError without a `tokenize_fn`."""
-        if self._tokenize is None:
-            raise InvalidRequestError("a text cannot be tokenized: the manager has no tokenize_fn.", param="prompt")
-        return self.create_chunks(request_id, self._tokenize(prompt), priority, chunk_size)
 
     def add(self, sequence: InputSequence) -> None:
         """Adds a prompt. Raises InvalidRequestError if it is empty, or its id is in use."""
@@ -284,6 +278,110 @@ class ChunkedPrefillManager:
         sequence.drop_chunks(ChunkState.CANCELLED)
         return True
 
+    def statistics(self) -> ChunkMetrics:
+        """Returns the counters and gauges as they are now."""
+        num_running = sum(len(sequence.chunks_in_flight) for sequence in self.requests.values())
+        return msgspec.structs.replace(self._metrics, num_requests=len(self.requests), num_running_chunks=num_running)
+
+    def _next_chunk(self, sequence: InputSequence, size: int) -> PrefillChunk:
+        start = sequence.num_scheduled
+        sequence.chunk = PrefillChunk(sequence, start, min(start + size, sequence.num_tokens), ChunkState.SCHEDULED)
+        return sequence.chunk
+
+    def _find_chunk(self, chunk_id: ChunkId, *states: ChunkState) -> PrefillChunk:
+        request_id, start = chunk_id
+        sequence = self._find(request_id)
+        found = "not in flight"
+        for chunk in sequence.chunks_in_flight:
+            if chunk.start == start:
+                if chunk.state in states:
+                    return chunk
+                found = chunk.state
+        raise ChunkStateError(
+            f"chunk {chunk_id} of request {request_id!r} is {found}; it must be {' or '.join(states)}."
+        )
+
+    def _find(self, request_id: Hashable) -> InputSequence:
+        if (sequence := self.requests.get(request_id)) is None:
+            raise ChunkStateError(f"request {request_id!r} is unknown; it may have been removed.")
+        return sequence
+
+    def _find_unfinished(self, request_id: Hashable) -> InputSequence:
+        sequence = self._find(request_id)
+        if sequence.has_failed or sequence.is_complete:
+            raise ChunkStateError(f"request {request_id!r} {'has failed' if sequence.has_failed else 'is complete'}.")
+        return sequence
+
+    def _check_idle(self, sequence: InputSequence) -> None:
+        if sequence.chunks_in_flight:
+            chunk = sequence.chunks_in_flight[0]
+            raise ChunkStateError(f"chunk {chunk.chunk_id} of request {sequence.sequence_id!r} is still {chunk.state}.")
+
+    # Only library callers use the methods below.
+
+    def create_chunks(
+        self,
+        request_id: Hashable,
+        prompt_tokens: int | Sequence[int] | NDArray[np.int32],
+        priority: int = ChunkPriority.NORMAL,
+        chunk_size: int | None = None,
+        memory_pressure: float = 0.0,
+    ) -> list[PrefillChunk]:
+        """Adds a prompt and returns the plan of its chunks.
+
+        The planned chunks stay PENDING. `schedule_chunk` and `iterate_chunks` return the chunks to run, which are
+        shorter if memory is short.
+
+        Args:
+            request_id: Id of the prompt.
+            prompt_tokens: Token ids (not copied) or their number.
+            priority: A ChunkPriority or any other integer; lower runs first.
+            chunk_size: Tokens of a chunk while memory is free; None takes the configured size.
+            memory_pressure: Share of a full chunk that does not fit into memory, 0 to 1.
+
+        Raises:
+            InvalidRequestError: The id is in use, the prompt is empty, or an argument is out of range.
+
+        >>> manager = ChunkedPrefillManager(chunk_size=512)
+        >>> chunks = manager.create_chunks(request_id="req1", prompt_tokens=2048)
+        >>> for chunk in manager.iterate_chunks("req1"):
+        ...     is_done = manager.complete_chunk(chunk.chunk_id, output=list(chunk.tokens))
+        >>> len(chunks), len(manager.merge_chunks("req1"))
+        (4, 2048)
+        """
+        prompt = range(prompt_tokens) if isinstance(prompt_tokens, int) else prompt_tokens
+        bounds = self.compute_chunk_boundaries(len(prompt), chunk_size, memory_pressure)
+        sequence = InputSequence(
+            sequence_id=request_id,
+            prompt=prompt,
+            num_tokens=len(prompt),
+            request=Request(0, PoolingParams(), priority=priority),
+            chunk_size=bounds[0][1] if bounds else 0,
+        )
+        self.add(sequence)
+        return [PrefillChunk(sequence, start, end) for start, end in bounds]
+
+    def create_chunks_from_prompt(
+        self, request_id: Hashable, prompt: str, priority: int = ChunkPriority.NORMAL, chunk_size: int | None = None
+    ) -> list[PrefillChunk]:
+        """Tokenizes a text and adds it; see `create_chunks`. InvalidRequestError without a `tokenize_fn`."""
+        if self._tokenize is None:
+            raise InvalidRequestError("a text cannot be tokenized: the manager has no tokenize_fn.", param="prompt")
+        return self.create_chunks(request_id, self._tokenize(prompt), priority, chunk_size)
+
+    def compute_chunk_boundaries(
+        self, total_tokens: int, chunk_size: int | None = None, memory_pressure: float = 0.0
+    ) -> list[tuple[int, int]]:
+        """Returns start and end (exclusive) of each chunk of a prompt. The last chunk may be shorter.
+
+        Raises:
+            InvalidRequestError: An argument is out of range; see `create_chunks`.
+        """
+        if total_tokens < 0:
+            raise InvalidRequestError(f"total_tokens is {total_tokens}; it must be 0 or more.", param="total_tokens")
+        size = self.config.sized(self.config.chunk_size if chunk_size is None else chunk_size, memory_pressure)
+        return [(start, min(start + size, total_tokens)) for start in range(0, total_tokens, size)]
+
     def iterate_chunks(self, request_id: Hashable) -> Iterator[PrefillChunk]:
         """Starts and yields the chunks of one prompt in order, until it is complete or removed.
 
@@ -311,102 +409,6 @@ class ChunkedPrefillManager:
         if outputs and all(isinstance(output, np.ndarray) for output in outputs):
             return np.concatenate(outputs)
         return list(itertools.chain(*outputs)) if all(isinstance(output, list) for output in outputs) else list(outputs)
-
-    def statistics(self) -> ChunkMetrics:
-        """Returns the counters and gauges as they are now."""
-        num_running = sum(len(sequence.chunks_in_flight) for sequence in self.requests.values())
-        return msgspec.structs.replace(self._metrics, num_requests=len(self.requests), num_running_chunks=num_running)
-
-    def _next_chunk(self, sequence: InputSequence, size: int) -> PrefillChunk:
-        start = sequence.num_scheduled
-        sequence.chunk = PrefillChunk(sequence, start, min(start + size, sequence.num_tokens), ChunkState.SCHEDULED)
-        return sequence.chunk
-
-    def _find(self, request_id: Hashable) -> InputSequence:
-        if (sequence := self.requests.get(request_id)) is None:
-            raise ChunkStateError(f"request {request_id!r} is unknown; it may have been removed.")
-        return sequence
-
-    def _find_unfinished(self, request_id: Hashable) -> InputSequence:
-        sequence = self._find(request_id)
-        if sequence.has_failed or sequence.is_complete:
-            raise ChunkStateError(f"request {request_id!r} {'has failed' if sequence.has_failed else 'is complete'}.")
-        return sequence
-
-    def _find_chunk(self, chunk_id: ChunkId, *states: ChunkState) -> PrefillChunk:
-        request_id, start = chunk_id
-        sequence = self._find(request_id)
-        found = "not in flight"
-        for chunk in sequence.chunks_in_flight:
-            if chunk.start == start:
-                if chunk.state in states:
-                    return chunk
-                found = chunk.state
-        raise ChunkStateError(
-            f"chunk {chunk_id} of request {request_id!r} is {found}; it must be {' or '.join(states)}."
-        )
-
-    def _check_idle(self, sequence: InputSequence) -> None:
-        if sequence.chunks_in_flight:
-            chunk = sequence.chunks_in_flight[0]
-            raise ChunkStateError(f"chunk {chunk.chunk_id} of request {sequence.sequence_id!r} is still {chunk.state}.")
-
-
-class ChunkSizeController:
-    """Sizes chunks, and forwards with or without chunks, so that a forward takes about a fixed time.
-
-    The cost of a token grows with its context and differs between machines. Chunks are small while other sequences
-    wait. Otherwise they are large, so that the pauses between forwards cost little.
-
-    Args:
-        max_tokens: Most tokens of all chunks of a forward.
-        is_dynamic: Adapt to the times of past forwards. Otherwise sizes are fixed.
-
-    Attributes:
-        token_s: Seconds per token in forwards that are at least half full; None before the first one.
-    """
-
-    def __init__(self, max_tokens: int, *, is_dynamic: bool = True) -> None:
-        self.token_s: float | None = None
-        self._max_tokens = max_tokens
-        self._is_dynamic = is_dynamic
-        self._chunk_token_s: float | None = None  # seconds per token in chunks
-        self._whole_token_s: float | None = None  # seconds per token in sequences that run whole
-
-    def chunk_tokens(self, token_budget: int, config: ChunkedPrefillConfig, *, others_wait: bool) -> int:
-        """Returns the most tokens of all chunks of a forward, at least the smallest chunk size."""
-        fixed = token_budget // 2 if others_wait else token_budget
-        num_tokens = self._timed_tokens(others_wait=others_wait) if config.is_dynamic else fixed
-        return min(max(num_tokens, config.min_chunk_size), token_budget)
-
-    def forward_tokens(self, token_budget: int) -> int:
-        """Returns the most tokens of the next forward, which is less than the budget on a slow device."""
-        num_tokens = max(int(_IDLE_STEP_S / (self.token_s or _IDLE_STEP_S)), _IDLE_MIN_TOKENS)
-        return min(num_tokens, token_budget) if self._is_dynamic else token_budget
-
-    def record(self, chunk_tokens: int, whole_tokens: int, step_s: float) -> None:
-        """Records the time of a forward. See ForwardTime."""
-        num_tokens = chunk_tokens + whole_tokens
-        if 2 * num_tokens >= self.forward_tokens(self._max_tokens):
-            self.token_s = _mean(self.token_s, max(step_s / num_tokens, 1e-9))
-        if not chunk_tokens:
-            self._whole_token_s = _mean(self._whole_token_s, step_s / max(whole_tokens, 1))
-            return
-        others_s = whole_tokens * (self._whole_token_s or 0.0)
-        # The time of whole sequences is an estimate, so chunks count for at least half of their share of the tokens.
-        chunk_s = max(step_s - others_s, step_s * chunk_tokens / (2 * num_tokens))
-        self._chunk_token_s = _mean(self._chunk_token_s, max(chunk_s / chunk_tokens, 1e-9))
-
-    def _timed_tokens(self, *, others_wait: bool) -> int:
-        if self._chunk_token_s is None:
-            return max(self._max_tokens // 4, 1)
-        step_s, min_tokens = (_BUSY_STEP_S, _BUSY_MIN_TOKENS) if others_wait else (_IDLE_STEP_S, _IDLE_MIN_TOKENS)
-        num_tokens = int(step_s / self._chunk_token_s)
-        return min(max(num_tokens - num_tokens % _ROUND_TO, min_tokens), self._max_tokens)
-
-
-def _mean(old: float | None, new: float) -> float:
-    return new if old is None else _OLD_SHARE * old + (1 - _OLD_SHARE) * new
 
 
 def create_prefill_manager(

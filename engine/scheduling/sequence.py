@@ -92,13 +92,13 @@ class InputSequence:
         num_pooled: Pooled tokens. They stay pooled if the sequence is preempted and runs them again.
         chunk: The last chunk that is scheduled or runs. The next chunk must wait for it.
         earlier_chunks: Chunks that run before `chunk`, in order; see ChunkedPrefillManager.allow_next_chunk.
-        chunk_size: Tokens of a chunk while memory is free; 0 takes the configured size.
         num_failures: Failures since the last completed chunk.
         error: The last failure.
         has_failed: Whether it failed too often to be retried.
-        outputs: Outputs of its completed chunks; see ChunkedPrefillManager.complete_chunk.
-        kv_cache: Argument of ChunkedPrefillManager.complete_chunk for the last chunk.
         allocation: Its memory in the sequence pool.
+        chunk_size: Library callers: tokens of a chunk while memory is free; 0 takes the configured size.
+        outputs: Library callers: outputs of its completed chunks; see ChunkedPrefillManager.complete_chunk.
+        kv_cache: Library callers: argument of ChunkedPrefillManager.complete_chunk for the last chunk.
     """
 
     sequence_id: Hashable
@@ -114,13 +114,13 @@ class InputSequence:
     num_pooled: int = 0
     chunk: PrefillChunk | None = None
     earlier_chunks: tuple[PrefillChunk, ...] = ()
-    chunk_size: int = 0
     num_failures: int = 0
     error: str | None = None
     has_failed: bool = False
+    allocation: Allocation | None = None
+    chunk_size: int = 0
     outputs: tuple[Any, ...] = field(default=(), repr=False)
     kv_cache: Any = field(default=None, repr=False)
-    allocation: Allocation | None = None
 
     @property
     def is_complete(self) -> bool:
