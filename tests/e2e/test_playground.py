@@ -23,16 +23,20 @@ LIST = {"id": "", "object": "list", "created": 0, "model": "m", "usage": {"promp
 
 
 def stub(page: Page, answers: dict[str, tuple[int, object]]) -> None:
-    """Answer requests of the page by path, and record them in `window.calls`. Status 0 means no answer."""
+    """Answer requests of the page by path, and record them in `window.calls`. Status 0 means no answer.
+
+    The page counts tokens whenever a text has not changed for a while: these requests are answered and not recorded.
+    """
+    answers = {"/tokenize": (200, [[1]]), **answers}
     page.call(
         "Page.addScriptToEvaluateOnNewDocument",
         source=f"""
             const answers = {json.dumps(answers)}, fetchReally = window.fetch;
             window.calls = [];
             window.fetch = (url, options) => {{
-                const answer = answers[new URL(url).pathname];
+                const path = new URL(url).pathname, answer = answers[path];
                 if (!answer) return fetchReally(url, options);
-                window.calls.push({{ url, ...options, signal: null }});
+                if (path !== "/tokenize") window.calls.push({{ url, ...options, signal: null }});
                 if (!answer[0]) return new Promise((_, fail) => {{
                     options.signal.addEventListener("abort", () => fail(options.signal.reason));
                 }});
