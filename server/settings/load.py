@@ -164,7 +164,8 @@ def load(
         try:
             values[name] = declared.convert(value)
         except ValueError as error:
-            raise UsageError(f"{source}: {error} (got {shown_value(value)})") from error
+            got = "" if declared.is_secret else f" (got {shown_value(value)})"
+            raise UsageError(f"{source}: {error}{got}") from error
     built: SettingsT = _built(kind, values, base)
     return built
 

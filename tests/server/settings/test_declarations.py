@@ -1,6 +1,73 @@
+"""Rules that the settings of all commands follow."""
+
+import re
+
 import pytest
 
 from penstock.engine.protocol.setting import parse_size, shown_size
+from penstock.server.cluster.ray_settings import RayEmbedSettings, RayServeSettings
+from penstock.server.settings import (
+    BenchSettings,
+    EvalSettings,
+    ModelSettings,
+    UsageError,
+    declared_settings,
+    environment_variable,
+    flag_of,
+    load,
+    public_values,
+)
+
+COMMANDS = [RayServeSettings, RayEmbedSettings, ModelSettings, EvalSettings, BenchSettings]
+"""They declare or inherit all settings."""
+ZERO_IS_PLAIN = {"load_wait_s", "warm_up", "ttl", "upscale_delay_s", "downscale_delay_s", "replica_gpus"}
+"""Numbers that may be 0 although their help text does not explain it."""
+MAXIMA = {"PORT": 65_535, "SHARE": 1, "api_workers": 256, "concurrency": 256, "num_threads": 1024}
+MAXIMA["max_image_pixels"] = 89_478_485  # Pillow's own limit
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {name for kind in COMMANDS for name in declared_settings(kind)}:
+        monkeypatch.delenv(environment_variable(name), raising=False)
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_numbers_just_outside_their_range_are_rejected(kind: type) -> None:
+    for name, declared in declared_settings(kind).items():
+        if declared.kind not in (int, float):
+            continue
+        is_whole, metavar = declared.kind is int, declared.metavar
+        step = 1 if is_whole else 1e-9
+        lowest = 0 if "0: " in declared.setting.help or name in ZERO_IS_PLAIN else step
+        limit = "at least 0" if lowest == 0 else "at least 1" if is_whole and metavar != "SIZE" else "above 0"
+        wrong = {lowest - step: limit}
+        if (highest := MAXIMA.get(name, MAXIMA.get(metavar))) is not None:
+            wrong[highest + step] = f"at most {highest}"
+        elif name == "max_queue_s":
+            highest = float("inf")
+        elif not is_whole:
+            wrong |= {float("inf"): "a finite number"}
+        for value in (lowest, 10**15 if highest is None else highest):
+            load(kind, {"output": "vectors.npy", name: value})
+        for value, rule in wrong.items():
+            message = rf"^{flag_of(name)}: must be {rule} \(got {re.escape(repr(value))}\)$"
+            with pytest.raises(UsageError, match=message):
+                load(kind, {"output": "vectors.npy", name: value})
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_keys_are_never_shown(kind: type) -> None:
+    declared = declared_settings(kind)
+    names = [name for name in declared if re.search("(key|token|secret|password)$", name)]
+    assert names == [name for name in declared if declared[name].is_secret]
+    for name in names:
+        settings = load(kind, {name: "sk-1,sk-2"})
+        assert getattr(settings, name) == ("sk-1", "sk-2")
+        assert "sk-" not in f"{settings}{public_values(settings)}"
+        for value in (["sk-1", 2], b"sk-1", 21):
+            with pytest.raises(UsageError, match=f"^penstock.toml: {name}: must be a list of texts$"):
+                load(kind, {}, file={name: value}, file_location="penstock.toml: ")
 
 
 @pytest.mark.parametrize(
