@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine.protocol.errors import EngineUnavailableError, ModelLoadError
 from penstock.server.models import manager as manager_module
-from penstock.server.models.manager import ModelEntry, ModelLimits, ModelManager, ModelStatus
+from penstock.server.models.manager import ModelEntry, ModelLimits, ModelManager, ModelMetrics, ModelStatus
 from penstock.server.models.served_model import ServedModel
 
 from ...waiting import later, loop_iterations, until
@@ -250,6 +250,35 @@ async def test_least_recently_used_models_are_unloaded(engines: Engines, request
         await use(manager, entries[name])
         await loop_iterations()
     assert engines.closed == list(unloaded)
+
+
+async def test_time_and_memory_of_a_load_are_measured(engines: Engines, monkeypatch) -> None:
+    passed_s = 0.0
+    monkeypatch.setattr(manager_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s))
+    monkeypatch.setattr(engines.make_engine, "host_bytes", lambda _: 80 * MIB)
+    manager = engines.manager(*(engines.model(name, num_bytes=5 * MIB) for name in "abc"), max_bytes=100 * MIB)
+    a, b, c = manager.entries
+    engines.gates |= {"a": asyncio.Event(), "b": asyncio.Event()}
+    loading = asyncio.create_task(manager.load(a))
+    await until(lambda: engines.started == ["a"])
+    passed_s = 70.0
+    engines.gates["a"].set()
+    await loading
+    request = asyncio.create_task(manager.acquire(b))
+    await until(lambda: engines.started == ["a", "b"])
+    metrics = {family.name: [s.value for s in family.samples] for family in ModelMetrics(manager.entries).collect()}
+    assert metrics.pop("penstock_model_load_seconds") == [pytest.approx(70.0, abs=10.0), 0, 0]
+    assert metrics == {
+        "penstock_model_loaded": [1, 0, 0],
+        "penstock_model_loads": [1, 0, 0],
+        "penstock_model_memory_bytes": [80 * MIB, 0, 0],
+        "penstock_model_waiting_requests": [0, 1, 0],
+    }
+    engines.gates["b"].set()
+    await request
+    b.release(time.monotonic() + passed_s)
+    await use(manager, c)
+    assert engines.closed == ["a"], "it used more memory than expected"
 
 
 async def test_request_is_rejected_if_pinned_models_take_all_space(engines: Engines) -> None:

@@ -296,6 +296,24 @@ async def test_statistics_of_the_engine_are_in_metrics(client: httpx.AsyncClient
     assert {("8.0", "fake-model"): 1, ("1024.0", "fake-model"): 2, ("+Inf", "fake-model"): 3}.items() <= buckets.items()
 
 
+async def test_buckets_of_histograms_are_stable(client: httpx.AsyncClient) -> None:
+    """Dashboards and recording rules of operators name them."""
+    assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
+    text = (await client.get("/metrics")).text
+    steps = [float(f"{digit}e{exponent}") for exponent in range(-4, 1) for digit in (1, 2, 5)]
+    for name, bounds in {
+        "http_request_duration_seconds": [*steps[4:], 10, 30, 60],
+        "stage_duration_seconds": [*steps, 10, 30, 60],
+        "engine_step_duration_seconds": steps[3:],
+        "engine_batch_tokens": [8, 32, *(2**exponent for exponent in range(7, 16))],
+        "engine_batch_inputs": [2**exponent for exponent in range(10)],
+        "engine_batch_fill_ratio": [0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0],
+    }.items():
+        found = re.findall(rf'^penstock_{name}_bucket{{.*le="([^"+]+)"', text, re.MULTILINE)
+        assert list(map(float, found))[: len(bounds)] == bounds, name
+        assert len(found) % len(bounds) == 0, name
+
+
 async def rejected(client: httpx.AsyncClient) -> dict[str, float]:
     """Returns the counts above 0. Every reason has a count."""
     text = (await client.get("/metrics")).text

@@ -10,6 +10,7 @@ from penstock.server.settings import (
     BenchSettings,
     EvalSettings,
     ModelSettings,
+    ServerSettings,
     UsageError,
     declared_settings,
     environment_variable,
@@ -56,8 +57,35 @@ def test_numbers_just_outside_their_range_are_rejected(kind: type) -> None:
                 load(kind, {"output": "vectors.npy", name: value})
 
 
+NUMBERS = "must be {}numbers above 0 and below 1000000, such as 1,4,16"
+HOSTS = "must be host names; {!r} is none: write cdn.example.org, *.example.org or cdn.example.org:8443"
+PATH, URL = "must begin with / and not end with /", "must begin with http:// or https:// and name a host"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "rule", "right", "wrong"),
+    [
+        (BenchSettings, "connections", NUMBERS.format("whole "), ("1", "999999,2"), ("", "0", "1000000", "1.5", "1,x")),
+        (BenchSettings, "rate", NUMBERS.format(""), ("0.5", "999999.5,2.5"), (",", "0", "1e6", "1,nan", "x")),
+        (RayServeSettings, "allowed_media_domains", HOSTS, ("a.org:1", "*.a.org:65535"), ("a.org:65536", "a.org:x")),
+        (RayServeSettings, "root_path", PATH, ("/a", "/a-b/c.~_9"), ("a", "/", "/a/", "//a", "/ä")),
+        (RayServeSettings, "otlp_traces_endpoint", URL, ("http://a", "https://a:1/b"), ("a", "http://", "ftp://a")),
+    ],
+)
+def test_texts_follow_the_rule_of_their_setting(
+    kind: type, name: str, rule: str, right: tuple[str, ...], wrong: tuple[str, ...]
+) -> None:
+    for text in right:
+        value = public_values(load(kind, {name: text}))[name]
+        assert (value if isinstance(value, str) else ",".join(map(str, value))) == text
+    for text in wrong:
+        with pytest.raises(UsageError) as rejected:
+            load(kind, {name: text})
+        assert str(rejected.value) == f"{flag_of(name)}: {rule.format(text)} (got {text!r})"
+
+
 @pytest.mark.parametrize("kind", COMMANDS)
-def test_keys_are_never_shown(kind: type) -> None:
+def test_keys_are_never_empty_or_shown(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     declared = declared_settings(kind)
     names = [name for name in declared if re.search("(key|token|secret|password)$", name)]
     assert names == [name for name in declared if declared[name].is_secret]
@@ -68,6 +96,20 @@ def test_keys_are_never_shown(kind: type) -> None:
         for value in (["sk-1", 2], b"sk-1", 21):
             with pytest.raises(UsageError, match=f"^penstock.toml: {name}: must be a list of texts$"):
                 load(kind, {}, file={name: value}, file_location="penstock.toml: ")
+        for text in ("", " ", " , "):
+            with pytest.raises(UsageError, match=f"^{flag_of(name)}: has no key"):
+                load(kind, {name: [text]})
+            monkeypatch.setenv(environment_variable(name), text)
+            with pytest.raises(UsageError, match=f"^{environment_variable(name)}: has no key"):
+                load(kind, {})
+        monkeypatch.delenv(environment_variable(name))
+
+
+def test_settings_of_python_callers_are_checked() -> None:
+    for kind, value in ((ServerSettings, {"max_files": 0}), (EvalSettings, {"texts_per_request": 0})):
+        (name,) = value
+        with pytest.raises(ValueError, match=rf"^{name} is 0; it must be at least 1\.$"):
+            kind(**value)
 
 
 @pytest.mark.parametrize(

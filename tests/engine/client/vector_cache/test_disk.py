@@ -1,5 +1,6 @@
 """Rows on disk: shared by processes, bounded in size, and never wrong, even if the file is damaged."""
 
+import errno
 import logging
 import os
 import signal
@@ -9,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import lmdb
 import pytest
 
 from penstock.engine.client.vector_cache.disk import DiskError, DiskFullError, DiskTier, SharedTier, seal, unseal
@@ -219,6 +222,23 @@ async def test_full_disk_is_written_again_after_a_pause(
     assert len(messages) == 2, messages
     assert "No space left" in messages[0]
     assert "writing vectors again" in messages[1]
+
+
+@pytest.mark.parametrize(("num_free", "error"), [(MIB // 16, DiskError), (MIB // 16 - 1, DiskFullError)])
+def test_io_error_is_a_full_disk_if_a_transaction_does_not_fit(tmp_path, monkeypatch, num_free: int, error) -> None:
+    """LMDB reports EIO after a partial write. One transaction takes a 64th of the file."""
+
+    def allocate(_: int, start: int, num_bytes: int) -> None:
+        if start + num_bytes > num_free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tier = DiskTier(tmp_path, 4 * MIB)
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    monkeypatch.setattr(tier, "_put", Mock(side_effect=lmdb.Error(os.strerror(errno.EIO))))
+    with pytest.raises(DiskError) as failed:
+        tier.write(rows(0, 1))
+    assert type(failed.value) is error
+    tier.close()
 
 
 async def test_at_most_64_mib_of_rows_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
