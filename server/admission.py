@@ -27,13 +27,9 @@ from penstock.engine.protocol.errors import (
 from penstock.engine.protocol.multi_vector import SparseVector
 from penstock.engine.protocol.shared_resource import Reservation, SharedResource
 
+from .request_state import state_of
 from .settings import ServerSettings
 
-REJECTED_BY: Final = "penstock.rejected_by"
-"""Scope key of the limit that rejected the request, for the metrics."""
-IS_BATCH_LINE: Final = "penstock.is_batch_line"
-"""Scope key of a line of a batch, a request of the server itself. Its body is already in memory and is not counted
-again, it does not count as traffic of clients, and no recently used model is unloaded for it."""
 SMALL_BODY_BYTES: Final = 4_096
 """Bytes. Smaller bodies are not counted: connections are limited, and counting would slow down small requests."""
 VALUE_BYTES: Final = 8
@@ -53,10 +49,6 @@ _CLIENT_SHARE: Final = 0.5
 _MAX_FETCHES: Final = 64
 """Images that all clients together may fetch from URLs at once."""
 _RETRY_AFTER_S: Final = 2.0
-_BODY_MEMORY: Final = "penstock.body_memory"
-_FETCHES: Final = "penstock.fetches"
-_RESPONSE_SIZE: Final = "penstock.response_size"
-_RESPONSE_MEMORY: Final = "penstock.response_memory"
 EXPECTED_ENTRIES: Final = 512
 """Entries of a sparse vector for which memory is reserved before the model runs. Trained models give 100 to 200."""
 _NUMBER_BYTES: Final = 12
@@ -111,9 +103,9 @@ class LimitError(HTTPException):
 
 
 def note_rejection(scope: Scope, error: Exception) -> None:
-    """Stores the limit that caused an error, if any, in the scope of the request, for the metrics."""
+    """Stores the limit that caused an error, if any, in the RequestState, for the metrics."""
     if isinstance(error, LimitError | EngineOverloadedError | EngineUnavailableError):
-        scope[REJECTED_BY] = error.reason
+        state_of(scope).rejected_by = error.reason
 
 
 def client_of(scope: Scope) -> str:
@@ -121,9 +113,8 @@ def client_of(scope: Scope) -> str:
 
     The address is also used if the server has a single key. "" if neither is known.
     """
-    key: str = scope.get("penstock.api_client", "")
-    if key:
-        return key
+    if client := state_of(scope).client:
+        return client
     address = scope.get("client")
     return "" if address is None else str(address[0])
 
@@ -225,7 +216,7 @@ class AdmissionController:
         """
         num_bytes = self.content_length(scope)
         is_small = num_bytes is not None and num_bytes <= SMALL_BODY_BYTES
-        return None if is_small or IS_BATCH_LINE in scope else self._new_body_memory(scope)
+        return None if is_small or state_of(scope).is_batch_line else self._new_body_memory(scope)
 
     def content_length(self, scope: Scope) -> int | None:
         """Returns the Content-Length of a request; None if it has none. Raises LimitError 413 if it is too large."""
@@ -238,18 +229,18 @@ class AdmissionController:
 
     def reserve_images(self, scope: Scope, num_bytes: int) -> None:
         """Reserves memory for decoded or fetched images of a request. Raises LimitError 503."""
-        memory: BodyMemory = scope.get(_BODY_MEMORY) or self._new_body_memory(scope)
+        memory = state_of(scope).body_memory or self._new_body_memory(scope)
         memory.add_images(num_bytes)
 
     def _new_body_memory(self, scope: Scope) -> BodyMemory:
         client = client_of(scope)
         memory = BodyMemory(self, Reservation(self.bodies, client), Reservation(self._dense_values, client))
-        scope[_BODY_MEMORY] = memory
+        state_of(scope).body_memory = memory
         return memory
 
     def reserve_fetches(self, scope: Scope, num_images: int) -> None:
         """Reserves the right to fetch images at once, until `release`. Raises EngineOverloadedError."""
-        fetches = scope[_FETCHES] = Reservation(self.fetches, client_of(scope))
+        fetches = state_of(scope).fetches = Reservation(self.fetches, client_of(scope))
         if (rejection := fetches.resize(num_images)) is not None:
             raise EngineOverloadedError(
                 f"{rejection.message} Please try again later, or send images as data URIs.",
@@ -259,8 +250,10 @@ class AdmissionController:
 
     def release_fetches(self, scope: Scope) -> None:
         """Releases the reservation of `reserve_fetches`."""
-        if _FETCHES in scope:
-            scope.pop(_FETCHES).release()
+        state = state_of(scope)
+        if state.fetches is not None:
+            state.fetches.release()
+            state.fetches = None
 
     def reserve_response(self, scope: Scope, size: ResponseSize, *, param: str, remedy: str) -> None:
         """Reserves memory for the response to a request, or for a further part of it.
@@ -275,8 +268,8 @@ class AdmissionController:
             InvalidRequestError: The response would exceed MAX_RESPONSE_BYTES.
             EngineOverloadedError: The memory is full, or other responses of the client use its whole share.
         """
-        previous = scope.get(_RESPONSE_SIZE)
-        scope[_RESPONSE_SIZE] = total = size if previous is None else size.plus(previous)
+        state = state_of(scope)
+        state.response_size = total = size if state.response_size is None else size.plus(state.response_size)
         if total.json_bytes > MAX_RESPONSE_BYTES:
             raise InvalidRequestError(
                 f"The response would have about {total.json_bytes} bytes; the limit is {MAX_RESPONSE_BYTES}. {remedy}",
@@ -284,10 +277,9 @@ class AdmissionController:
             )
         if total.json_bytes <= _SMALL_RESPONSE_BYTES:
             return
-        memory: Reservation | None = scope.get(_RESPONSE_MEMORY)
-        if memory is None:
-            memory = scope[_RESPONSE_MEMORY] = Reservation(self.responses, client_of(scope))
-        if (rejection := memory.resize(total.memory_bytes)) is not None:
+        if state.response_memory is None:
+            state.response_memory = Reservation(self.responses, client_of(scope))
+        if (rejection := state.response_memory.resize(total.memory_bytes)) is not None:
             raise EngineOverloadedError(
                 f"{rejection.message} Please try again later. {remedy}",
                 retry_after_s=_RETRY_AFTER_S,
@@ -296,9 +288,11 @@ class AdmissionController:
 
     def release(self, scope: Scope) -> None:
         """Releases the memory reservations of a request for its body and its response."""
-        for key in (_BODY_MEMORY, _RESPONSE_MEMORY, _FETCHES):
-            if key in scope:
-                scope.pop(key).release()
+        state = state_of(scope)
+        for reservation in (state.body_memory, state.response_memory, state.fetches):
+            if reservation is not None:
+                reservation.release()
+        state.body_memory = state.response_memory = state.fetches = None
 
 
 def _shared_memory(num_bytes: int, name: str, flag: str, *, full: str, share: str) -> SharedResource:
@@ -307,7 +301,7 @@ def _shared_memory(num_bytes: int, name: str, flag: str, *, full: str, share: st
 
 def has_large_response(scope: Scope) -> bool:
     """Returns whether the response to a request is serialised in parts."""
-    size: ResponseSize | None = scope.get(_RESPONSE_SIZE)
+    size = state_of(scope).response_size
     return size is not None and size.json_bytes >= LARGE_RESPONSE_BYTES
 
 

@@ -41,12 +41,10 @@ from .errors import (
     status_kind,
     validation_message,
 )
+from .request_state import state_of
 from .settings import did_you_mean
 
 Responses = dict[int | str, dict[str, Any]]
-
-DIALECT: Final = "penstock.dialect"
-"""Scope key of the dialect of a request."""
 
 _RETRY_AFTER: Final = {
     "Retry-After": {
@@ -235,8 +233,7 @@ def keys_ignored_by(*dialects: Dialect) -> Mapping[str, str]:
 
 def dialect_of(scope: Scope) -> Dialect:
     """Returns the dialect of a request."""
-    dialect: Dialect = scope.get(DIALECT, OPENAI)
-    return dialect
+    return state_of(scope).dialect or OPENAI
 
 
 _Handler = Callable[[Request, Any], Awaitable[Response]]
@@ -251,7 +248,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def on_engine_error(request: Request, error: Any) -> Response:
         note_rejection(request.scope, error)
-        return dialect_of(request.scope).engine_error(error, request.scope["penstock.request_id"])
+        return dialect_of(request.scope).engine_error(error, state_of(request.scope).request_id)
 
     async def on_validation_error(request: Request, error: Any) -> Response:
         return dialect_of(request.scope).validation_error(error)

@@ -16,12 +16,10 @@ from starlette.types import Scope
 
 from penstock.engine import EngineError
 
-from .dialects import DIALECT, DIALECTS, OPENAI, SHARED_RESPONSES, Dialect, Responses
+from .dialects import DIALECTS, OPENAI, SHARED_RESPONSES, Dialect, Responses
 from .http.json_bodies import JsonBody
 from .http.json_reader import BodyParser, parsed
-
-ACCESS: Final = "penstock.access"
-"""Scope key of the Access of a request's route."""
+from .request_state import state_of
 
 UNSUPPORTED_FIELDS: Final = frozenset({"mm_processor_kwargs", "preset", "relevant_spans"})
 """Fields of vLLM, Cohere and Voyage that change the response but are fields of no body. They are rejected."""
@@ -117,7 +115,7 @@ async def respond_as(endpoint: Endpoint, schema: type[JsonBody], content: dict[s
     """Validates a body with the schema of another route and returns that route's response; see `parsed`."""
     body = parsed(schema, content, request.scope)
     if (request_id := body.body_request_id()) is not None:
-        request.scope["penstock.request_id"] = request_id
+        state_of(request.scope).request_id = request_id
     try:
         return await endpoint(body=body, request=request)
     except EngineError as error:
@@ -223,20 +221,20 @@ class RouteTable:
         return next((route for route in self._matching(path) if method in (route.methods or ())), None)
 
     def match(self, scope: Scope) -> None:
-        """Stores the route of a request, its dialect and its Access in the scope.
+        """Stores the route of a request in the scope, and its dialect and its Access in the RequestState.
 
         An unknown path needs an API key. If all methods of a path are open, all other methods are open too.
         """
-        method, path = scope["method"], scope["path"]
+        method, path, state = scope["method"], scope["path"], state_of(scope)
         route = self.find(method, path)
         if route is not None:
-            scope["route"], scope[DIALECT], scope[ACCESS] = route, route.dialect, route.access
+            scope["route"], state.dialect, state.access = route, route.dialect, route.access
             return
         other_methods = [*self._fixed.get(path, ()), *self._matching(path)]
         is_open = bool(other_methods) and all(route.access is Access.OPEN for route in other_methods)
-        scope[ACCESS] = Access.OPEN if is_open else Access.API_KEY
+        state.access = Access.OPEN if is_open else Access.API_KEY
         by_prefix = (dialect for dialect in DIALECTS if dialect.prefix and path.startswith(dialect.prefix))
-        scope[DIALECT] = other_methods[0].dialect if other_methods else next(by_prefix, OPENAI)
+        state.dialect = other_methods[0].dialect if other_methods else next(by_prefix, OPENAI)
 
     def batch_uses(self) -> dict[str, BatchUse]:
         """Returns the paths that lines of batches may call."""

@@ -22,7 +22,7 @@ from PIL import (
     features,
 )
 
-from .errors import ImageError
+from .header import ImageError
 from .image_file import ImageFile
 
 PLUGINS: Final = (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, TiffImagePlugin, WebPImagePlugin)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..protocol.config import IMAGE_PIXELS, MAX_IMAGE_PIXELS
-from .container import Header
-from .errors import ImageError
+from .header import Header, ImageError
 from .tiff import read_orientation, read_tiff
 
 FORMATS: Final = "PNG, JPEG, WebP, GIF, BMP or TIFF"

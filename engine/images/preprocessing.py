@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ..protocol.images import ImagePatches, ImageResize, ImageSpec
-from .errors import ImageError
+from .header import ImageError
 from .resampling import resize_part
 
 _MAX_ENLARGED_PIXELS: Final = 1 << 22

@@ -22,7 +22,7 @@ from ..protocol.errors import (
     drop_tracebacks,
 )
 from ..protocol.images import ImageInput, ImagePatches, ImageSpec
-from .errors import ImageError
+from .header import ImageError
 from .image_file import ImageFile, ImageLimits, read_image_file
 
 TRIM_BYTES: Final = 32 << 20

@@ -10,8 +10,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from .container import Header
-from .errors import ImageError
+from .header import Header, ImageError
 
 _MAX_TAGS: Final = 1_024
 _SIZES: Final = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4}

@@ -12,10 +12,9 @@ from starlette.types import ASGIApp, Message, Scope
 
 from penstock.engine.protocol.request import STAGE_TIMES
 
-from ..admission import IS_BATCH_LINE
-from ..http.connection import CONNECTION_LOST
 from ..http.request_head import MAX_PRIORITY
 from ..observability.request_record import REQUEST, RequestRecord
+from ..request_state import state_of
 from ..routing import RouteTable
 
 _HEADERS: Final = [(b"content-type", b"application/json"), (b"x-priority", str(MAX_PRIORITY).encode())]
@@ -109,7 +108,7 @@ class InternalClient:
             status,
             headers,
             b"".join(pieces),
-            scope["penstock.request_id"],
+            record.request_id,
             record.model,
             record.num_tokens,
             reached_engine=bool(record.stages.entries),
@@ -131,11 +130,10 @@ class InternalClient:
             "server": None,
             "state": {},
             "app": self._app,
-            "penstock.api_client": self._client_name(owner) if owner else "",
-            "penstock.api_namespace": self._namespace_of(owner),
-            "penstock.request_id": name,
-            IS_BATCH_LINE: True,
-            CONNECTION_LOST: asyncio.get_running_loop().create_future(),  # there is no connection
         }
+        state = state_of(scope)
+        state.request_id, state.is_batch_line = name, True
+        state.client, state.namespace = self._client_name(owner) if owner else "", self._namespace_of(owner)
+        state.connection_lost = asyncio.get_running_loop().create_future()  # there is no connection
         self._routes.match(scope)
         return scope

@@ -29,8 +29,8 @@ from penstock.engine.protocol.templates import ChatOptions
 
 from ..admission import ResponseSize, check_num_ids, has_large_response, size_of_token_rows
 from ..http.json_responses import json_response
-from ..http.request_head import REQUEST_CONTEXT, RequestContext
 from ..models.table import ModelTarget
+from ..request_state import state_of
 from ..schemas.chat import ChatFields, Conversations, InputFields
 from ..schemas.images import ImageChat, has_images
 from ..schemas.options import RequestBody
@@ -188,16 +188,16 @@ class Call:
         Raises:
             DeadlineExceededError: The deadline has passed while the request was read.
         """
-        request_context: RequestContext = self.request.scope[REQUEST_CONTEXT]
-        deadline = self.context.deadline(request_context)
+        state = state_of(self.request.scope)
+        deadline = self.context.deadline(state)
         remaining_s = deadline.remaining_s()
         if remaining_s <= 0:
             raise deadline.error()
         return RequestOptions(
             timeout_s=None if remaining_s == math.inf else remaining_s,
-            priority=request_context.priority if priority is None else priority,
-            client=request_context.client,
-            namespace=request_context.namespace,
+            priority=state.priority if priority is None else priority,
+            client=state.client,
+            namespace=state.namespace,
             adapter=self.adapter,
             prompt_name=prompt_name,
             instruction=instruction,
@@ -248,7 +248,7 @@ class Call:
             num_tokens: See `count`.
         """
         return {
-            "id": f"{id_prefix}-{self.request.scope['penstock.request_id']}",
+            "id": f"{id_prefix}-{state_of(self.request.scope).request_id}",
             "object": "list",
             "created": int(time.time()),
             "model": self.name,

@@ -19,14 +19,13 @@ from penstock.engine.protocol.errors import (
 )
 
 from ..admission import AdmissionController
-from ..http.connection import CONNECTION_LOST
 from ..http.image_fetcher import ImageFetcher
 from ..http.json_responses import wait_for_disconnect
-from ..http.request_head import REQUEST_CONTEXT, RequestContext
 from ..models.table import ModelTable
 from ..models.weight_files import WeightHeaders
 from ..observability.metrics import Metrics
 from ..observability.request_record import REQUEST
+from ..request_state import RequestState, state_of
 from ..routing import runs_model
 from ..settings import ServerSettings
 
@@ -52,10 +51,10 @@ class ServerContext:
     fetcher: ImageFetcher | None = None
     weight_headers: WeightHeaders = field(default_factory=WeightHeaders)
 
-    def deadline(self, request_context: RequestContext) -> Deadline:
+    def deadline(self, state: RequestState) -> Deadline:
         """Returns the earlier of the request's own deadline and the server's."""
         longest_s = self.settings.request_timeout_s or math.inf
-        own_s = math.inf if request_context.timeout_s is None else request_context.timeout_s
+        own_s = math.inf if state.timeout_s is None else state.timeout_s
         return Deadline(min(own_s, longest_s), is_own=own_s < longest_s)
 
 
@@ -94,7 +93,7 @@ class ClientWatch:
     a request costs one callback. Behind another ASGI server a task waits for the message http.disconnect.
 
     Args:
-        request: Its scope has REQUEST_CONTEXT if its route runs a model.
+        request: The HTTP request.
 
     Raises:
         RequestCancelledError: The client has hung up.
@@ -131,12 +130,12 @@ class ClientWatch:
                 raise reason from None
             finally:
                 del reason
-        if kind is DeadlineExceededError and REQUEST_CONTEXT in self._request.scope:
+        if kind is DeadlineExceededError and runs_model(self._request.scope):
             raise self._deadline().error() from error
 
     def _watch(self) -> None:
         loop = self._task.get_loop()
-        known: asyncio.Future[None] | None = self._request.scope.get(CONNECTION_LOST)
+        known = state_of(self._request.scope).connection_lost
         self._lost = lost = loop.create_task(wait_for_disconnect(self._request.receive)) if known is None else known
         lost.add_done_callback(self._hang_up)
         if runs_model(self._request.scope) and (remaining_s := (deadline := self._deadline()).remaining_s()) < math.inf:
@@ -151,4 +150,4 @@ class ClientWatch:
             self._task.cancel()
 
     def _deadline(self) -> Deadline:
-        return context_of(self._request).deadline(self._request.scope[REQUEST_CONTEXT])
+        return context_of(self._request).deadline(state_of(self._request.scope))

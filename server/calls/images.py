@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from penstock.engine.images.errors import ImageError
+from penstock.engine.images.header import ImageError
 from penstock.engine.images.image_file import ImageLimits, read_image_file
 from penstock.engine.protocol.config import MAX_IMAGE_PIXELS
 from penstock.engine.protocol.errors import InvalidRequestError

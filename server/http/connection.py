@@ -33,16 +33,11 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from ..request_state import state_of
 from .response_writer import CloseDelimited, ResponseWriter
 
 MAX_OVERHEAD_BYTES: Final = 64 * 1024
 """Maximum bytes of a head, of trailers, or of chunk framing between two parts of a body."""
-CONNECTION_LOST: Final = "penstock.connection_lost"
-"""Scope key of a future that is done when the connection has ended. Other ASGI servers do not set it."""
-DISCARD_BODY: Final = "penstock.discard_body"
-"""Scope key of a function that frees the received bytes of the body and discards later ones. Other servers lack it."""
-SLOW_BODY: Final = "penstock.slow_body"
-"""Scope key of the error message for a slow body. The next read of the body raises the error."""
 MAX_AHEAD_BYTES: Final = 64 * 1024
 """Maximum bytes of later requests. Above it, reading pauses until the response to the running request is sent."""
 PARSE_BYTES: Final = 2048
@@ -225,8 +220,8 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Prepares the scope of the next request."""
         super().on_message_begin()
-        scope: Any = self.scope
-        scope[CONNECTION_LOST], scope[DISCARD_BODY] = self._connection_lost, self._discard_body
+        state = state_of(cast("Scope", self.scope))
+        state.connection_lost, state.discard_body = self._connection_lost, self._discard_body
 
     def on_headers_complete(self) -> None:
         """Starts a request. A head that offers an upgrade is parsed again without the offer."""
@@ -287,9 +282,10 @@ class Connection(HttpToolsProtocol):
         Returns False if the response has started, or after an earlier call for the same request.
         """
         cycle: RequestResponseCycle = self.cycle
-        if self._is_ending or cycle.response_started or SLOW_BODY in cycle.scope:
+        state = state_of(cast("Scope", cycle.scope))
+        if self._is_ending or cycle.response_started or state.slow_body is not None:
             return False
-        cast("Scope", cycle.scope)[SLOW_BODY] = reason
+        state.slow_body = reason
         cycle.message_event.set()
         return True
 
@@ -386,8 +382,7 @@ class Connection(HttpToolsProtocol):
     def client_text(self) -> str:
         """The client for log lines: its address and the first digits of the digest of its API key."""
         cycle: RequestResponseCycle | None = self.cycle
-        scope = cast("Scope", self.scope if cycle is None else cycle.scope)
-        owner: str = scope.get("penstock.api_owner", "")
+        owner = state_of(cast("Scope", self.scope if cycle is None else cycle.scope)).owner
         address = self.client[0] if self.client else "unknown"
         return f"{address} (API key {owner[:8]})" if owner else address
 

@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope
 
 from ..admission import SMALL_BODY_BYTES, AdmissionController, LimitError, ServerRejectionReason
 from ..errors import DEFAULT_TAG
-from .connection import SLOW_BODY
+from ..request_state import state_of
 from .json_bodies import JsonBody
 
 WEIGHT: Final = 8
@@ -37,8 +37,6 @@ SLICE_BYTES: Final = 128 * 1024
 _MAX_WEIGHT_PER_BYTE: Final = WEIGHT // 2
 """Maximum weight per byte of valid JSON: `[]`, `{}` and `""` have two bytes and count as WEIGHT."""
 _NUMBERS: Final = frozenset((int, float))
-IGNORED_FIELDS: Final = "penstock.ignored_fields"
-"""Scope key of the unknown keys of a body that the server ignored, as names for a header and the log."""
 _MAX_NAME_CHARS: Final = 40
 _NOT_IN_HEADERS: Final = re.compile(r"[^\w.\[\]-]", re.ASCII)
 Body = TypeVar("Body", bound=JsonBody)
@@ -165,8 +163,8 @@ async def receive_part(scope: Scope, receive: Receive) -> tuple[bytes, bool]:
     Raises HTTPException: 408 if ConnectionLimits found the body too slow, 400 if the client has disconnected.
     """
     message = await receive()
-    if SLOW_BODY in scope:
-        text = f"{scope[SLOW_BODY]} Please send it again over a faster connection, or in smaller requests."
+    if (slow_body := state_of(scope).slow_body) is not None:
+        text = f"{slow_body} Please send it again over a faster connection, or in smaller requests."
         raise LimitError(408, text, ServerRejectionReason.SLOW_TRANSFER, {"connection": "close"})
     if message["type"] != "http.request":
         raise HTTPException(400, "The body is incomplete.")
@@ -179,7 +177,7 @@ def _note_unknown_keys(body: JsonBody, sent: Any, scope: Scope) -> None:
     policy = state.context.settings.unknown_fields
     names = body.check_keys(sent, None if policy == "reject" else state.routes.field_keys)
     if names and policy == "warn":
-        scope[IGNORED_FIELDS] = [_NOT_IN_HEADERS.sub("?", name[:_MAX_NAME_CHARS]) for name in names]
+        state_of(scope).ignored_fields = [_NOT_IN_HEADERS.sub("?", name[:_MAX_NAME_CHARS]) for name in names]
 
 
 def parsed(schema: type[Body], body: object, scope: Scope) -> Body:

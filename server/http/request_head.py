@@ -5,12 +5,10 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote as percent_encoded
 
 from fastapi import HTTPException
-from starlette.types import Scope
 
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.tasks import ChunkPriority
@@ -29,43 +27,22 @@ _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _DOUBLED_VERSION: Final = re.compile(r"^/v[12](?=/v[12]/)")
 _TIMEOUT: Final = b"x-request-timeout"
 _PRIORITY: Final = b"x-priority"
-REQUEST_CONTEXT: Final = "penstock.request_context"
-"""Scope key of the RequestContext of a request that runs a model."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestContext:
-    """Deadline, priority and client of a request.
-
-    Attributes:
-        timeout_s: Seconds until its deadline; None if the request sets no deadline.
-        priority: A ChunkPriority or another level. Lower levels run first.
-        client: The client in fair queueing; "" if clients are not distinguished.
-        namespace: Only cached vectors and prefixes of this namespace may be used; "" without API keys.
-    """
-
-    timeout_s: float | None = None
-    priority: int = ChunkPriority.NORMAL
-    client: str = ""
-    namespace: str = ""
-
-
-def read_context(scope: Scope) -> RequestContext:
-    """Returns the context of a request, with its headers `x-request-timeout` in seconds and `x-priority`.
+def timeout_and_priority(headers: Iterable[tuple[bytes, bytes]]) -> tuple[float | None, int]:
+    """Returns the values of the headers `x-request-timeout` in seconds (None without it) and `x-priority`.
 
     Raises:
         InvalidRequestError: x-request-timeout is not a positive number, or x-priority is neither an integer nor a
             level.
     """
     timeout_s, priority = None, int(ChunkPriority.NORMAL)
-    for name, value in scope["headers"]:
+    for name, value in headers:
         if name == _TIMEOUT:
             timeout_s = _seconds(value.decode("latin-1").strip())
         elif name == _PRIORITY:
             priority = _level(value.decode("latin-1").strip())
-    return RequestContext(
-        timeout_s, priority, scope.get("penstock.api_client", ""), scope.get("penstock.api_namespace", "")
-    )
+    return timeout_s, priority
 
 
 def _seconds(text: str) -> float:

@@ -19,7 +19,8 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..dialects import dialect_of
-from ..routing import ACCESS, Access
+from ..request_state import state_of
+from ..routing import Access
 from ..settings import UsageError
 
 logger = logging.getLogger(__name__)
@@ -39,9 +40,7 @@ _MISSING: Final[_Version] = (0, 0, 0)
 class AuthMiddleware:
     """Accepts requests with a valid key as `Authorization: Bearer KEY`, `Authorization: KEY` or `api-key: KEY`.
 
-    It sets scope["penstock.api_client"] to the identity in the fair queue, scope["penstock.api_owner"] to the owner of
-    files, scope["penstock.api_namespace"] to the namespace of cached vectors and prefixes, and
-    scope["penstock.api_key_id"] to the id of the key in the access log.
+    It sets `client`, `owner`, `namespace` and `key_id` of the RequestState.
 
     Args:
         keys: Keys for data routes. If there are none, data routes need no key.
@@ -55,15 +54,15 @@ class AuthMiddleware:
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Responds with 401 to requests without the key that their route needs."""
-        access = scope.get(ACCESS, Access.API_KEY)
+        state = state_of(scope)
+        access = state.access or Access.API_KEY
         if access is Access.OPEN:
             return self.app(scope, receive, send)
         keys = self.admin_keys if access is Access.ADMIN_KEY else self.keys
         owner = keys.owner_of(keys_in_headers(scope["headers"])) if keys.are_required else ""
         if owner is not None:
-            scope["penstock.api_client"], scope["penstock.api_owner"] = keys.client_name(owner), owner
-            scope["penstock.api_namespace"] = keys.namespace_of(owner)
-            scope["penstock.api_key_id"] = keys.key_id(owner)
+            state.client, state.owner = keys.client_name(owner), owner
+            state.namespace, state.key_id = keys.namespace_of(owner), keys.key_id(owner)
             return self.app(scope, receive, send)
         kind = "admin key" if keys is self.admin_keys else "API key"
         message = f"The {kind} is missing or wrong; send it as the header 'Authorization: Bearer KEY'."

@@ -37,16 +37,16 @@ from penstock.engine.protocol.errors import (
 )
 from penstock.engine.protocol.request import CLIENT, STAGE_TIMES
 
-from ..admission import IS_BATCH_LINE, note_rejection
+from ..admission import note_rejection
 from ..calls.context import ClientWatch, ServerContext
-from ..dialects import DIALECT, dialect_of
+from ..dialects import dialect_of
 from ..errors import HIDDEN_MESSAGE, TRACE_ID, quote, request_fields
-from ..http.connection import DISCARD_BODY
 from ..http.json_bodies import JsonBody
 from ..http.json_reader import BodyParser, JsonReader, receive_part
 from ..http.json_responses import PART_BYTES
-from ..http.request_head import REQUEST_CONTEXT, RequestIds, canonical_path, check_media, read_context
+from ..http.request_head import RequestIds, canonical_path, check_media, timeout_and_priority
 from ..observability.request_record import REQUEST, Observers, RequestRecord, server_timing
+from ..request_state import state_of
 from ..routing import Route, RouteTable, route_of
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,8 @@ class RequestMiddleware:
     """Finds the route of a request, sets its id, measures its times, and delays rejections.
 
     Aliases are served without a redirect, because clients do not follow a redirect of a POST. The id is the client's
-    x-request-id or a new one. It is stored in the scope, where the body may replace it, and returned in the response.
+    x-request-id or a new one. It is stored in the RequestState, where the body may replace it, and returned in the
+    response.
     Server-Timing has the times of the stages. A response with status 429 waits in the RejectionQueue; by then the
     application has released the request.
 
@@ -93,7 +94,7 @@ class RequestMiddleware:
         record = RequestRecord(scope, time.perf_counter(), time.time_ns())
         scope["path"] = canonical_path(scope["path"], self.routes.root_path)
         self.routes.match(scope)
-        scope["penstock.request_id"] = self._ids.of(scope["headers"]).decode("ascii")
+        state_of(scope).request_id = self._ids.of(scope["headers"]).decode("ascii")
         record.find_route()
         self.observers.begin(record)
         trace_token = TRACE_ID.set(record.trace_id)
@@ -134,7 +135,7 @@ class RequestMiddleware:
             self.observers.observe(record)
 
     async def _wait_for_release(self, scope: Scope) -> None:
-        if (discard_body := scope.get(DISCARD_BODY)) is not None:
+        if (discard_body := state_of(scope).discard_body) is not None:
             discard_body()
         try:
             within_s = max_delay_s(scope)
@@ -155,7 +156,7 @@ def _uncancel() -> None:
 def _start_response(head: Message, record: RequestRecord) -> Message:
     """Records the start of the response. Returns its head with the id and the times of the request."""
     record.begin_response(head["status"])
-    headers = [(b"x-request-id", record.scope["penstock.request_id"].encode("ascii"))]
+    headers = [(b"x-request-id", record.request_id.encode("ascii"))]
     if record.stage_seconds:
         headers.append((b"server-timing", server_timing(record.stage_seconds)))
     if record.ignored_fields:
@@ -167,7 +168,7 @@ def _start_response(head: Message, record: RequestRecord) -> Message:
 
 async def end_at_shutdown(scope: Scope, receive: Receive, send: Send) -> None:
     """Sends the 503 of a request that did not finish within the drain timeout."""
-    request_id = scope["penstock.request_id"]
+    request_id = state_of(scope).request_id
     logger.warning("request %s did not finish within the drain timeout", request_id, extra=request_fields(request_id))
     error = EngineUnavailableError(
         "The server is shutting down. Please try again elsewhere.", reason=RejectionReason.DRAINING
@@ -214,10 +215,10 @@ class JsonDispatcher:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Responds to a request, or passes it on."""
-        CLIENT.set(scope.get("penstock.api_client", ""))
-        route = route_of(scope)
+        state, route = state_of(scope), route_of(scope)
+        CLIENT.set(state.client)
         parser = None if route is None else route.body_parser
-        is_from_client = IS_BATCH_LINE not in scope
+        is_from_client = not state.is_batch_line
         try:
             if route is None or parser is None:
                 await self.app(scope, receive, send)
@@ -226,10 +227,10 @@ class JsonDispatcher:
             try:
                 if route.runs_model:
                     # Before the body is read, because its headers may be invalid.
-                    scope[REQUEST_CONTEXT] = request_context = read_context(scope)
+                    state.timeout_s, state.priority = timeout_and_priority(scope["headers"])
                     try:
                         if is_from_client:
-                            self._models.check_queue(request_context.client)
+                            self._models.check_queue(state.client)
                     except EngineOverloadedError:
                         await self._peek_at_body(request, route)
                         raise
@@ -278,7 +279,7 @@ class JsonDispatcher:
             return
         for key, dialect in route.by_key.items():
             if re.search(rb'"%b"\s*:' % key.encode(), part):
-                request.scope[DIALECT] = dialect
+                state_of(request.scope).dialect = dialect
 
     async def _read_body(self, request: Request, route: Route, parser: BodyParser) -> Any:
         """Returns the parsed body of a request, and stores its dialect and id in the scope.
@@ -309,11 +310,11 @@ class JsonDispatcher:
         if isinstance(content, dict):
             for key, dialect in route.by_key.items():
                 if content.get(key) is not None:
-                    scope[DIALECT] = dialect
+                    state_of(scope).dialect = dialect
         self._reader.check_entries(content, parser.tag_of(content))
         body = parser.parse(content, scope)
         if isinstance(body, JsonBody) and (request_id := body.body_request_id()) is not None:
-            scope["penstock.request_id"] = request_id
+            state_of(scope).request_id = request_id
         return body
 
 
@@ -335,12 +336,12 @@ class UnexpectedErrorMiddleware:
 
 def unexpected_error(scope: Scope, error: Exception) -> Response | None:
     """Logs an unexpected error. Returns its response, or None if another response has started."""
-    request_id = scope["penstock.request_id"]
+    request_id = state_of(scope).request_id
     logger.error("request %s failed unexpectedly", request_id, exc_info=error, extra=request_fields(request_id))
     if (record := REQUEST.get()) is not None and record.has_started:
         return None
     drop_tracebacks(error)
-    return dialect_of(scope).status_error(500, f"{HIDDEN_MESSAGE} ({scope['penstock.request_id']})")
+    return dialect_of(scope).status_error(500, f"{HIDDEN_MESSAGE} ({request_id})")
 
 
 def _expects_continue(scope: Scope) -> bool:
@@ -387,5 +388,5 @@ class RejectionQueue:
 
 def max_delay_s(scope: Scope) -> float:
     """Returns the maximum delay of a rejection in seconds: at most half of the client's time limit."""
-    timeout_s = read_context(scope).timeout_s
+    timeout_s, _ = timeout_and_priority(scope["headers"])
     return MAX_DELAY_S if timeout_s is None else timeout_s / 2

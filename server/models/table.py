@@ -13,14 +13,14 @@ from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol.errors import EngineUnavailableError, ModelNotFoundError
 from penstock.engine.protocol.model_info import ModelKind
 
-from ..admission import IS_BATCH_LINE, ServerRejectionReason
+from ..admission import ServerRejectionReason
 from ..errors import quote, quote_names
 from ..observability.request_record import REQUEST
+from ..request_state import state_of
 from .manager import ModelEntry, ModelManager, ModelStatus
 
 UNNAMED: Final = "default/not-specified"
 """Sent by Infinity's client if its caller names no model."""
-_USED: Final = "penstock.models"
 """Scope key of the models whose engines the request uses."""
 
 
@@ -109,7 +109,7 @@ class ModelTable:
     async def load(self, name: str | None, scope: Scope, kinds: Collection[ModelKind] = ()) -> ModelTarget:
         """Loads the model of a request and returns the target. Raises the errors of `find` and ModelManager.acquire."""
         entry = self.entry(name, kinds)
-        await self._manager.acquire(entry, is_background=IS_BATCH_LINE in scope)
+        await self._manager.acquire(entry, is_background=state_of(scope).is_batch_line)
         return self._target(entry, name, scope)
 
     def check_queue(self, client: str) -> None:
@@ -125,7 +125,9 @@ class ModelTable:
 
     def release(self, scope: Scope) -> None:
         """Releases the engines of a request."""
-        for entry in scope.pop(_USED, ()):
+        state = state_of(scope)
+        entries, state.models = state.models, []
+        for entry in entries:
             entry.release(time.monotonic())
 
     async def load_now(self, name: str) -> None:
@@ -225,7 +227,7 @@ class ModelTable:
 
     def _target(self, entry: ModelEntry, name: str | None, scope: Scope) -> ModelTarget:
         assert entry.engine is not None
-        scope.setdefault(_USED, []).append(entry)
+        state_of(scope).models.append(entry)
         prompt_name = entry.model.default_prompt_name
         if name and name in self._named:
             return ModelTarget(entry.engine, name, prompt_name)

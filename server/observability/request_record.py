@@ -19,9 +19,8 @@ from starlette.types import Scope
 
 from penstock.engine.protocol.request import Stage, StageTimes
 
-from ..admission import REJECTED_BY
 from ..errors import request_fields
-from ..http.json_reader import IGNORED_FIELDS
+from ..request_state import state_of
 from ..routing import route_of
 from ..settings import ServerSettings, UsageError
 
@@ -84,10 +83,14 @@ class RequestRecord:
         return self.status < 400
 
     @property
+    def request_id(self) -> str:
+        """Id of the request."""
+        return state_of(self.scope).request_id
+
+    @property
     def ignored_fields(self) -> Sequence[str]:
         """Unknown fields of the body that the server ignored."""
-        names: Sequence[str] = self.scope.get(IGNORED_FIELDS, ())
-        return names
+        return state_of(self.scope).ignored_fields
 
     def find_route(self) -> None:
         """Reads the route from the scope."""
@@ -105,7 +108,7 @@ class RequestRecord:
     def end(self) -> None:
         """Records the end of the response."""
         self.seconds = time.perf_counter() - self.began_s
-        self.rejected_by = self.scope.get(REJECTED_BY)
+        self.rejected_by = state_of(self.scope).rejected_by
 
 
 Observer = Callable[[RequestRecord], Any]
@@ -147,7 +150,7 @@ class Observers:
         try:
             self._tracing.begin(record)
         except Exception:  # a request must not fail because of its trace
-            logger.exception("no trace of request %s", record.scope["penstock.request_id"])
+            logger.exception("no trace of request %s", record.request_id)
 
     def observe(self, record: RequestRecord) -> None:
         """Calls every observer. Logs the error of one and calls the others, because the response has been sent."""
@@ -155,7 +158,7 @@ class Observers:
             try:
                 observe(record)
             except Exception:  # the other observers must see the request
-                request_id = record.scope["penstock.request_id"]
+                request_id = record.request_id
                 extra = request_fields(request_id, record.trace_id)
                 logger.exception("%s failed for request %s", observe, request_id, extra=extra)
 
@@ -199,7 +202,7 @@ class IgnoredFieldsLog:
         logger.warning(
             "request %s to %s has unknown fields, which were ignored: %s (%d such requests were not logged); "
             "--unknown-fields reject rejects them, ignore ends this warning",
-            record.scope["penstock.request_id"],
+            record.request_id,
             record.route,
             ", ".join(record.ignored_fields),
             self._num_skipped,
@@ -215,7 +218,7 @@ def log_access(record: RequestRecord) -> None:
     path = loggable(scope["path"])
     stages_ms = {stage: round(1000 * seconds, 3) for stage, seconds in record.stage_seconds.items()}
     fields: dict[str, Any] = {
-        "request_id": scope["penstock.request_id"],
+        "request_id": record.request_id,
         "method": scope["method"],
         "path": path,
         "route": record.route,
@@ -224,7 +227,7 @@ def log_access(record: RequestRecord) -> None:
         "duration_ms": round(1000 * record.seconds, 3),
         **{f"{stage}_ms": spent for stage, spent in stages_ms.items()},
     }
-    if (key_id := scope.get("penstock.api_key_id")) is not None:
+    if (key_id := state_of(scope).key_id) is not None:
         fields["key_id"] = key_id
     if record.task is not None:
         fields |= {"task": record.task, "inputs": record.num_inputs, "tokens": record.num_tokens}
@@ -240,6 +243,6 @@ def log_access(record: RequestRecord) -> None:
         record.status,
         1000 * record.seconds,
         "".join(f"; {detail}" for detail in details),
-        scope["penstock.request_id"],
+        record.request_id,
         extra={"fields": fields},
     )

@@ -19,6 +19,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, format_trace_id, s
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from .. import penstock_version
+from ..request_state import state_of
 from .request_record import UNKNOWN_ROUTE, RequestRecord, loggable
 
 _PARENT_HEADERS: Final = (b"traceparent", b"tracestate")
@@ -71,7 +72,7 @@ class Tracing:
                 "http.response.status_code": record.status,
                 "url.scheme": scope["scheme"],
                 "url.path": loggable(scope["path"]),
-                "penstock.request_id": scope["penstock.request_id"],
+                "penstock.request_id": state_of(scope).request_id,
             }
         )
         if record.route != UNKNOWN_ROUTE:

@@ -23,6 +23,7 @@ from ..errors import ErrorBody, quote
 from ..http.json_reader import receive_part
 from ..http.json_responses import json_response
 from ..http.request_head import is_from_other_origin
+from ..request_state import state_of
 from ..routing import Router
 
 FILES: Final = "/v1/files"
@@ -167,8 +168,7 @@ def _batches(request: Request) -> Batches:
 
 
 def _owner(request: Request) -> str:
-    owner: str = request.scope.get("penstock.api_owner", "")
-    return owner
+    return state_of(request.scope).owner
 
 
 async def _body(request: Request) -> AsyncIterator[bytes]:

@@ -28,6 +28,7 @@ from ..calls.images import ImageSize, image_usage, read_images
 from ..dialects import COHERE, keys_ignored_by
 from ..errors import COHERE_TAG
 from ..http.vectors import base64_row, check_width, quantize, vector_width
+from ..request_state import state_of
 from ..routing import BatchUse, Router
 from ..schemas.encodings import QUANTIZATIONS, EmbeddingType, EmbeddingTypes
 from ..schemas.images import Image
@@ -256,7 +257,7 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
     return call.respond(
         {
             "response_type": "embeddings_by_type" if is_by_type else "embeddings_floats",
-            "id": f"embed-{request.scope['penstock.request_id']}",
+            "id": f"embed-{state_of(request.scope).request_id}",
             "embeddings": {kind: _encoded(rows, kind) for kind in types} if is_by_type else rows,
             "texts": texts,
             **({"images": [_image(size) for size in images.sizes]} if images.sizes else {}),

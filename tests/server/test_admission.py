@@ -6,6 +6,7 @@ import pytest
 
 from penstock.engine.protocol.errors import EngineOverloadedError
 from penstock.server.admission import AdmissionController, BodyMemory, LimitError, ResponseSize, ServerRejectionReason
+from penstock.server.request_state import state_of
 from penstock.server.settings import ServerSettings
 
 MIB = 2**20
@@ -16,7 +17,9 @@ def controller(max_body_bytes: int = 100, response_memory: int = 100) -> Admissi
 
 
 def scope(address: str = "10.0.0.1", key: str = "") -> dict[str, Any]:
-    return {"penstock.api_client": key, "client": (address, 1)}
+    scope = {"client": (address, 1)}
+    state_of(scope).client = key
+    return scope
 
 
 def held_body(
@@ -81,22 +84,22 @@ def rejection(admission: AdmissionController, request: dict[str, Any], num_bytes
     return rejected.value
 
 
-@pytest.mark.parametrize(("first", "other"), [(scope("a"), scope("b")), (scope(key="k"), scope(key="l"))])
-def test_one_client_holds_half_of_the_response_memory(first: dict[str, Any], other: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("first", "other"), [(("a",), ("b",)), (("a", "k"), ("a", "l"))])
+def test_one_client_holds_half_of_the_response_memory(first: tuple[str, ...], other: tuple[str, ...]) -> None:
     admission = controller()
-    held = [dict(first) for _ in range(5)]
+    held = [scope(*first) for _ in range(5)]
     for each in held:
         hold(admission, each, 10)
-    error = rejection(admission, dict(first), 1)
+    error = rejection(admission, scope(*first), 1)
     assert error.reason == ServerRejectionReason.RESPONSE_MEMORY_SHARE
     assert (
         "Your other requests hold 50 bytes of the response memory, and this one takes 1; one client may hold 50"
         in error.message
     )
-    hold(admission, dict(other), 50)
+    hold(admission, scope(*other), 50)
     assert rejection(admission, scope("c", "m"), 1).reason == ServerRejectionReason.RESPONSE_MEMORY
     admission.release(held[0])
-    hold(admission, dict(first), 10)
+    hold(admission, scope(*first), 10)
     assert admission.responses.used == 100
 
 

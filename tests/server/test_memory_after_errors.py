@@ -16,7 +16,7 @@ from penstock.engine.protocol.errors import (
     EngineUnavailableError,
     ModelExecutionError,
 )
-from penstock.server.http.connection import CONNECTION_LOST
+from penstock.server.request_state import state_of
 
 from .bodies import FORWARDS, http_scope
 
@@ -61,7 +61,8 @@ async def answer(
         status = message.get("status", status)
 
     names = {"authorization": f"Bearer {KEY}", "content-type": "application/json", **headers}
-    scope = http_scope(path, names, **{CONNECTION_LOST: lost})
+    scope = http_scope(path, names)
+    state_of(scope).connection_lost = lost
     if leaves:
         asyncio.get_running_loop().call_later(0.1, lost.set_result, None)
     await asyncio.create_task(app(scope, receive, send))

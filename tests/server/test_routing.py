@@ -15,7 +15,8 @@ from penstock.server.admission import AdmissionController
 from penstock.server.app import Application, create_app
 from penstock.server.dialects import OLLAMA, OPENAI, TEI
 from penstock.server.middleware.requests import JsonDispatcher
-from penstock.server.routing import ACCESS, DIALECT, Access, Route, RouteTable
+from penstock.server.request_state import state_of
+from penstock.server.routing import Access, Route, RouteTable
 from penstock.server.settings import ServerSettings
 
 # Routes without a key. mteb, for example, reads the list of models without one.
@@ -86,7 +87,7 @@ async def test_admin_routes_accept_the_admin_key_only(full_app: Application) -> 
 async def test_unknown_paths_need_a_key(full_app: Application, path: str) -> None:
     scope: dict[str, Any] = {"method": "GET", "path": path}
     full_app.state.routes.match(scope)
-    assert scope[ACCESS] is Access.API_KEY
+    assert state_of(scope).access is Access.API_KEY
     assert "route" not in scope
 
 
@@ -110,7 +111,7 @@ def test_unknown_path_has_the_dialect_of_its_prefix() -> None:
     ):
         scope: dict[str, Any] = {"method": method, "path": path}
         table.match(scope)
-        assert scope[DIALECT] is dialect, path
+        assert state_of(scope).dialect is dialect, path
 
 
 def released_to(ended: list[Any]) -> Any:
@@ -136,14 +137,7 @@ async def test_error_gets_a_response_and_releases_the_request(error: Exception, 
     app, ended, send = make_app(), [], AsyncMock()
     handler = AsyncMock(return_value=Response(status_code=418))
     dispatcher = JsonDispatcher(AsyncMock(), {StarletteHTTPException: handler}, released_to(ended))
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/embeddings",
-        "headers": [],
-        "app": app,
-        "penstock.request_id": "a",
-    }
+    scope = {"type": "http", "method": "POST", "path": "/v1/embeddings", "headers": [], "app": app}
     app.state.routes.match(scope)
     await dispatcher(scope, AsyncMock(side_effect=error), send)
     assert send.await_args_list[0].args[0]["status"] == status

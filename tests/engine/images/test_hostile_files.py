@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from penstock.engine.images.decoding import decode
-from penstock.engine.images.errors import ImageError
+from penstock.engine.images.header import ImageError
 from penstock.engine.images.image_file import ImageLimits, read_image_file
 from penstock.engine.protocol.config import MAX_IMAGE_PIXELS
 
@@ -46,7 +46,7 @@ _READ_ALL = """
 import resource, sys, time
 from pathlib import Path
 from penstock.engine.images.decoding import decode
-from penstock.engine.images.errors import ImageError
+from penstock.engine.images.header import ImageError
 from penstock.engine.images.image_file import ImageLimits, read_image_file
 
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
-from penstock.engine.images.errors import ImageError
+from penstock.engine.images.header import ImageError
 from penstock.engine.images.preprocessing import preprocess
 from penstock.engine.images.resampling import resize_part
 from penstock.engine.protocol.images import ImagePatches, ImageResize, ImageSpec

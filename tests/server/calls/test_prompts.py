@@ -14,7 +14,6 @@ from penstock.server.admission import AdmissionController
 from penstock.server.calls import prompts as prompt_names
 from penstock.server.calls.call import Call
 from penstock.server.calls.context import ServerContext
-from penstock.server.http.request_head import REQUEST_CONTEXT, RequestContext
 from penstock.server.models.manager import ModelLimits, ModelManager
 from penstock.server.models.table import ModelTable, ModelTarget
 from penstock.server.routes.openai import EmbeddingRequest
@@ -22,7 +21,7 @@ from penstock.server.settings import ServerSettings
 
 from ..bodies import table
 
-REQUEST = Request({"type": "http", "headers": [], REQUEST_CONTEXT: RequestContext()})
+REQUEST = Request({"type": "http", "headers": []})
 PLAIN: dict[str, str] = {}
 E5 = {"query": "query: ", "passage": "passage: "}
 QUERY_ONLY = {"query": "Represent this sentence for searching relevant passages: "}

@@ -1,8 +1,12 @@
-"""The header of an image file, as the reader of each format returns it."""
+"""The header of an image file, as the reader of each format returns it, and the error of an image."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+class ImageError(ValueError):
+    """An image that cannot be read. The message continues a sentence that begins with "Input 3" or its place."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
