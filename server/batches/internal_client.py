@@ -86,8 +86,13 @@ class InternalClient:
             return RouteResponse(401, {}, b"", name, "", 0)
         scope = self._scope(path, owner, name)
         status, headers, pieces = 500, dict[bytes, bytes](), list[bytes]()
+        has_body = True
 
         async def receive() -> Message:
+            nonlocal has_body
+            if not has_body:  # no further message comes: there is no client who could disconnect
+                await asyncio.get_running_loop().create_future()
+            has_body = False
             return {"type": "http.request", "body": content, "more_body": False}
 
         async def receive_response(message: Message) -> None:

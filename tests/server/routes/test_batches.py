@@ -92,6 +92,22 @@ async def test_batch_answers_every_line_of_its_file(client, engine) -> None:
     assert (file["purpose"], file["filename"]) == ("batch_output", f"{batch['id']}_output.jsonl")
 
 
+async def test_large_response_of_a_line_is_complete(client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is serialised in parts, between which the server looks for a disconnect."""
+    messages = []
+
+    async def wait_for_disconnect(receive: Any) -> None:
+        messages.append(await receive())  # the real one would block the event loop in an endless loop
+
+    monkeypatch.setattr("penstock.server.http.json_responses.wait_for_disconnect", wait_for_disconnect)
+    monkeypatch.setattr("penstock.server.admission.LARGE_RESPONSE_BYTES", 0)
+    batch = await finished(client, await start(client, [embedding(1, input=["a", "b", "a"])]))
+    (answer,) = await content(client, batch["output_file_id"])
+    alone = (await client.post("/v1/embeddings", json={"input": ["a", "b", "a"]})).json()
+    assert answer["response"]["body"]["data"] == alone["data"]
+    assert messages == []
+
+
 async def test_rejected_lines_are_in_the_error_file(client) -> None:
     lines = [embedding(1), embedding(2, input="a", dimensions=5000), embedding(3, model="unknown")]
     lines += [embedding(4, dimension=1), embedding(5, encoding_format="bytes")]
