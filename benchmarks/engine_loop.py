@@ -88,7 +88,7 @@ class PackingRunner(Runner):
 
     def begin(self, chunks: Sequence[PrefillChunk]) -> CompletedForward:
         """See Runner."""
-        batch = PackedArrays.build([chunk.sequence.prompt for chunk in chunks])
+        batch = PackedArrays.build([chunk.sequence.tokens for chunk in chunks])
         time.sleep(self._forward_s)
         self._times.append(ForwardTime(0, batch.num_tokens, self._forward_s))
         values = np.full((len(chunks), WIDTH), WIDTH**-0.5, np.float32)

@@ -26,7 +26,7 @@ if "penstock.engine.core.worker" in sys.orig_argv:
 
     def hanging(begin):
         def replaced(self, chunks):
-            if max(len(chunk.sequence.prompt) for chunk in chunks) < {tokens}:
+            if max(len(chunk.sequence.tokens) for chunk in chunks) < {tokens}:
                 return begin(self, chunks)
             return hang() if {where!r} == "begin" else EndlessForward()
 

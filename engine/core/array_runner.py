@@ -138,7 +138,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         chunk_tokens = num_long_tokens(chunks)
         try:
             if not check_allocations(chunks):
-                batch = PackedArrays.build([c.sequence.prompt for c in chunks], adapters=self._adapters(chunks))
+                batch = PackedArrays.build([c.sequence.tokens for c in chunks], adapters=self._adapters(chunks))
                 return self._begin(chunks, batch, started_s)
             assert self._kv_cache is not None, "only a runner with KV blocks runs chunks"
             kv_blocks = BatchBlocks(self._kv_cache, *KvSlots.of(chunks, self._config.cache.kv_block_size))

@@ -263,7 +263,7 @@ class EngineCore:
     def _can_start_another(self) -> bool:
         """Whether a batch may be started while others run. The caller holds the lock.
 
-        The chunks of a prompt build on each other, so batches with chunks overlap only if the device keeps their order.
+        A chunk needs the chunks before it, so batches with chunks overlap only if the device keeps their order.
         """
         if not self._running:
             return True
@@ -276,7 +276,7 @@ class EngineCore:
     def _begin_batch(self) -> None:
         """Schedules a batch and starts its forward, if there is work and the device has capacity.
 
-        The next chunks of its prompts may be scheduled while it runs.
+        The next chunks of its sequences may be scheduled while it runs.
         """
         with self._lock:
             if not self._should_begin():
@@ -382,7 +382,7 @@ class EngineCore:
             raise failure  # concerns all requests: the process ends and is replaced
         clear_frames(failure.__traceback__)  # the frames refer to tensors; the next forwards need their memory
         followed = [chunk for chunk in chunks if chunk in chunk.sequence.earlier_chunks]
-        if followed:  # later chunks of the same prompts are already running
+        if followed:  # later chunks of the same sequences are already running
             for chunk in followed:
                 self._fail(chunk.sequence, failure)
             return [[chunk for chunk in chunks if chunk not in followed]]
@@ -424,7 +424,7 @@ class EngineCore:
         num_images = 0
         if self._reads_images:
             ran = (chunk for chunks, _ in forwards for chunk in chunks if not chunk.start)
-            num_images = sum(len(chunk.sequence.prompt.images) for chunk in ran)
+            num_images = sum(len(chunk.sequence.tokens.images) for chunk in ran)
         with self._lock:
             # `not_finite` is lazy: a cancellation below also excludes later sequences of the same request.
             for sequence in chain.from_iterable(not_finite(chunks, outputs) for chunks, outputs in forwards):

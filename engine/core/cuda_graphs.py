@@ -274,7 +274,7 @@ def record_forwards(
 
     def make(lengths: Sequence[int]) -> PackedBatch:
         chunks = samples.batch(lengths, samples.default_params()[:1])
-        return PackedBatch.build([chunk.sequence.prompt for chunk in chunks], device)
+        return PackedBatch.build([chunk.sequence.tokens for chunk in chunks], device)
 
     return graphs if graphs.record(make) else None
 

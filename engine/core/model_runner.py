@@ -187,7 +187,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
             self._memory.restore(chunks)
             cache = self._memory.batch_cache(chunks)
         if cache is None:
-            batch = PackedBatch.build([chunk.sequence.prompt for chunk in chunks], self._device, adapters=adapters)
+            batch = PackedBatch.build([chunk.sequence.tokens for chunk in chunks], self._device, adapters=adapters)
         else:
             starts = [chunk.start for chunk in chunks]
             tokens = [chunk.tokens for chunk in chunks]

@@ -133,7 +133,7 @@ class RoutedRunner(Runner):
         return CompletedForward(runner.execute(chunks)) if runner is self._queries else runner.begin(chunks)
 
     def _runner_of(self, chunk: PrefillChunk) -> Runner:
-        if self._images is not None and chunk.sequence.prompt.images:
+        if self._images is not None and chunk.sequence.tokens.images:
             return self._images
         if self._queries is not None and chunk.sequence.request.params.is_query:
             return self._queries

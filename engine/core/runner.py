@@ -88,8 +88,8 @@ class Runner(ABC):
         tokenizer: Tokenizer, sent to the clients.
         sequence_pool: Memory of the sequences that run in chunks.
         num_lanes: Forwards that can run at the same time.
-        keeps_order: Forwards run one after the other, in the order of `begin`. Several chunks of one prompt may then be
-            in flight, and later forwards may reuse the memory of a cancelled one.
+        keeps_order: Forwards run one after the other, in the order of `begin`. Several chunks of one sequence may then
+            be in flight, and later forwards may reuse the memory of a cancelled one.
         limits: Limits of the device.
     """
 
@@ -255,13 +255,13 @@ class PoolingRunner(Runner, Generic[R]):
         """Returns the pooling metadata of a batch. `in_chunks`: whether a sequence of the batch has an allocation."""
         sequences = [chunk.sequence for chunk in chunks]
         params = [sequence.request.params for sequence in sequences]
-        queries = [sequence.prompt.query_vectors for sequence in sequences]
+        queries = [sequence.tokens.query_vectors for sequence in sequences]
         metadata = PoolingMetadata.for_batch(
             batch,
             params,
             seq_ids=sequences if in_chunks else None,
             starts=[chunk.start for chunk in chunks] if in_chunks else None,
-            prompt_lens=[sequence.num_tokens for sequence in sequences] if in_chunks else None,
+            total_lens=[sequence.num_tokens for sequence in sequences] if in_chunks else None,
             queries=queries if any(query is not None for query in queries) else None,
         )
         return self._chunks.schedule(metadata)

@@ -84,12 +84,12 @@ class SampleBatches:
 
     def sequence(self, number: int, length: int, params: PoolingParams) -> InputSequence:
         """Returns a sequence of `length` tokens. It has both token types if the model uses them."""
-        prompt = TokenizedInput(
+        tokens = TokenizedInput(
             np.resize(self._ids, length),
             type_boundary=length // 2 if self._has_types else 0,
-            num_prompt_tokens=0 if self._info.include_prompt else 1,
+            num_skipped_tokens=0 if self._info.include_prompt else 1,
         )
-        return InputSequence(sequence_id=number, prompt=prompt, num_tokens=length, request=Request(0, params))
+        return InputSequence(sequence_id=number, tokens=tokens, num_tokens=length, request=Request(0, params))
 
 
 def warm_up(
@@ -120,7 +120,7 @@ def warm_up(
     outputs = execute(
         [
             PrefillChunk(
-                InputSequence(sequence_id=i, prompt=tokens, num_tokens=len(tokens), request=request), 0, len(tokens)
+                InputSequence(sequence_id=i, tokens=tokens, num_tokens=len(tokens), request=request), 0, len(tokens)
             )
             for i, request in enumerate(requests)
         ]

@@ -101,14 +101,14 @@ class ChunkedPoolingManager(Generic[R]):
         if chunks is None:
             return metadata
         bounds, num_pooled = prefix_sums(metadata.seq_lens), np.zeros(metadata.num_seqs, np.int64)
-        is_part = (chunks.starts > 0) | (chunks.ends < chunks.prompt_lens)
+        is_part = (chunks.starts > 0) | (chunks.ends < chunks.total_lens)
         cursors = {}
         for index, seq_id in enumerate(chunks.seq_ids):
             sequence = self._running.get(seq_id)
             if sequence is None and not is_part[index]:
                 continue
             cursors[index] = cursor = PoolingCursor(
-                prompt_len=int(chunks.prompt_lens[index]),
+                total_len=int(chunks.total_lens[index]),
                 num_pooled=0 if sequence is None else sequence.cursor.num_pooled,
                 global_start=int(bounds[index]),
                 chunk_len=metadata.seq_lens[index],
@@ -279,7 +279,7 @@ class ChunkedPoolingManager(Generic[R]):
             cursor, states = sequence.cursor, sequence.states
             if not cursor.is_complete:
                 raise ValueError(
-                    f"sequence {seq_id!r} is incomplete: {cursor.remaining} of {cursor.prompt_len} tokens remain"
+                    f"sequence {seq_id!r} is incomplete: {cursor.remaining} of {cursor.total_len} tokens remain"
                 )
             if states is None:
                 row = self._ops.rows_of(np.zeros((0, self._hidden_dim), np.float32))
@@ -311,7 +311,7 @@ class ChunkedPoolingManager(Generic[R]):
         if num_rows > cursor.remaining:
             raise ValueError(
                 f"sequence {seq_id!r}: a chunk of {num_rows} rows, but {cursor.remaining} of "
-                f"{cursor.prompt_len} tokens remain"
+                f"{cursor.total_len} tokens remain"
             )
         end = cursor.num_pooled + num_rows
         if weights is not None and weights.shape != (end,):

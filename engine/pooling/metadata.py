@@ -28,13 +28,13 @@ class PoolingCursor:
     """The pooled tokens of a sequence, and the position of its current chunk in the packed batch.
 
     Attributes:
-        prompt_len: Tokens of the whole sequence.
+        total_len: Tokens of the whole sequence.
         num_pooled: Tokens pooled so far.
         global_start: First row of the chunk in the packed batch.
         chunk_len: Tokens of the chunk.
     """
 
-    prompt_len: int
+    total_len: int
     num_pooled: int = 0
     global_start: int = 0
     chunk_len: int = 0
@@ -42,12 +42,12 @@ class PoolingCursor:
     @property
     def remaining(self) -> int:
         """Tokens that are not pooled yet."""
-        return self.prompt_len - self.num_pooled
+        return self.total_len - self.num_pooled
 
     @property
     def is_complete(self) -> bool:
         """Whether every token is pooled."""
-        return self.num_pooled >= self.prompt_len
+        return self.num_pooled >= self.total_len
 
     def advance(self, num_tokens: int) -> None:
         """Counts `num_tokens` more tokens as pooled.
@@ -56,7 +56,7 @@ class PoolingCursor:
             ValueError: Fewer tokens remain.
         """
         if not 0 <= num_tokens <= self.remaining:
-            raise ValueError(f"cannot advance by {num_tokens}: {self.remaining} of {self.prompt_len} tokens remain")
+            raise ValueError(f"cannot advance by {num_tokens}: {self.remaining} of {self.total_len} tokens remain")
         self.num_pooled += num_tokens
         self.chunk_len = 0
 
@@ -80,7 +80,7 @@ class ChunkSpans:
         seq_ids: N keys of the sequences in the ChunkedPoolingManager.
         starts: [N], position of the chunk's first token in its sequence.
         ends: [N], position after its last token.
-        prompt_lens: [N], tokens of the whole sequence.
+        total_lens: [N], tokens of the whole sequence.
         num_pooled: [N], tokens that were pooled before this batch. More than `starts` if rows are computed again after
             a preemption, less after a prefix cache hit.
     """
@@ -88,12 +88,12 @@ class ChunkSpans:
     seq_ids: Sequence[Hashable]
     starts: IntArray
     ends: IntArray
-    prompt_lens: IntArray
+    total_lens: IntArray
     num_pooled: IntArray
 
     @classmethod
     def of(
-        cls, seq_ids: Sequence[Hashable], starts: IntArray, seq_lens: Sequence[int], prompt_lens: Sequence[int] | None
+        cls, seq_ids: Sequence[Hashable], starts: IntArray, seq_lens: Sequence[int], total_lens: Sequence[int] | None
     ) -> ChunkSpans:
         """Returns the spans of chunks, with `num_pooled` 0.
 
@@ -101,23 +101,23 @@ class ChunkSpans:
             seq_ids: N keys of the sequences.
             starts: [N], position of each chunk in its sequence.
             seq_lens: [N], tokens of each chunk.
-            prompt_lens: [N], tokens of each sequence; None: it ends with its chunk.
+            total_lens: [N], tokens of each sequence; None: it ends with its chunk.
 
         Raises:
             ValueError: A chunk is not within its sequence.
         """
         ends = starts + np.asarray(seq_lens, np.int64)
-        whole = ends if prompt_lens is None else np.asarray(prompt_lens, np.int64)
+        whole = ends if total_lens is None else np.asarray(total_lens, np.int64)
         misfits = np.flatnonzero((starts < 0) | (ends < starts) | (ends > whole))
         if len(misfits):
             n = misfits[0]
             raise ValueError(f"{seq_lens[n]} tokens at {starts[n]} are not within a sequence of {whole[n]} tokens")
-        return cls(seq_ids=seq_ids, starts=starts, ends=ends, prompt_lens=whole, num_pooled=np.zeros_like(starts))
+        return cls(seq_ids=seq_ids, starts=starts, ends=ends, total_lens=whole, num_pooled=np.zeros_like(starts))
 
     @property
     def is_complete(self) -> NDArray[np.bool_]:
         """[N]: whether all tokens of the sequence are pooled after this batch."""
-        complete: NDArray[np.bool_] = np.maximum(self.ends, self.num_pooled) >= self.prompt_lens
+        complete: NDArray[np.bool_] = np.maximum(self.ends, self.num_pooled) >= self.total_lens
         return complete
 
     @property
@@ -132,7 +132,7 @@ class ChunkSpans:
             is_last_only: LAST is the only pooling type, so that the last row is enough.
         """
         enough = self.ends > self.starts if is_last_only else self.starts == 0
-        result: NDArray[np.bool_] = enough & (self.ends == self.prompt_lens)
+        result: NDArray[np.bool_] = enough & (self.ends == self.total_lens)
         return result
 
     def weight_bounds(self, num_weights: int) -> IntArray:
@@ -185,7 +185,7 @@ class PoolingMetadata:
         *,
         seq_ids: Sequence[Hashable] | None = None,
         starts: Sequence[int] | None = None,
-        prompt_lens: Sequence[int] | None = None,
+        total_lens: Sequence[int] | None = None,
         queries: Sequence[NDArray[np.float32] | None] | None = None,
     ) -> PoolingMetadata:
         """Returns the metadata of a batch.
@@ -195,18 +195,18 @@ class PoolingMetadata:
             params: One per sequence, resolved.
             seq_ids: Keys of the sequences in the ChunkedPoolingManager; None for whole sequences.
             starts: Position of each chunk in its sequence; None: all begin at 0.
-            prompt_lens: Tokens of each whole sequence; None: each sequence ends with its chunk.
+            total_lens: Tokens of each whole sequence; None: each sequence ends with its chunk.
             queries: See the attribute.
 
         Raises:
             ValueError: The lists have different lengths, or a chunk is not within its sequence.
         """
         num_seqs = len(batch.seq_lens)
-        _check_lengths(num_seqs, params=params, prompt_lens=prompt_lens, seq_ids=seq_ids, starts=starts)
+        _check_lengths(num_seqs, params=params, total_lens=total_lens, seq_ids=seq_ids, starts=starts)
         chunks = None
         if seq_ids is not None:
             chunk_starts = np.zeros(num_seqs, np.int64) if starts is None else np.array(starts, np.int64)
-            chunks = ChunkSpans.of(seq_ids, chunk_starts, batch.seq_lens, prompt_lens)
+            chunks = ChunkSpans.of(seq_ids, chunk_starts, batch.seq_lens, total_lens)
         return cls(
             params=params,
             seq_lens=batch.seq_lens,
@@ -246,7 +246,7 @@ class PoolingMetadata:
         """Whether the batch has parts of sequences, or sequences with tokens that were pooled before."""
         chunks = self.chunks
         return chunks is not None and bool(
-            chunks.starts.any() or chunks.num_pooled.any() or (chunks.ends < chunks.prompt_lens).any()
+            chunks.starts.any() or chunks.num_pooled.any() or (chunks.ends < chunks.total_lens).any()
         )
 
     def as_whole(self) -> PoolingMetadata:

@@ -290,16 +290,16 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedPrefillConfig:
-    """How long prompts are cut into chunks.
+    """How long sequences are cut into chunks.
 
     Attributes:
         chunk_size: Tokens of a chunk while memory is free.
-        threshold: Tokens. Only longer prompts are cut; None takes `chunk_size`.
-        min_chunk_size: Tokens of the smallest chunk, except for the last chunk of a prompt and if `chunk_size` is
-            smaller.
+        threshold: Tokens. Only longer sequences are cut; None takes `chunk_size`.
+        min_chunk_size: Tokens of the smallest chunk, except for the last chunk of a sequence and if
+            `chunk_size` is smaller.
         is_dynamic: Whether the chunk size adapts to free memory and to the duration of forwards.
         ageing_s: Seconds of waiting that equal one level of priority.
-        max_retries: Consecutive failures of a chunk that are retried; one more fails the prompt.
+        max_retries: Consecutive failures of a chunk that are retried; one more fails the sequence.
     """
 
     chunk_size: int = 512
@@ -337,7 +337,7 @@ class ChunkedPrefillConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Memory of prompts that run in chunks. Models that run prompts whole use none."""
+    """Memory of sequences that run in chunks. Models that run all sequences whole use none."""
 
     kv_cache_memory: int | None = setting(
         None,
@@ -379,7 +379,7 @@ class EngineConfig:
         arithmetic: Arithmetic of the C kernels with bfloat16 weights: "bfloat16" or "float32"; None measures both and
             takes the faster one.
         scheduler: Batch and queue limits.
-        cache: Memory of prompts that run in chunks.
+        cache: Memory of sequences that run in chunks.
     """
 
     model: str

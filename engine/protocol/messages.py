@@ -77,7 +77,7 @@ class InputColumns(msgspec.Struct, array_like=True):
 
     num_tokens: list[int] = []
     type_boundaries: list[int] = []
-    num_prompt_tokens: list[int] = []
+    num_skipped_tokens: list[int] = []
     num_masked: list[int] = []
     queries: list[int] = []
     image_inputs: list[int] = []
@@ -133,27 +133,27 @@ class LoadFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class ChunkMetrics(msgspec.Struct, array_like=True):
-    """Counters of prompts that run in chunks, since the start. `num_requests` and `num_running_chunks` are gauges.
+    """Counters of sequences that run in chunks, since the start. The first two are gauges.
 
     Attributes:
-        num_requests: Prompts that have started.
+        num_running_sequences: Sequences that have started and not ended.
         num_running_chunks: Chunks that are scheduled or running.
-        completed_requests: Prompts that completed.
-        failed_requests: Prompts that failed too often.
-        cancelled_requests: Prompts that were cancelled before they completed.
+        completed_sequences: Sequences that completed.
+        failed_sequences: Sequences that failed too often.
+        cancelled_sequences: Sequences that were cancelled before they completed.
         completed_chunks: Chunks that completed.
         completed_tokens: Tokens of completed chunks.
         cached_tokens: Tokens that did not run because they were cached.
         failed_chunks: Failures of chunks.
-        preemptions: Preemptions of prompts.
+        preemptions: Preemptions of sequences.
         run_s: Seconds that completed chunks ran, summed.
     """
 
-    num_requests: int = 0
+    num_running_sequences: int = 0
     num_running_chunks: int = 0
-    completed_requests: int = 0
-    failed_requests: int = 0
-    cancelled_requests: int = 0
+    completed_sequences: int = 0
+    failed_sequences: int = 0
+    cancelled_sequences: int = 0
     completed_chunks: int = 0
     completed_tokens: int = 0
     cached_tokens: int = 0
@@ -225,14 +225,14 @@ class ArrayHeader(msgspec.Struct, array_like=True, frozen=True):
 class StepResults(msgspec.Struct, tag=True, frozen=True):
     """Core to client: the results and the load of one step. Frames: the values of each array, float32.
 
-    A step that runs only inner chunks of long prompts has no arrays. `num_tokens` is 0 if no sequence ran: after
+    A step that runs only inner chunks of long sequences has no arrays. `num_tokens` is 0 if no sequence ran: after
     loading, and when every sequence of a batch failed. The client then counts no step, and reads the other metrics.
 
     Attributes:
         arrays: Headers of the frames.
         num_tokens: Tokens that the step processed; 0: no sequence ran.
         step_s: Seconds that the step took.
-        cache_use: None for models that run prompts whole.
+        cache_use: None for models that run all sequences whole.
         load: Load of the step.
         finished: Requests that end with this message: id, seconds until the first forward started, and seconds from
             there to the end of the last forward.
@@ -347,7 +347,7 @@ class ClientMessageBuilder:
         columns = InputColumns(
             num_tokens=[len(tokens.token_ids) for tokens in inputs],
             type_boundaries=[tokens.type_boundary for tokens in inputs],
-            num_prompt_tokens=[tokens.num_prompt_tokens for tokens in inputs],
+            num_skipped_tokens=[tokens.num_skipped_tokens for tokens in inputs],
             num_masked=[tokens.num_masked for tokens in inputs],
             queries=[
                 -1 if tokens.query_vectors is None else query_index[id(tokens.query_vectors)] for tokens in inputs
@@ -398,12 +398,12 @@ def unpack_client_message(message: ClientMessage, frame: Frame) -> list[SubmitRe
         pixels = values[start:end].view(np.uint8)[: num_patches * num_bytes].reshape(num_patches, num_bytes)
         images.append(ImagePatches(pixels, (num_rows, num_columns)))
     inputs = [
-        TokenizedInput(values[end - length : end], boundary, num_prompt_tokens, num_masked, queries[query])
-        for end, length, boundary, num_prompt_tokens, num_masked, query in zip(
+        TokenizedInput(values[end - length : end], boundary, num_skipped_tokens, num_masked, queries[query])
+        for end, length, boundary, num_skipped_tokens, num_masked, query in zip(
             accumulate(columns.num_tokens),
             columns.num_tokens,
             columns.type_boundaries,
-            columns.num_prompt_tokens,
+            columns.num_skipped_tokens,
             columns.num_masked,
             columns.queries,
             strict=True,

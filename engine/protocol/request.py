@@ -28,7 +28,7 @@ class TokenizedInput:
     Attributes:
         token_ids: [L] int32, special tokens included.
         type_boundary: Index of the first token of type 1; 0 means that all tokens are of type 0.
-        num_prompt_tokens: Leading tokens that pooling leaves out (0 unless the model excludes its prompt).
+        num_skipped_tokens: Leading tokens that pooling leaves out: the prompt, if the model excludes it; else 0.
         num_masked: Trailing tokens of a ColBERT query. They attend to the other tokens; no token attends to them.
         query_vectors: [Q, D] float32. Query vectors, if this input is a ColBERT document to score.
         images: The patches of its images. In an encoder of images there is one, and `token_ids` are zeros, one for each
@@ -38,7 +38,7 @@ class TokenizedInput:
 
     token_ids: NDArray[np.int32]
     type_boundary: int = 0
-    num_prompt_tokens: int = 0
+    num_skipped_tokens: int = 0
     num_masked: int = 0
     query_vectors: NDArray[np.float32] | None = None
     images: tuple[ImagePatches, ...] = ()
@@ -57,7 +57,7 @@ class TokenizedInput:
         return TokenizedInput(
             self.token_ids[part],
             self.type_boundary,
-            self.num_prompt_tokens,
+            self.num_skipped_tokens,
             self.num_masked,
             self.query_vectors,
             self.images,

@@ -1,7 +1,7 @@
-"""Chunked prefill: long prompts run in chunks, one forward each. Plain Python without torch.
+"""Chunked prefill: long sequences run in chunks, one forward each. Plain Python without torch.
 
 Requires a causal model: a chunk needs the keys and values, or states, of the chunks before it. ChunkSizeController
-limits the tokens of all chunks of a forward. ChunkedPrefillManager cuts prompts into chunks. This module does not
+limits the tokens of all chunks of a forward. ChunkedPrefillManager cuts sequences into chunks. This module does not
 manage memory or devices.
 """
 
@@ -38,7 +38,7 @@ _ROUND_TO: Final = 16
 
 
 class ChunkStateError(ValueError):
-    """A chunk or its prompt is unknown, or is in the wrong state for the call. Always a bug of the caller."""
+    """A chunk or its sequence is unknown, or is in the wrong state for the call. Always a bug of the caller."""
 
 
 class ChunkSizeController:
@@ -103,23 +103,23 @@ def _by_priority(sequence: InputSequence) -> int:
 
 
 class ChunkedPrefillManager:
-    """Splits prompts into chunks and schedules the chunks.
+    """Splits sequences into chunks and schedules the chunks.
 
-    A prompt is added with `add`. `schedule_chunk` returns its chunks. The caller reports them with `start_chunk`, and
-    `complete_chunk` or `fail_chunk`. Callers without a scheduler add prompts with `create_chunks`.
+    A sequence is added with `add`. `schedule_chunk` returns its chunks. The caller reports them with `start_chunk`, and
+    `complete_chunk` or `fail_chunk`. Callers without a scheduler add sequences with `create_chunks`.
     Not thread-safe: the caller uses one thread or holds a lock.
-    Invariants: the chunks of a prompt cover it without gap or overlap. They run in order, and one at a time unless
+    Invariants: the chunks of a sequence cover it without gap or overlap. They run in order, and one at a time unless
     `allow_next_chunk` allows the next.
 
     Args:
         config: Size of chunks; None takes the defaults.
         tokenize_fn: Converts a text to token ids, for `create_chunks_from_prompt`.
         chunk_size: Tokens of a chunk, instead of `config`. ValueError if both are given, or if below 1.
-        order: Sort key of a prompt: the smallest runs first. Equal prompts run in order of arrival. Default: the
+        order: Sort key of a sequence: the smallest runs first. Equal ones run in order of arrival. Default: the
             priority.
 
     Attributes:
-        requests: The InputSequence of each prompt by its id. Scheduler.requests has the requests of clients.
+        requests: The sequences by their id. Scheduler.requests has the requests of clients.
     """
 
     def __init__(
@@ -142,12 +142,12 @@ class ChunkedPrefillManager:
         self._metrics = ChunkMetrics()
 
     def should_chunk(self, token_count: int) -> bool:
-        """Whether a prompt of `token_count` tokens should run in chunks."""
+        """Whether a sequence of `token_count` tokens should run in chunks."""
         threshold = self.config.threshold
         return token_count > (self.config.chunk_size if threshold is None else threshold)
 
     def add(self, sequence: InputSequence) -> None:
-        """Adds a prompt. Raises InvalidRequestError if it is empty, or its id is in use."""
+        """Adds a sequence. Raises InvalidRequestError if it is empty, or its id is in use."""
         if sequence.sequence_id in self.requests:
             raise InvalidRequestError(f"request {sequence.sequence_id!r} was added already.", param="request_id")
         if sequence.num_tokens < 1:
@@ -156,10 +156,10 @@ class ChunkedPrefillManager:
         self.requests[sequence.sequence_id] = sequence
 
     def skip_cached(self, request_id: Hashable, num_cached_tokens: int) -> None:
-        """Skips tokens at the start of a prompt because their keys and values are cached.
+        """Skips tokens at the start of a sequence because their keys and values are cached.
 
         Raises:
-            ChunkStateError: The prompt is unknown, complete or has failed, or a chunk of it is in flight.
+            ChunkStateError: The sequence is unknown, complete or has failed, or a chunk of it is in flight.
             InvalidRequestError: `num_cached_tokens` includes the last token, which must run.
         """
         sequence = self._find_unfinished(request_id)
@@ -171,7 +171,7 @@ class ChunkedPrefillManager:
         sequence.num_computed_tokens = max(num_cached_tokens, sequence.num_computed_tokens)
 
     def peek(self) -> InputSequence | None:
-        """Returns the next prompt to run; None if no chunk may run."""
+        """Returns the next sequence to run; None if no chunk may run."""
         return min(
             (sequence for sequence in self.requests.values() if sequence.is_ready), key=self._order, default=None
         )
@@ -180,7 +180,7 @@ class ChunkedPrefillManager:
         """Cuts and returns the next chunk; None if no chunk may run, or it needs more than `max_tokens`.
 
         Args:
-            max_tokens: Most tokens of the chunk. Only the last chunk of a prompt is smaller than the smallest chunk
+            max_tokens: Most tokens of the chunk. Only the last chunk of a sequence is smaller than the smallest chunk
                 size.
             memory_pressure: Share of a full chunk that does not fit into memory, 0 to 1; else InvalidRequestError.
         """
@@ -199,7 +199,7 @@ class ChunkedPrefillManager:
         return chunk
 
     def allow_next_chunk(self, chunk_id: ChunkId) -> None:
-        """Allows the next chunk of a prompt while this one runs, on a device that runs forwards in order.
+        """Allows the next chunk of a sequence while this one runs, on a device that runs forwards in order.
 
         Raises:
             ChunkStateError: The chunk does not run, or the next one was allowed before.
@@ -211,7 +211,7 @@ class ChunkedPrefillManager:
         sequence.earlier_chunks, sequence.chunk = sequence.chunks_in_flight, None
 
     def complete_chunk(self, chunk_id: ChunkId, output: Any = None, kv_cache: Any = None) -> bool:
-        """Records the end of a running chunk. Returns whether its prompt is complete.
+        """Records the end of a running chunk. Returns whether its sequence is complete.
 
         Args:
             chunk_id: Id of the chunk.
@@ -219,7 +219,7 @@ class ChunkedPrefillManager:
             kv_cache: Keys and values so far, stored as `InputSequence.kv_cache` for the next chunk.
 
         Raises:
-            ChunkStateError: The chunk does not run, or an earlier chunk of its prompt still runs.
+            ChunkStateError: The chunk does not run, or an earlier chunk of its sequence still runs.
         """
         chunk = self._find_chunk(chunk_id, ChunkState.RUNNING)
         sequence = chunk.sequence
@@ -236,14 +236,14 @@ class ChunkedPrefillManager:
             sequence.kv_cache = kv_cache
         self._metrics.completed_chunks += 1
         self._metrics.completed_tokens += chunk.num_tokens
-        self._metrics.completed_requests += sequence.is_complete
+        self._metrics.completed_sequences += sequence.is_complete
         self._metrics.run_s += self._clock() - chunk.started_s
         return sequence.is_complete
 
     def fail_chunk(self, chunk_id: ChunkId, error: str | BaseException) -> bool:
-        """Records the failure of a chunk. Returns whether its prompt will be retried after the last completed chunk.
+        """Records the failure of a chunk. Returns whether its sequence will be retried after the last completed chunk.
 
-        Drops all chunks of the prompt in flight. After `max_retries` retries the prompt has failed.
+        Drops all chunks of the sequence in flight. After `max_retries` retries the sequence has failed.
 
         Raises:
             ChunkStateError: The chunk is not in flight.
@@ -254,14 +254,14 @@ class ChunkedPrefillManager:
         sequence.has_failed = sequence.num_failures > self.config.max_retries
         sequence.drop_chunks(ChunkState.FAILED if sequence.has_failed else ChunkState.PENDING)
         self._metrics.failed_chunks += 1
-        self._metrics.failed_requests += sequence.has_failed
+        self._metrics.failed_sequences += sequence.has_failed
         return not sequence.has_failed
 
     def preempt(self, request_id: Hashable) -> None:
-        """Removes a prompt and resets it to its first token. `add` runs it again.
+        """Removes a sequence and resets it to its first token. `add` runs it again.
 
         Raises:
-            ChunkStateError: The prompt is unknown, complete or has failed.
+            ChunkStateError: The sequence is unknown, complete or has failed.
         """
         sequence = self._find_unfinished(request_id)
         sequence.drop_chunks(ChunkState.PENDING)
@@ -270,18 +270,20 @@ class ChunkedPrefillManager:
         self._metrics.preemptions += 1
 
     def remove_request(self, request_id: Hashable) -> bool:
-        """Removes a prompt, and cancels it if it is neither complete nor failed. Returns False for an unknown id."""
+        """Removes a sequence, and cancels it if it is neither complete nor failed. Returns False for an unknown id."""
         if (sequence := self.requests.pop(request_id, None)) is None:
             return False
-        self._metrics.cancelled_requests += not (sequence.is_complete or sequence.has_failed)
+        self._metrics.cancelled_sequences += not (sequence.is_complete or sequence.has_failed)
         sequence.status = Status.FINISHED
         sequence.drop_chunks(ChunkState.CANCELLED)
         return True
 
     def statistics(self) -> ChunkMetrics:
         """Returns the counters and gauges as they are now."""
-        num_running = sum(len(sequence.chunks_in_flight) for sequence in self.requests.values())
-        return msgspec.structs.replace(self._metrics, num_requests=len(self.requests), num_running_chunks=num_running)
+        num_chunks = sum(len(sequence.chunks_in_flight) for sequence in self.requests.values())
+        return msgspec.structs.replace(
+            self._metrics, num_running_sequences=len(self.requests), num_running_chunks=num_chunks
+        )
 
     def _next_chunk(self, sequence: InputSequence, size: int) -> PrefillChunk:
         start = sequence.num_scheduled
@@ -327,20 +329,20 @@ class ChunkedPrefillManager:
         chunk_size: int | None = None,
         memory_pressure: float = 0.0,
     ) -> list[PrefillChunk]:
-        """Adds a prompt and returns the plan of its chunks.
+        """Adds a sequence and returns the plan of its chunks.
 
         The planned chunks stay PENDING. `schedule_chunk` and `iterate_chunks` return the chunks to run, which are
         shorter if memory is short.
 
         Args:
-            request_id: Id of the prompt.
+            request_id: Id of the sequence.
             prompt_tokens: Token ids (not copied) or their number.
             priority: A ChunkPriority or any other integer; lower runs first.
             chunk_size: Tokens of a chunk while memory is free; None takes the configured size.
             memory_pressure: Share of a full chunk that does not fit into memory, 0 to 1.
 
         Raises:
-            InvalidRequestError: The id is in use, the prompt is empty, or an argument is out of range.
+            InvalidRequestError: The id is in use, the sequence is empty, or an argument is out of range.
 
         >>> manager = ChunkedPrefillManager(chunk_size=512)
         >>> chunks = manager.create_chunks(request_id="req1", prompt_tokens=2048)
@@ -349,12 +351,12 @@ class ChunkedPrefillManager:
         >>> len(chunks), len(manager.merge_chunks("req1"))
         (4, 2048)
         """
-        prompt = range(prompt_tokens) if isinstance(prompt_tokens, int) else prompt_tokens
-        bounds = self.compute_chunk_boundaries(len(prompt), chunk_size, memory_pressure)
+        tokens = range(prompt_tokens) if isinstance(prompt_tokens, int) else prompt_tokens
+        bounds = self.compute_chunk_boundaries(len(tokens), chunk_size, memory_pressure)
         sequence = InputSequence(
             sequence_id=request_id,
-            prompt=prompt,
-            num_tokens=len(prompt),
+            tokens=tokens,
+            num_tokens=len(tokens),
             request=Request(0, PoolingParams(), priority=priority),
             chunk_size=bounds[0][1] if bounds else 0,
         )
@@ -372,7 +374,7 @@ class ChunkedPrefillManager:
     def compute_chunk_boundaries(
         self, total_tokens: int, chunk_size: int | None = None, memory_pressure: float = 0.0
     ) -> list[tuple[int, int]]:
-        """Returns start and end (exclusive) of each chunk of a prompt. The last chunk may be shorter.
+        """Returns start and end (exclusive) of each chunk of a sequence. The last chunk may be shorter.
 
         Raises:
             InvalidRequestError: An argument is out of range; see `create_chunks`.
@@ -383,10 +385,10 @@ class ChunkedPrefillManager:
         return [(start, min(start + size, total_tokens)) for start in range(0, total_tokens, size)]
 
     def iterate_chunks(self, request_id: Hashable) -> Iterator[PrefillChunk]:
-        """Starts and yields the chunks of one prompt in order, until it is complete or removed.
+        """Starts and yields the chunks of one sequence in order, until it is complete or removed.
 
         Raises:
-            ChunkStateError: The prompt is unknown or has failed, or the last chunk was neither completed nor failed.
+            ChunkStateError: The sequence is unknown or has failed, or the last chunk was neither completed nor failed.
         """
         sequence = self._find(request_id)
         while sequence.status is Status.RUNNING and not sequence.is_complete:
@@ -396,10 +398,10 @@ class ChunkedPrefillManager:
             yield self.start_chunk(self._next_chunk(sequence, sequence.chunk_size or self.config.chunk_size).chunk_id)
 
     def merge_chunks(self, request_id: Hashable) -> Any:
-        """Returns the outputs of a complete prompt in order. Joins lists and numpy arrays; returns others as a list.
+        """Returns the outputs of a complete sequence in order. Joins lists and numpy arrays; returns others as a list.
 
         Raises:
-            ChunkStateError: The prompt is unknown or not complete.
+            ChunkStateError: The sequence is unknown or not complete.
         """
         sequence = self._find(request_id)
         if not sequence.is_complete:
@@ -414,7 +416,7 @@ class ChunkedPrefillManager:
 def create_prefill_manager(
     chunk_size: int = 512, threshold: int | None = None, dynamic: bool = True
 ) -> ChunkedPrefillManager:
-    """Returns a manager that splits prompts of more than `threshold` tokens (None: `chunk_size`) into chunks.
+    """Returns a manager that splits sequences of more than `threshold` tokens (None: `chunk_size`) into chunks.
 
     With `dynamic`, chunks are smaller while memory is short.
     """

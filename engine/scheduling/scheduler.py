@@ -315,7 +315,7 @@ class Scheduler:
         return ForwardBudget(min(chunk_tokens, token_budget - short_tokens), self._max_num_seqs - short_seqs)
 
     def _should_start(self, sequence: InputSequence, max_tokens: int) -> bool:
-        """Returns True if running prompts do not use all tokens, or the prompt sorts before all of them."""
+        """Returns True if running sequences do not use all tokens, or this one sorts before all of them."""
         running = self.prefill.requests.values()
         chunk_size = self.prefill.config.chunk_size
         if sum(min(other.num_tokens - other.num_scheduled, chunk_size) for other in running) < max_tokens:

@@ -35,7 +35,7 @@ class ChunkState(StrEnum):
     RUNNING = "running"
     COMPLETED = "completed"
     FAILED = "failed"  # too often to be retried
-    CANCELLED = "cancelled"  # its prompt was removed
+    CANCELLED = "cancelled"  # its sequence was removed
 
 
 @dataclass(slots=True, eq=False)
@@ -70,8 +70,8 @@ class PrefillChunk:
 
     @property
     def tokens(self) -> Any:
-        """Its tokens, or their positions if only the length of the prompt is known."""
-        return self.sequence.prompt[self.start : self.end]
+        """Its tokens, or their positions if only the length of the sequence is known."""
+        return self.sequence.tokens[self.start : self.end]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -81,7 +81,7 @@ class InputSequence:
     Attributes:
         sequence_id: Id of the sequence: the pair of request id and index in the engine, else the `request_id` of
             ChunkedPrefillManager.create_chunks.
-        prompt: Token ids, or a range of positions. In the engine: the TokenizedInput.
+        tokens: In the engine: the TokenizedInput. Library callers: token ids, or a range of positions.
         num_tokens: Tokens of the whole input.
         request: The request that it belongs to.
         index: Index among the inputs of the request.
@@ -102,7 +102,7 @@ class InputSequence:
     """
 
     sequence_id: Hashable
-    prompt: Any = field(repr=False)
+    tokens: Any = field(repr=False)
     num_tokens: int
     request: Request = field(repr=False)
     index: int = 0
@@ -203,7 +203,7 @@ class RequestBuilder:
         request.sequences = [
             InputSequence(
                 sequence_id=(request_id, index),
-                prompt=tokens,
+                tokens=tokens,
                 num_tokens=len(tokens.token_ids),
                 request=request,
                 index=index,

@@ -163,11 +163,11 @@ class LongText:
                 param="prompt_name",
             )
         spans = _spans(len(text), num_text, self.overlap)
-        skip = tokens.num_prompt_tokens
+        skip = tokens.num_skipped_tokens
         windows = []
         for first, last in spans:
             ids = np.concatenate([head, text[first:last], self.special.trailing])
-            windows.append(TokenizedInput(ids, num_prompt_tokens=min(skip, len(ids) - 1)))
+            windows.append(TokenizedInput(ids, num_skipped_tokens=min(skip, len(ids) - 1)))
             skip = len(head) if num_prompt and skip else 0
         return windows, _shares(spans, self.overlap)
 
@@ -176,7 +176,7 @@ class LongText:
         windows = [
             TokenizedInput(
                 tokens.token_ids[first:last],
-                num_prompt_tokens=min(max(tokens.num_prompt_tokens - first, 0), last - first - 1),
+                num_skipped_tokens=min(max(tokens.num_skipped_tokens - first, 0), last - first - 1),
             )
             for first, last in spans
         ]

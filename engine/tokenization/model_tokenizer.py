@@ -346,8 +346,8 @@ class ModelTokenizer:
             if bounded is not text:
                 truncation.reject_unread_unless_truncated(len(text), len(encoding), index)
             ids = self.text_ids(encoding.ids)
-            num_prompt = max(min(skip, len(encoding) - 1), 0)
-            return TokenizedInput(ids, num_prompt_tokens=num_prompt, is_truncated=bounded is not text)
+            num_skipped = max(min(skip, len(encoding) - 1), 0)
+            return TokenizedInput(ids, num_skipped_tokens=num_skipped, is_truncated=bounded is not text)
         truncation.reject_length_unless_truncated(len(encoding), index, is_whole=bounded is text)
         max_text = self.max_text_tokens(truncation) if specials else limit
         (bare,) = self.backend.encode_batch([bounded], add_special_tokens=False)
@@ -356,8 +356,8 @@ class ModelTokenizer:
         truncated_ids = self.backend.post_process(bare).ids if specials else bare.ids
         if skip and self.truncates_left(truncation):
             skip = max(skip - num_removed, 0) if bounded is text else 0
-        num_prompt = min(skip, len(truncated_ids) - 1)
-        return TokenizedInput(self.text_ids(truncated_ids), num_prompt_tokens=num_prompt, is_truncated=True)
+        num_skipped = min(skip, len(truncated_ids) - 1)
+        return TokenizedInput(self.text_ids(truncated_ids), num_skipped_tokens=num_skipped, is_truncated=True)
 
     def _encode_more(
         self, text: str, bounded: str, encoding: Encoding, truncation: Truncation, *, specials: bool

@@ -58,7 +58,7 @@ _CACHE_GAUGES: Final = {
         "Share of a full chunk that did not fit in memory when chunks were last scheduled, 0 to 1.",
     ),
     "chunk_tokens": ("penstock_engine_chunk_size_tokens", "Tokens of the largest chunk of the last forward."),
-    "chunks.num_requests": ("penstock_engine_chunked_inputs", "Long inputs that are running."),
+    "chunks.num_running_sequences": ("penstock_engine_chunked_inputs", "Long inputs that are running."),
 }
 _CACHE_COUNTERS: Final = {
     "prefix_queried_tokens_total": (
@@ -78,9 +78,9 @@ _CACHE_COUNTERS: Final = {
     "chunks.completed_tokens": ("penstock_engine_chunk_tokens", "Tokens of the completed chunks."),
     "chunks.run_s": ("penstock_engine_chunk_run_seconds", "Seconds that these chunks ran."),
     "chunks.failed_chunks": ("penstock_engine_chunk_failures", "Chunks that failed, for example for lack of memory."),
-    "chunks.completed_requests": ("penstock_engine_chunked_inputs_completed", "Long inputs that completed."),
-    "chunks.failed_requests": ("penstock_engine_chunked_inputs_failed", "Long inputs that failed too often."),
-    "chunks.cancelled_requests": ("penstock_engine_chunked_inputs_cancelled", "Long inputs that were cancelled."),
+    "chunks.completed_sequences": ("penstock_engine_chunked_inputs_completed", "Long inputs that completed."),
+    "chunks.failed_sequences": ("penstock_engine_chunked_inputs_failed", "Long inputs that failed too often."),
+    "chunks.cancelled_sequences": ("penstock_engine_chunked_inputs_cancelled", "Long inputs that were cancelled."),
     "chunks.cached_tokens": (
         "penstock_engine_chunk_cached_tokens",
         "Tokens of long inputs that did not run because their results were cached.",

@@ -213,7 +213,7 @@ async def test_batches_mix_queries_and_documents(
     def run(sides: Sequence[int]) -> list[np.ndarray]:
         tokens = [TokenizedInput(np.arange(3 + i, 8 + 2 * i, dtype=np.int32)) for i in range(len(sides))]
         sequences = [
-            InputSequence(sequence_id=i, prompt=t, num_tokens=len(t), request=Request(i, params[side]))
+            InputSequence(sequence_id=i, tokens=t, num_tokens=len(t), request=Request(i, params[side]))
             for i, (t, side) in enumerate(zip(tokens, sides, strict=True))
         ]
         outputs = runner.execute([PrefillChunk(s, 0, s.num_tokens) for s in sequences])

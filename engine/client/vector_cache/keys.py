@@ -183,7 +183,7 @@ class Keys:
         keys = []
         for tokens in inputs:
             digest = prefix.copy()
-            boundaries = (len(tokens), tokens.type_boundary, tokens.num_prompt_tokens, tokens.num_masked)
+            boundaries = (len(tokens), tokens.type_boundary, tokens.num_skipped_tokens, tokens.num_masked)
             digest.update(struct.pack("<4q", *boundaries))
             digest.update(np.ascontiguousarray(tokens.token_ids, "<i4").data)
             for image in tokens.images:

@@ -71,7 +71,7 @@ class ChunkMemory:
             num_new_seqs=num_new,
             num_new_tokens=sum(c.num_tokens for c in chunks[:num_new]),
             context_lens=tuple(c.start for c in chunks),
-            prompt_lens=tuple(c.sequence.num_tokens for c in chunks),
+            total_lens=tuple(c.sequence.num_tokens for c in chunks),
             kv=self._kv,
             ssm=self._ssm,
             **cache,

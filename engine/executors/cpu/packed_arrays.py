@@ -72,8 +72,8 @@ class PackedArrays:
             boundaries = np.array([i.type_boundary for i in inputs], np.int64)
             never = np.iinfo(np.int64).max
             types = (positions >= np.repeat(np.where(boundaries > 0, boundaries, never), lengths)).astype(np.int64)
-        if any(i.num_prompt_tokens for i in inputs):
-            skips = np.array([i.num_prompt_tokens for i in inputs], np.int32)
+        if any(i.num_skipped_tokens for i in inputs):
+            skips = np.array([i.num_skipped_tokens for i in inputs], np.int32)
         if any(i.num_masked for i in inputs):
             num_masked = np.array([i.num_masked for i in inputs], np.int32)
         return cls(

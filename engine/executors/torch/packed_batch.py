@@ -99,7 +99,7 @@ class BatchCache:
         num_new_seqs: Number of sequences without cached tokens.
         num_new_tokens: Number of rows of the sequences without cached tokens.
         context_lens: N numbers of cached tokens before the chunk, on the host.
-        prompt_lens: N lengths of the whole sequences, on the host, for rotary positions that depend on the length; None
+        total_lens: N lengths of the whole sequences, on the host, for rotary positions that depend on the length; None
             if every chunk ends its sequence.
         kv: Keys and values; None in a model without attention.
         block_tables: [N - num_new_seqs, B] int32, the blocks of each sequence with cached tokens, including the blocks
@@ -118,7 +118,7 @@ class BatchCache:
     num_new_seqs: int
     num_new_tokens: int
     context_lens: tuple[int, ...]
-    prompt_lens: tuple[int, ...] | None = None
+    total_lens: tuple[int, ...] | None = None
     kv: KvCache | None = None
     block_tables: Tensor | None = None
     continued_context_lens_on_device: Tensor | None = None

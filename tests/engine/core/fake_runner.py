@@ -150,9 +150,9 @@ class FakeRunner(Runner):
         sequence = chunk.sequence
         at, total = self.states.get(sequence, (0, 0.0))
         if sequence.request.needs_last_row and chunk.start > at:  # a cached prefix
-            at, total = chunk.start, float(sequence.prompt.token_ids[: chunk.start].sum())
+            at, total = chunk.start, float(sequence.tokens.token_ids[: chunk.start].sum())
         assert chunk.start <= at, "the pooling state misses tokens before the chunk"
-        rows = sequence.prompt.token_ids[at : chunk.end].astype(np.float32)
+        rows = sequence.tokens.token_ids[at : chunk.end].astype(np.float32)
         return total + float(rows.sum()), rows[:, None]
 
     def forget(self, sequences: Sequence[InputSequence]) -> None:

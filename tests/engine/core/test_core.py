@@ -224,12 +224,12 @@ def test_step_reports_the_pool_and_the_chunks() -> None:
     driver.run()
     use = driver.cache_use
     assert (use.usage, use.chunk_tokens, use.memory_pressure) == (0.5, 16, 0.0)
-    assert (use.chunks.num_requests, use.chunks.completed_chunks) == (1, 1)
+    assert (use.chunks.num_running_sequences, use.chunks.completed_chunks) == (1, 1)
     driver.cancel(1)
     driver.submit(3, 9)
     driver.run_all()
     use = driver.cache_use
-    assert (use.usage, use.chunk_tokens, use.chunks.cancelled_requests) == (0.0, 0, 1)
+    assert (use.usage, use.chunk_tokens, use.chunks.cancelled_sequences) == (0.0, 0, 1)
 
 
 def test_deadline_ends_waiting_and_running_requests(loop_clock: Clock) -> None:

@@ -53,7 +53,7 @@ def chunk_of(*tokens: int, request_id: int = 1, normalize: bool = False) -> Pref
     params = PoolingParams(task=PoolingTask.EMBED, normalize=normalize)
     sequence = InputSequence(
         sequence_id=(request_id, 0),
-        prompt=TokenizedInput(np.array(tokens, np.int32)),
+        tokens=TokenizedInput(np.array(tokens, np.int32)),
         num_tokens=len(tokens),
         request=Request(request_id, params),
     )

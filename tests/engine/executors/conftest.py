@@ -189,7 +189,7 @@ class ChunkedRun:
             own, blocks = blocks[: -(-len(tokens) // block_size)], blocks[-(-len(tokens) // block_size) :]
             sequence = InputSequence(
                 sequence_id=n,
-                prompt=TokenizedInput(np.asarray(tokens, np.int32)),
+                tokens=TokenizedInput(np.asarray(tokens, np.int32)),
                 num_tokens=len(tokens),
                 request=Request(n, PoolingParams()),
             )

@@ -85,7 +85,7 @@ def token_ids() -> Tensor:
 
 
 def make_metadata(
-    prompt_lens: Sequence[int],
+    total_lens: Sequence[int],
     params: Sequence[PoolingParams] | None = None,
     *,
     chunk_sizes: Sequence[int] | None = None,
@@ -97,9 +97,9 @@ def make_metadata(
 ) -> PoolingMetadata:
     """Describes a batch as the runner does. By default a chunk is the whole sequence."""
     if chunk_starts is None:
-        chunk_starts = [0] * len(prompt_lens)
+        chunk_starts = [0] * len(total_lens)
     if chunk_sizes is None:
-        chunk_sizes = [n - s for n, s in zip(prompt_lens, chunk_starts, strict=True)]
+        chunk_sizes = [n - s for n, s in zip(total_lens, chunk_starts, strict=True)]
     num_tokens = sum(chunk_sizes)
     batch = PackedBatch(
         input_ids=torch.zeros(num_tokens, dtype=torch.int64) if token_ids is None else token_ids,
@@ -110,9 +110,9 @@ def make_metadata(
         max_seqlen=max(chunk_sizes),
         skip_tokens=None if skip_tokens is None else skip_tokens.numpy(),
     )
-    params = [PoolingParams()] * len(prompt_lens) if params is None else params
-    seq_ids = range(len(prompt_lens)) if seq_ids is None else seq_ids
-    metadata = PoolingMetadata.for_batch(batch, params, seq_ids=seq_ids, starts=chunk_starts, prompt_lens=prompt_lens)
+    params = [PoolingParams()] * len(total_lens) if params is None else params
+    seq_ids = range(len(total_lens)) if seq_ids is None else seq_ids
+    metadata = PoolingMetadata.for_batch(batch, params, seq_ids=seq_ids, starts=chunk_starts, total_lens=total_lens)
     return replace(metadata, token_ids=None if token_ids is None else token_ids.cpu().numpy())
 
 

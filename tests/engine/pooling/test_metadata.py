@@ -30,14 +30,14 @@ def test_batch_of_chunks_records_their_spans() -> None:
     starts, lengths = [0, 3, 16], [7, 2, 24]
     batch = PackedArrays.build([TokenizedInput(np.ones(n, np.int32)) for n in lengths], starts=starts)
     params = [PoolingParams()] * 3
-    metadata = PoolingMetadata.for_batch(batch, params, seq_ids="abc", starts=starts, prompt_lens=[7, 5, 63])
+    metadata = PoolingMetadata.for_batch(batch, params, seq_ids="abc", starts=starts, total_lens=[7, 5, 63])
     assert metadata.chunks is not None
     assert (metadata.chunks.starts.tolist(), metadata.chunks.ends.tolist()) == ([0, 3, 16], [7, 5, 40])
     assert (metadata.is_partial, metadata.get_incomplete_indices()) == (True, [2])
     assert not PoolingMetadata.for_batch(batch, params).is_partial
     assert not PoolingMetadata.for_batch(batch, params, seq_ids="abc").is_partial
-    with pytest.raises(ValueError, match="prompt_lens has 1 values for 3 sequences"):
-        PoolingMetadata.for_batch(batch, params, seq_ids="abc", prompt_lens=[7])
+    with pytest.raises(ValueError, match="total_lens has 1 values for 3 sequences"):
+        PoolingMetadata.for_batch(batch, params, seq_ids="abc", total_lens=[7])
 
 
 @pytest.mark.parametrize(

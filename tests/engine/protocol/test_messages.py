@@ -77,7 +77,7 @@ def test_requests_survive_a_client_message(
         for before, after in zip(theirs.inputs, ours.inputs, strict=True):
             assert after.token_ids.dtype == np.int32
             assert after.token_ids.tolist() == before.token_ids.tolist()
-            assert (after.type_boundary, after.num_prompt_tokens) == (before.type_boundary, before.num_prompt_tokens)
+            assert (after.type_boundary, after.num_skipped_tokens) == (before.type_boundary, before.num_skipped_tokens)
             assert (after.num_masked, after.query_vectors) == (0, None)
             for image, sent in zip(after.images, before.images, strict=True):
                 assert image.grid == sent.grid

@@ -184,7 +184,7 @@ class CheckedScheduler:
         allocation, kv = chunk.sequence.allocation, self.sequence_pool.kv
         if allocation is None or kv is None:
             return
-        token_ids = chunk.sequence.prompt.token_ids
+        token_ids = chunk.sequence.tokens.token_ids
         held = self.cache[allocation.block_ids].reshape(-1)
         assert np.array_equal(held[: chunk.start], token_ids[: chunk.start])
         for position in range(chunk.start, chunk.end):

@@ -39,7 +39,7 @@ def make_request(
             tokens[:SHARED_TOKENS] = 0
         sequence = InputSequence(
             sequence_id=(request_id, index),
-            prompt=TokenizedInput(tokens),
+            tokens=TokenizedInput(tokens),
             num_tokens=num_tokens,
             request=request,
             index=index,

@@ -211,7 +211,7 @@ def test_all_tokens_run_once_and_in_order(total: int, limits: list[int], pressur
         step += 1
     assert manager.merge_chunks("a") == prompt
     statistics = manager.statistics()
-    assert (statistics.completed_chunks, statistics.completed_requests) == (step, 1)
+    assert (statistics.completed_chunks, statistics.completed_sequences) == (step, 1)
 
 
 # States
@@ -315,7 +315,7 @@ def test_third_failure_in_a_row_fails_the_prompt(manager: ChunkedPrefillManager)
         manager.preempt("a")
     assert manager.remove_request("a")
     assert not manager.remove_request("a")
-    assert (manager.statistics().failed_requests, manager.statistics().cancelled_requests) == (1, 0)
+    assert (manager.statistics().failed_sequences, manager.statistics().cancelled_sequences) == (1, 0)
 
 
 # Preemption and cached tokens
@@ -372,7 +372,7 @@ def test_removed_prompt_is_cancelled(manager: ChunkedPrefillManager) -> None:
     assert (chunk.state, sequence.status) == (ChunkState.CANCELLED, Status.FINISHED)
     with pytest.raises(ChunkStateError, match="'a' is unknown"):
         manager.complete_chunk(chunk.chunk_id)
-    assert manager.statistics().cancelled_requests == 1
+    assert manager.statistics().cancelled_sequences == 1
     assert schedule(manager).sequence_id == "b"
     manager.create_chunks("a", 9)  # the id is free again
     assert bounds([run(manager), run(manager)]) == [(0, 8), (8, 9)]

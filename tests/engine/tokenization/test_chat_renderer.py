@@ -162,7 +162,7 @@ async def test_prompt_is_counted_without_special_tokens(pool: TokenizerPool) -> 
     arguments: dict[str, Any] = {"prompt": "p p ", "skip_prompt": True, "add_special_tokens": False}
     texts = ["a b", ""]
     tokenized = await pool.encode(texts, Truncation(max_num_tokens=9), **arguments)
-    assert [(t.token_ids.tolist(), t.num_prompt_tokens) for t in tokenized] == [([13, 13, 3, 4], 2), ([13, 13], 1)]
+    assert [(t.token_ids.tolist(), t.num_skipped_tokens) for t in tokenized] == [([13, 13, 3, 4], 2), ([13, 13], 1)]
 
 
 async def test_model_without_a_chat_template_rejects_chats() -> None:

@@ -31,8 +31,8 @@ SPECIAL = SpecialTokens(np.array([CLS], np.int32), np.array([SEP], np.int32))
 WINDOWS, VLLM = ChunkedProcessingMode.WINDOWS, ChunkedProcessingMode.VLLM
 
 
-def tokens(*ids: int, num_prompt_tokens: int = 0) -> TokenizedInput:
-    return TokenizedInput(np.array(ids, np.int32), num_prompt_tokens=num_prompt_tokens)
+def tokens(*ids: int, num_skipped_tokens: int = 0) -> TokenizedInput:
+    return TokenizedInput(np.array(ids, np.int32), num_skipped_tokens=num_skipped_tokens)
 
 
 def ids_of(windows: Windows) -> list[list[int]]:
@@ -66,16 +66,16 @@ def test_windows_cover_every_token_and_weights_sum_to_one(length: int, overlap: 
 
 
 def test_prompt_starts_every_window_without_weight() -> None:
-    text = tokens(CLS, 50, 51, *range(1, 6), SEP, num_prompt_tokens=3)
+    text = tokens(CLS, 50, 51, *range(1, 6), SEP, num_skipped_tokens=3)
     windows = splitter(7).split([text], [True], [50, 51])
     assert ids_of(windows) == [[CLS, 50, 51, 1, 2, 3, SEP], [CLS, 50, 51, 4, 5, SEP]]
-    assert [w.num_prompt_tokens for w in windows.sequences] == [3, 3]
+    assert [w.num_skipped_tokens for w in windows.sequences] == [3, 3]
     assert windows.weights == pytest.approx([3 / 5, 2 / 5])
     # Cut on the left, the text starts within the prompt. Only the first window has the rest of the prompt.
-    cut = tokens(CLS, 51, *range(1, 6), SEP, num_prompt_tokens=2)
+    cut = tokens(CLS, 51, *range(1, 6), SEP, num_skipped_tokens=2)
     windows = splitter(7).split([cut], [True], [50, 51])
     assert ids_of(windows) == [[CLS, 51, 1, 2, 3, 4, SEP], [CLS, 5, SEP]]
-    assert [w.num_prompt_tokens for w in windows.sequences] == [2, 0]
+    assert [w.num_skipped_tokens for w in windows.sequences] == [2, 0]
 
 
 def test_token_ids_are_cut_without_special_tokens() -> None:
@@ -84,10 +84,10 @@ def test_token_ids_are_cut_without_special_tokens() -> None:
 
 
 def test_vllm_mode_slices_the_whole_sequence() -> None:
-    text = tokens(CLS, 50, *range(1, 6), SEP, num_prompt_tokens=2)
+    text = tokens(CLS, 50, *range(1, 6), SEP, num_skipped_tokens=2)
     windows = splitter(3, mode=VLLM).split([text], [True], [50])
     assert ids_of(windows) == [[CLS, 50, 1], [2, 3, 4], [5, SEP]]
-    assert [w.num_prompt_tokens for w in windows.sequences] == [2, 0, 0]
+    assert [w.num_skipped_tokens for w in windows.sequences] == [2, 0, 0]
     assert windows.weights == pytest.approx([3 / 8, 3 / 8, 2 / 8])
     assert not windows.renormalizes
 

@@ -150,17 +150,17 @@ async def test_prompt_tokens_include_the_leading_special_token(pool: TokenizerPo
     inputs = ["fox", [101, 4419, 102]]
     text, ids = await pool.encode(inputs, UNCUT, prompt="search query: ", skip_prompt=True)
     assert text.token_ids.tolist() == [101, 3945, 23032, 1024, 4419, 102]
-    assert (text.num_prompt_tokens, ids.num_prompt_tokens) == (4, 0)
+    assert (text.num_skipped_tokens, ids.num_skipped_tokens) == (4, 0)
     short = Truncation(max_num_tokens=4, may_truncate=True, side="left")
     (cut,) = await pool.encode(["a red fox"], short, prompt="search query: ", skip_prompt=True)
-    assert cut.num_prompt_tokens == 0
+    assert cut.num_skipped_tokens == 0
     short = Truncation(max_num_tokens=7, may_truncate=True, side="left")
     (cut,) = await pool.encode(["a red fox"], short, prompt="search query: ", skip_prompt=True)
-    assert (len(cut.token_ids), cut.num_prompt_tokens) == (7, 3)
+    assert (len(cut.token_ids), cut.num_skipped_tokens) == (7, 3)
     (cut,) = await pool.encode(["a red fox " * 10_000], short, prompt="search query: ", skip_prompt=True)
-    assert (len(cut.token_ids), cut.num_prompt_tokens) == (7, 0)
+    assert (len(cut.token_ids), cut.num_skipped_tokens) == (7, 0)
     (plain,) = await pool.encode(["fox"], UNCUT, prompt="search query: ")
-    assert plain.num_prompt_tokens == 0
+    assert plain.num_skipped_tokens == 0
 
 
 async def test_parts_are_tokenized_without_special_tokens(pool: TokenizerPool, reference: Any) -> None:

@@ -273,7 +273,7 @@ async def test_invalid_traceparent_starts_a_new_trace(serving, engine, collected
 
 async def test_statistics_of_the_engine_are_in_metrics(client: httpx.AsyncClient, engine, monkeypatch) -> None:
     assert "penstock_engine_cache_usage_ratio{" not in (await client.get("/metrics")).text
-    chunks = ChunkMetrics(preemptions=2, completed_chunks=31, completed_tokens=900, num_requests=3, run_s=1.5)
+    chunks = ChunkMetrics(preemptions=2, completed_chunks=31, completed_tokens=900, num_running_sequences=3, run_s=1.5)
     use = CacheUse(
         usage=0.25,
         prefix_queried_tokens_total=400,

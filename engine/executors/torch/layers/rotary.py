@@ -65,7 +65,7 @@ class RotaryEmbedding:
         """Returns the frequencies [J], or [T, J] if the sequences of the batch have different ones."""
         if not self._spec.depends_on_length:
             return self._frequencies_J
-        stages = [self._spec.stage(length) for length in prompt_lens(batch)]
+        stages = [self._spec.stage(length) for length in total_lens(batch)]
         device = batch.positions.device
         of_stage = {stage: torch.from_numpy(self._spec.frequencies(stage)[0]) for stage in set(stages)}
         if len(of_stage) == 1:
@@ -74,11 +74,11 @@ class RotaryEmbedding:
         return frequencies_NJ.repeat_interleave(batch.cu_seqlens.diff(), dim=0, output_size=batch.num_tokens)
 
 
-def prompt_lens(batch: PackedBatch) -> Sequence[int]:
+def total_lens(batch: PackedBatch) -> Sequence[int]:
     """Returns the length of each whole sequence of the batch."""
     cache = batch.cache
     if cache is None:
         return batch.seq_lens
-    if cache.prompt_lens is not None:
-        return cache.prompt_lens
+    if cache.total_lens is not None:
+        return cache.total_lens
     return [past + length for past, length in zip(cache.context_lens, batch.seq_lens, strict=True)]

@@ -33,7 +33,7 @@ from ..word_model import info as info_of
 SECRET, IDENTITY = bytes(range(32)), b"model"
 PARAMS = PoolingParams(task=PoolingTask.EMBED, normalize=True, use_activation=True)
 IDS = np.array([101, 7, 8, 9, 102], np.int32)
-TOKENS = TokenizedInput(IDS, type_boundary=3, num_prompt_tokens=1, num_masked=1)
+TOKENS = TokenizedInput(IDS, type_boundary=3, num_skipped_tokens=1, num_masked=1)
 
 
 def key(
@@ -65,7 +65,7 @@ def test_equal_inputs_have_equal_keys() -> None:
         {"tokens": dataclasses.replace(TOKENS, token_ids=IDS[:-1])},
         {"tokens": dataclasses.replace(TOKENS, token_ids=np.array([101, 7, 8, 10, 102], np.int32))},
         {"tokens": dataclasses.replace(TOKENS, type_boundary=2)},
-        {"tokens": dataclasses.replace(TOKENS, num_prompt_tokens=0)},
+        {"tokens": dataclasses.replace(TOKENS, num_skipped_tokens=0)},
         {"tokens": dataclasses.replace(TOKENS, num_masked=0)},
         {"tokens": dataclasses.replace(TOKENS, images=(ImagePatches(np.zeros((4, 3), np.uint8), (2, 2)),))},
     ],

@@ -38,7 +38,7 @@ class Preemption:
         )
         self.sequence = InputSequence(
             sequence_id=(0, 0),
-            prompt=TokenizedInput(np.arange(NUM_TOKENS, dtype=np.int32)),
+            tokens=TokenizedInput(np.arange(NUM_TOKENS, dtype=np.int32)),
             num_tokens=NUM_TOKENS,
             request=Request(0, PoolingParams()),
             num_pooled=NUM_POOLED,

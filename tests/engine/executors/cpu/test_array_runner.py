@@ -69,7 +69,7 @@ class Runners:
         chunks = []
         for i, prompt in enumerate(inputs):
             request = Request(i, params[i % len(params)])
-            sequence = InputSequence(sequence_id=(i, 0), prompt=prompt, num_tokens=len(prompt), request=request)
+            sequence = InputSequence(sequence_id=(i, 0), tokens=prompt, num_tokens=len(prompt), request=request)
             chunks.append(PrefillChunk(sequence, 0, len(prompt)))
         return chunks
 
@@ -94,7 +94,7 @@ def assert_same(actual: BatchOutputs, expected: BatchOutputs) -> None:
 def inputs(sequences) -> list[TokenizedInput]:
     """Odd lengths; two of three inputs start with a prompt that pooling skips."""
     return [
-        TokenizedInput(np.array(sequence, np.int32), num_prompt_tokens=min(i, len(sequence)) if i % 3 else 0)
+        TokenizedInput(np.array(sequence, np.int32), num_skipped_tokens=min(i, len(sequence)) if i % 3 else 0)
         for i, sequence in enumerate(sequences)
     ]
 
@@ -220,7 +220,7 @@ def test_runner_serves_after_a_memory_error(library, save_model, resolve, inputs
 )
 def test_last_layer_runs_for_pooled_rows_only(pooling, kept, library, save_model, resolve, inputs, monkeypatch):
     info = replace(bert(save_model, resolve), sequence_pooling=(pooling,))
-    runner = Runners(info, library, [replace(one, num_prompt_tokens=0) for one in inputs])
+    runner = Runners(info, library, [replace(one, num_skipped_tokens=0) for one in inputs])
     found, begin = [], ArrayEncoder.begin
 
     def record(encoder: ArrayEncoder, *arguments: Any, kept: KeptRows, **options: Any) -> Any:

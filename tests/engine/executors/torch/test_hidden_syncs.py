@@ -223,7 +223,7 @@ def test_pooling_type_never_waits(
 
 def test_prompts_and_mixed_tasks_never_wait(load_info: Any, check: Check) -> None:
     info = load_info(*BERT, sequence_pooling=(PoolingType.MEAN, PoolingType.MAX))
-    inputs = [replace(tokens, num_prompt_tokens=n) for n, tokens in enumerate(inputs_of((3, 5, 9)))]
+    inputs = [replace(tokens, num_skipped_tokens=n) for n, tokens in enumerate(inputs_of((3, 5, 9)))]
     embed, tokens = resolved(info, PoolingTask.EMBED), resolved(info, PoolingTask.TOKEN_EMBED)
     check(info, embed, inputs=inputs)
     check(info, embed, tokens, tokens.clone(dimensions=5))
@@ -298,7 +298,7 @@ def run_chunks(
                 of_chunks,
                 seq_ids=[n for n, *_ in chunks],
                 starts=batch.cache.context_lens,
-                prompt_lens=batch.cache.prompt_lens,
+                total_lens=batch.cache.total_lens,
             )
             output = served.model.forward(batch, need_attention=served.pooler.needs_attention(of_chunks))
             metadata = manager.schedule(metadata)
