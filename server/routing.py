@@ -124,7 +124,7 @@ async def respond_as(endpoint: Endpoint, schema: type[JsonBody], content: dict[s
 
 
 class Router:
-    """Collects routes of one dialect.
+    """Collects the routes of one dialect, as the routers of starlette and FastAPI do.
 
     Args:
         dialect: Dialect of the routes, unless a route states another one.

@@ -1,4 +1,4 @@
-"""Documents, docstrings and comments name files that exist; docs/internals/architecture.md matches the packages."""
+"""Documents, docstrings and comments name files that exist; docs/internals/names.md matches the packages."""
 
 import ast
 import io
@@ -22,7 +22,8 @@ MENTION = re.compile(r"(?<![\w.*-])(?:[\w.-]+/)*\w+\.py\b(?![*{])")
 def test_import_order_equals_the_contracts() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
     layers = {c["id"]: c["layers"] for c in contracts if c["type"] == "layers"}
-    drawn = dict(re.findall(r"<!-- order: ([\w-]+) -->\n```\n(.*?)```", ARCHITECTURE, re.DOTALL))
+    text = (INTERNALS / "names.md").read_text("utf-8")
+    drawn = dict(re.findall(r"<!-- order: ([\w-]+) -->\n```\n(.*?)```", text, re.DOTALL))
     assert set(drawn) == {"engine-packages", "server-packages"}
     for name, picture in drawn.items():
         assert [re.split(r"\s{2,}", line.strip())[0] for line in picture.splitlines()] == layers[name], name

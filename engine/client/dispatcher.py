@@ -47,7 +47,7 @@ from .stats import DispatcherStats, DrainRate
 from .vector_cache.model_cache import ModelCache
 
 if TYPE_CHECKING:
-    from .replica_group import ReplicaRouter
+    from .replica_group import ReplicaBalancer
 
 logger = logging.getLogger("penstock.engine")
 
@@ -75,7 +75,7 @@ class OutputTransform:
 
 
 class OpenRequest:
-    """A request with one deadline and one or several runs; create it with `Dispatcher.open`."""
+    """A request of AsyncEngine, with one deadline and one or several runs. Create it with `Dispatcher.open`."""
 
     def __init__(self, dispatcher: Dispatcher, options: RequestOptions, *, is_cacheable: bool) -> None:
         self._dispatcher = dispatcher
@@ -182,7 +182,7 @@ class Dispatcher:
         cache: The cache of vectors.
         replicas: The replicas with their requests.
         admission: The limits of all replicas together.
-        backend: Runs admitted requests: the only replica. ReplicaGroup sets a ReplicaRouter for several replicas.
+        backend: Runs admitted requests: the only replica. ReplicaGroup sets a ReplicaBalancer for several replicas.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Dispatcher:
         self.stats.replicas = [] if is_only else [replica.stats for replica in self.replicas]
         rates = [replica.rate for replica in self.replicas]
         self.admission = QueueAdmission(self.stats, max_queued_tokens, max_queue_s, rates, max_request_tokens)
-        self.backend: Replica | ReplicaRouter = self.replicas[0]
+        self.backend: Replica | ReplicaBalancer = self.replicas[0]
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -279,11 +279,11 @@ class Timing(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class SentRequest:
-    """A request that was sent to the engine, with at least one incomplete input.
+class ReplicaRun:
+    """Inputs of an OpenRequest that were sent to one replica and are not complete.
 
     Attributes:
-        request_id: Number of the request in the engine.
+        request_id: Number of the Request in the engine process.
         result: Future of the outputs of all inputs.
         outputs: Outputs of each input that have arrived.
         num_incomplete: Number of incomplete inputs.
@@ -346,7 +346,7 @@ class Replica:
         self._is_only = is_only
         self._send: Send | None = None
         self._outgoing = ClientMessageBuilder()
-        self._runs: dict[int, SentRequest] = {}
+        self._runs: dict[int, ReplicaRun] = {}
         self._clearings: dict[int, asyncio.Future[int | None]] = {}
         self._ids = ids
 
@@ -395,10 +395,10 @@ class Replica:
         params: PoolingParams,
         options: RequestOptions,
         remaining_s: float | None,
-    ) -> SentRequest:
+    ) -> ReplicaRun:
         """Sends inputs as `run` does; the caller must call `end` afterwards, also after an error."""
         self._check_live()
-        run = SentRequest(
+        run = ReplicaRun(
             next(self._ids),
             asyncio.get_running_loop().create_future(),
             [{} for _ in inputs],
@@ -415,7 +415,7 @@ class Replica:
         )
         return run
 
-    def end(self, run: SentRequest) -> None:
+    def end(self, run: ReplicaRun) -> None:
         """Removes a run, and cancels it in the engine if it is not complete."""
         if run.num_tokens is not None:
             self.stats.leave(sum(run.num_tokens))
@@ -459,7 +459,7 @@ class Replica:
             if (run := self._runs.get(request_id)) is not None:
                 run.timing = Timing(*seconds)
         # 3. Store the rows of each input, and count its last row once.
-        done: list[SentRequest] = []
+        done: list[ReplicaRun] = []
         seen: set[tuple[int, int]] = set()  # complete inputs, which may be in several arrays
         for results in arrays:
             name = results.output.name

@@ -18,7 +18,7 @@ from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
 from ..protocol.request import STAGE_TIMES, RequestOptions, TokenizedInput
 from .core_supervisor import CoreSupervisor, EngineState
-from .dispatcher import Dispatcher, Replica, SentRequest
+from .dispatcher import Dispatcher, Replica, ReplicaRun
 from .engine_process import EngineProcess
 from .queue_admission import QueueAdmission
 from .stats import DispatcherStats
@@ -166,7 +166,7 @@ class ReplicaGroup:
         self._supervisors: list[CoreSupervisor] = []
         self._loaded: ModelInfo | None = None
         if len(dispatcher.replicas) > 1:
-            dispatcher.backend = ReplicaRouter(dispatcher.replicas)
+            dispatcher.backend = ReplicaBalancer(dispatcher.replicas)
         for config, replica in zip(configs, dispatcher.replicas, strict=True):
             started, process = process, None
             self._supervisors.append(
@@ -257,8 +257,8 @@ class ReplicaGroup:
             cache.open(self._loaded.folder, self._loaded, has_one_core=len(states) == 1)
 
 
-class ReplicaRouter:
-    """Distributes requests over several replicas, on one event loop.
+class ReplicaBalancer:
+    """Distributes the inputs of requests over several replicas, on one event loop.
 
     Args:
         replicas: At least two replicas.
@@ -279,7 +279,7 @@ class ReplicaRouter:
         Raises:
             EngineUnavailableError: No replica is running, or the replica of a part ended.
         """
-        runs: list[tuple[Replica, SentRequest]] = []
+        runs: list[tuple[Replica, ReplicaRun]] = []
         try:
             for replica, part in self._parts(inputs):
                 runs.append((replica, replica.begin(part, params, options, remaining_s)))
@@ -351,10 +351,10 @@ def even_shares(queued: Sequence[int], num_tokens: int, min_share: int) -> list[
     return shares
 
 
-def _end(runs: Sequence[tuple[Replica, SentRequest]]) -> None:
+def _end(runs: Sequence[tuple[Replica, ReplicaRun]]) -> None:
     for replica, run in runs:
         replica.end(run)
 
 
-def _seconds(run: SentRequest) -> float:
+def _seconds(run: ReplicaRun) -> float:
     return 0.0 if run.timing is None else run.timing.queue_s + run.timing.inference_s

@@ -15,10 +15,10 @@ from ..protocol.config import EngineConfig
 from ..protocol.errors import MachineError
 from ..protocol.model_info import ModelInfo
 from .array_runner import ArrayRunner
+from .composite_runner import CompositeRunner
 from .host import has_gpu_driver, may_have_gpu, pin
 from .loading.cpu_kernels import choose_kernels
 from .loading.load_errors import needs_torch
-from .routed_runner import RoutedRunner
 from .runner import Runner
 
 logger = logging.getLogger("penstock.engine")
@@ -44,7 +44,7 @@ def load_runner(config: EngineConfig) -> Runner:
     if info.query_model is None:
         return _load(info, config)
     queries = _load_static(info.query_model, replace(config, num_threads=1))  # in the thread of the loop
-    return RoutedRunner(_load(replace(info, query_model=None), config), queries=queries)
+    return CompositeRunner(_load(replace(info, query_model=None), config), queries=queries)
 
 
 def _load(info: ModelInfo, config: EngineConfig) -> Runner:
@@ -89,7 +89,7 @@ def _load_two_towers(info: ModelInfo, image: ModelInfo, config: EngineConfig) ->
         raise MachineError(f"{info.name} reads images, which needs the C library. {_SET_UP_LIBRARY}")
     texts = ArrayRunner.load(text, library, config)
     image = replace(image, kernels=text.kernels, num_lanes=text.num_lanes, arithmetic=text.arithmetic)
-    return RoutedRunner(texts, images=ArrayRunner.load(image, library, config, texts.tokenizer))
+    return CompositeRunner(texts, images=ArrayRunner.load(image, library, config, texts.tokenizer))
 
 
 def _dtype(config: EngineConfig) -> str:

@@ -240,7 +240,7 @@ class PoolingRunner(Runner, Generic[R]):
     def _adapters(self, chunks: Sequence[PrefillChunk]) -> NDArray[np.int32] | None:
         """Returns the number of each chunk's adapter, [N]; -1: no adapter. None if no chunk has one.
 
-        The adapters of a Router belong to the model of documents.
+        If queries have their own model, the adapters belong to the model of documents.
         """
         if not self._adapter_numbers:
             return None

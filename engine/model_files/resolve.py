@@ -133,7 +133,7 @@ def _resolve_part(
 
 
 def with_query(info: ModelInfo, query: ModelInfo, files: SentenceTransformersFiles) -> ModelInfo:
-    """Returns the model of a Router: `info` for documents, `query` for queries.
+    """Returns the model of a Router of sentence-transformers: `info` for documents, `query` for queries.
 
     Raises:
         UnsupportedModelError: The outputs of both differ in kind or width.

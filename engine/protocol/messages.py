@@ -57,8 +57,8 @@ class Attach(msgspec.Struct, tag=True, frozen=True):
     connection_number: int
 
 
-class RequestHeader(msgspec.Struct, array_like=True, gc=False):
-    """One request; see SubmitRequest. `params` and `client` are indices into the lists of the ClientMessage."""
+class RequestFields(msgspec.Struct, array_like=True, gc=False):
+    """A SubmitRequest in a ClientMessage, without its inputs. `params` and `client` are indices into its lists."""
 
     request_id: int
     params: int
@@ -106,7 +106,7 @@ class ClientMessage(msgspec.Struct, tag=True):
     connection_number: int = 0
     params: list[PoolingParams] = []
     clients: list[tuple[str, str]] = []
-    requests: list[RequestHeader] = []
+    requests: list[RequestFields] = []
     inputs: InputColumns = msgspec.field(default_factory=InputColumns)
     query_shapes: list[tuple[int, int]] = []
     grids: list[tuple[int, int, int, int]] = []
@@ -280,7 +280,7 @@ decode_from_core: Final[Callable[[Frame], FromCore]] = msgspec.msgpack.Decoder[F
 
 
 class SubmitRequest(NamedTuple):
-    """One request.
+    """The message that starts a Request in the engine process. A ClientMessage holds several.
 
     Attributes:
         request_id: Its number.
@@ -334,7 +334,7 @@ class ClientMessageBuilder:
             {key: index for index, key in enumerate(table)} for table in (params, clients, queries, images)
         )
         headers = [
-            RequestHeader(
+            RequestFields(
                 request.request_id,
                 param_index[request.params],
                 client_index[request.client, request.namespace],

@@ -159,8 +159,8 @@ class ModelInfo:
             models.
         sparse: How the model computes sparse vectors; None if it computes none.
         token_heads: Token heads in addition to the sentence embedding; None if the model has none.
-        query_model: The model of queries, if a Router gives queries another model than documents. This one is then the
-            model of documents.
+        query_model: The model of queries, if they have another model than documents (Router in sentence-transformers).
+            This one is then the model of documents.
         image: The model of images, if they have their own. This one is then the model of texts.
         image_spec: Preprocessing of the images that this model reads; None: it reads texts only.
         default_is_query: Texts without a purpose are queries of that model.

@@ -156,7 +156,7 @@ class InputSequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A client's request with its sequences."""
+    """A request in the engine process, with one InputSequence for each input."""
 
     request_id: int
     params: PoolingParams  # resolved

@@ -4,7 +4,7 @@ A handler checks the body against the limits, starts a call, reserves memory for
 builds the response:
 
     check_inputs(request, body)
-    call = await Call.start(request, body.model, EMBEDDERS)
+    call = await ModelCall.start(request, body.model, EMBEDDERS)
     call.reserve(size_of_numbers(...), param="inputs")
     result = await call.engine.embed(body.inputs, params, call.options())
     num_tokens = call.count(PoolingTask.EMBED, result)
@@ -60,8 +60,8 @@ class EngineResult(Protocol):
 class TruncatedInputs:
     """Number of truncated inputs of a request.
 
-    RequestOptions holds the method `add`. A method of Call would refer to the request: after an error, the body would
-    stay in memory until the next garbage collection.
+    RequestOptions holds the method `add`. A method of ModelCall would refer to the request: after an error, the body
+    would stay in memory until the next garbage collection.
     """
 
     __slots__ = ("num",)
@@ -77,7 +77,7 @@ class TruncatedInputs:
 def check_count(request: Request, inputs: Sized, param: str) -> None:
     """Raises InvalidRequestError if a request has more than `max_inputs_per_request` inputs.
 
-    Handlers call it before Call.start, so that an invalid body loads no model.
+    Handlers call it before ModelCall.start, so that an invalid body loads no model.
     """
     limit = context_of(request).settings.max_inputs_per_request
     if len(inputs) > limit:
@@ -100,8 +100,8 @@ def check_messages(request: Request, body: ChatFields) -> None:
     check_count(request, body.messages or (), "messages")
 
 
-class Call:
-    """A request to the model that it names.
+class ModelCall:
+    """The call of one model by a route, for one HTTP request.
 
     Attributes:
         target: Engine, name and default prompt of the model.
@@ -135,7 +135,7 @@ class Call:
         self.truncated = TruncatedInputs()
 
     @classmethod
-    async def start(cls, request: Request, model: str | None, kinds: Collection[ModelKind] = ()) -> Call:
+    async def start(cls, request: Request, model: str | None, kinds: Collection[ModelKind] = ()) -> ModelCall:
         """Finds the model of a request, and loads it first if necessary.
 
         Args:
@@ -261,7 +261,7 @@ class Call:
 
 
 async def engine_inputs(
-    call: Call, body: InputFields, options: RequestOptions
+    call: ModelCall, body: InputFields, options: RequestOptions
 ) -> tuple[Sequence[Input], RequestOptions]:
     """Returns the texts, images or rendered chats of a request, and the engine options.
 
@@ -278,7 +278,7 @@ async def engine_inputs(
     return await _rendered_chats(call, body.messages, body.chat_options()), options
 
 
-async def _rendered_chats(call: Call, chats: Conversations, template: ChatOptions) -> list[Input]:
+async def _rendered_chats(call: ModelCall, chats: Conversations, template: ChatOptions) -> list[Input]:
     """Returns the prompt of each chat, with its images.
 
     A model with a separate encoder of images (CLIP) reads no images in chats. It gets the image instead of the chat.
@@ -301,7 +301,7 @@ async def _rendered_chats(call: Call, chats: Conversations, template: ChatOption
 
 
 async def truncate_texts(
-    call: Call, inputs: Sequence[TextOrImage], max_num_tokens: int | None
+    call: ModelCall, inputs: Sequence[TextOrImage], max_num_tokens: int | None
 ) -> Sequence[TextOrImage]:
     """Truncates each text to `max_num_tokens` tokens, and counts the truncated texts. Images stay.
 

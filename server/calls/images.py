@@ -21,7 +21,7 @@ from ..schemas.images import Image, ImageChat, ImageSource, MixedContent
 from ..schemas.inputs import Text
 
 if TYPE_CHECKING:
-    from .call import Call
+    from .call import ModelCall
 
 FETCHES_PER_REQUEST: Final = 8
 """Images of a request that are fetched at once."""
@@ -39,7 +39,7 @@ _MAX_HEAD_CHARS: Final = 256
 T = TypeVar("T", bound=Text)
 
 
-async def read_images(call: Call, inputs: Sequence[T | Image], param: str) -> list[T | ImageInput | MixedInput]:
+async def read_images(call: ModelCall, inputs: Sequence[T | Image], param: str) -> list[T | ImageInput | MixedInput]:
     """Returns the inputs of a request, its images as ImageInput, and texts with images as MixedInput.
 
     Args:
@@ -71,7 +71,7 @@ async def read_images(call: Call, inputs: Sequence[T | Image], param: str) -> li
     return engine_inputs
 
 
-async def read_sources(call: Call, sources: Sequence[ImageSource], param: str) -> dict[str, ImageInput]:
+async def read_sources(call: ModelCall, sources: Sequence[ImageSource], param: str) -> dict[str, ImageInput]:
     """Returns the images of a request by ImageSource.path.
 
     Raises the errors of `read_images` except those of `check_images`.
@@ -91,7 +91,7 @@ async def read_sources(call: Call, sources: Sequence[ImageSource], param: str) -
     return {source.path: image for source, image in zip(sources, images, strict=True)}
 
 
-async def _reserve_pixels(call: Call, spec: ImageSpec, images: Sequence[ImageInput]) -> None:
+async def _reserve_pixels(call: ModelCall, spec: ImageSpec, images: Sequence[ImageInput]) -> None:
     """Reserves memory for the preprocessed images of a language model, which may be larger than their files.
 
     Raises:
@@ -171,7 +171,7 @@ def _size(image: ImageInput) -> ImageSize:
     return ImageSize(file.format, file.width, file.height)
 
 
-def check_images(call: Call, images: Sequence[ImageSource | MixedContent | ImageChat], param: str) -> None:
+def check_images(call: ModelCall, images: Sequence[ImageSource | MixedContent | ImageChat], param: str) -> None:
     """Raises InvalidRequestError for a model without images, or for an image beside a text that it does not read."""
     if not call.info.reads_images:
         first = images[0].images[0] if isinstance(images[0], ImageChat) and images[0].is_single else images[0]
@@ -195,7 +195,7 @@ def _is_url(text: str) -> bool:
     return text[:8].lower().startswith(("http://", "https://"))
 
 
-async def _decode(call: Call, source: ImageSource, param: str) -> bytes:
+async def _decode(call: ModelCall, source: ImageSource, param: str) -> bytes:
     """Returns the bytes of a data URI or of base64."""
     text, where, start = source.text, f"{param}{source.path}", 0
     is_base64 = True
@@ -268,7 +268,7 @@ async def _decode_base64(text: str, start: int) -> bytes:
     return data.getvalue()
 
 
-def _check_size(call: Call, num_bytes: int, where: str, param: str) -> None:
+def _check_size(call: ModelCall, num_bytes: int, where: str, param: str) -> None:
     limit = call.context.settings.max_image_bytes
     if num_bytes > limit:
         raise InvalidRequestError(
@@ -276,7 +276,7 @@ def _check_size(call: Call, num_bytes: int, where: str, param: str) -> None:
         )
 
 
-async def _fetch_all(call: Call, sources: Mapping[int, ImageSource], param: str) -> dict[int, bytes]:
+async def _fetch_all(call: ModelCall, sources: Mapping[int, ImageSource], param: str) -> dict[int, bytes]:
     """Returns the images of URLs. An error of one ends the others."""
     fetcher, admission, scope = call.context.fetcher, call.context.admission, call.request.scope
     if fetcher is None:

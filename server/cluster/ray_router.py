@@ -1,4 +1,4 @@
-"""A request router for Ray Serve that sends each request to the replica with the fewest queued tokens.
+"""A RequestRouter for Ray Serve that sends each request to the replica with the fewest queued tokens.
 
 Every Ray proxy imports this module, so it has few imports.
 """

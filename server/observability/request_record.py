@@ -39,7 +39,7 @@ _MAX_PATH_CHARS: Final = 200
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """A request and its response.
+    """The times, model and status of one HTTP request, for its observers.
 
     Attributes:
         began_s: time.perf_counter() when its head was read.

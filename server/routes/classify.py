@@ -16,7 +16,7 @@ from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.request import Input as EngineInput
 
 from ..admission import size_of_classes, size_of_texts
-from ..calls.call import CLASSIFIERS, EMBEDDERS, Call, check_count, check_inputs, engine_inputs
+from ..calls.call import CLASSIFIERS, EMBEDDERS, ModelCall, check_count, check_inputs, engine_inputs
 from ..dialects import COHERE, INFINITY, SGLANG, VLLM, keys_ignored_by
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
@@ -245,7 +245,7 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     check_count(request, body.labels or (), "labels")
     check_count(request, body.examples or (), "examples")
     body.check_classes()
-    call = await Call.start(request, body.model, EMBEDDERS if body.class_names() else CLASSIFIERS)
+    call = await ModelCall.start(request, body.model, EMBEDDERS if body.class_names() else CLASSIFIERS)
     info = call.info
     _check_model(info, body)
     if info.kind is ModelKind.TOKEN_CLASSIFIER:
@@ -314,7 +314,7 @@ async def _classes(
     return await engine.classify(texts, params, options)
 
 
-async def _classify_tokens(call: Call, body: ClassifyRequest) -> Response:
+async def _classify_tokens(call: ModelCall, body: ClassifyRequest) -> Response:
     if body.examples or body.labels or body.inputs is not None:
         raise UnsupportedTaskError(
             f"{call.name} classifies tokens: send texts as input, without labels and examples.", param="input"

@@ -23,7 +23,7 @@ from ..admission import (
     size_of_texts,
     size_of_tokens,
 )
-from ..calls.call import EMBEDDERS, Call, check_count
+from ..calls.call import EMBEDDERS, ModelCall, check_count
 from ..calls.images import ImageSize, image_usage, read_images
 from ..dialects import COHERE, keys_ignored_by
 from ..errors import COHERE_TAG
@@ -240,7 +240,7 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
     contents, param = body.contents(), body.input_field()
     check_count(request, contents, param)
     texts = [content for content in contents if isinstance(content, str)]
-    call = await Call.start(request, body.model, EMBEDDERS)
+    call = await ModelCall.start(request, body.model, EMBEDDERS)
     params = body.pooling_params(call.info)
     width = vector_width(call.info, params)
     _check_widths(body, width)
@@ -278,7 +278,7 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
 async def tokenize(body: CohereTokenizeRequest, request: Request) -> Response:
     """Returns the tokens of a text, without special tokens."""
     check_num_chars(len(body.text), "text")
-    call = await Call.start(request, body.model)
+    call = await ModelCall.start(request, body.model)
     (token_ids,) = await call.engine.tokenize(
         [body.text], add_special_tokens=False, on_count=lambda num_tokens: check_num_tokens(num_tokens, "text")
     )
@@ -295,7 +295,7 @@ async def tokenize(body: CohereTokenizeRequest, request: Request) -> Response:
 async def detokenize(body: CohereDetokenizeRequest, request: Request) -> Response:
     """Returns the text of token ids."""
     check_num_ids(len(body.tokens), "tokens")
-    call = await Call.start(request, body.model)
+    call = await ModelCall.start(request, body.model)
     (text,) = await call.engine.detokenize([body.tokens])
     call.reserve(size_of_texts([text]), param="tokens", remedy=FEWER_IDS)
     return call.respond({"text": text, "meta": _version_meta()})

@@ -12,7 +12,7 @@ from penstock.engine import ModelInfo, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
 from ..admission import size_beyond_expected, size_of_numbers, size_of_sparse
-from ..calls.call import EMBEDDERS, Call, check_inputs, engine_inputs
+from ..calls.call import EMBEDDERS, ModelCall, check_inputs, engine_inputs
 from ..dialects import PENSTOCK, keys_ignored_by
 from ..http.vectors import Encoding, check_encodings, lazy_rows, vector_width
 from ..routing import BatchUse, Router
@@ -159,7 +159,7 @@ async def encode(body: EncodeRequest, request: Request) -> Response:
     """Returns dense, sparse and token vectors of each input, computed in one forward."""
     check_inputs(request, body)
     params, encoding = body.pooling_params(), body.encoding()
-    call = await Call.start(request, body.model, EMBEDDERS)
+    call = await ModelCall.start(request, body.model, EMBEDDERS)
     check_encodings({"embedding": encoding}, body.num_inputs(), call.info, params, quantized_by="encoding_format")
     options = call.embed_options(body, priority=body.priority)
     wanted = body.wanted(call.info)

@@ -24,7 +24,7 @@ from penstock.engine.protocol.setting import short_count
 
 from .. import penstock_version
 from ..admission import size_of_numbers
-from ..calls.call import EMBEDDERS, Call, check_count
+from ..calls.call import EMBEDDERS, ModelCall, check_count
 from ..calls.context import ServerContext, context_of
 from ..dialects import OLLAMA, OPENAI, keys_ignored_by
 from ..errors import quote
@@ -395,9 +395,9 @@ async def load_or_unload(body: OllamaLifeRequest, request: Request) -> Response:
     return json_response({"model": name, "created_at": now, "response": "", "done": True, "done_reason": reason})
 
 
-async def _start(request: Request, body: OllamaEmbedBody | OllamaLifeRequest) -> Call:
+async def _start(request: Request, body: OllamaEmbedBody | OllamaLifeRequest) -> ModelCall:
     """Starts a call. Its model then stays loaded for the request's `keep_alive`."""
-    call = await Call.start(request, body.served_name(), EMBEDDERS)
+    call = await ModelCall.start(request, body.served_name(), EMBEDDERS)
     if body.keep_alive is not None:
         call.context.models.set_ttl(call.name, body.keep_alive)
     return call

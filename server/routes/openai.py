@@ -13,7 +13,7 @@ from penstock.engine import PoolingParams, PoolingTask, RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..admission import size_of_numbers
-from ..calls.call import EMBEDDERS, Call, check_inputs, engine_inputs
+from ..calls.call import EMBEDDERS, ModelCall, check_inputs, engine_inputs
 from ..dialects import INFINITY, JINA, OPENAI, SGLANG, VLLM, VOYAGE, keys_ignored_by
 from ..http.vectors import BYTES_RESPONSE, Encoding, check_encodings, vector_width, vectors_response
 from ..routing import BatchUse, Router
@@ -207,7 +207,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
         return await create_multi_vectors(body, request)
     check_inputs(request, body)
     params = body.pooling_params()
-    call = await Call.start(request, body.served_name(), EMBEDDERS)
+    call = await ModelCall.start(request, body.served_name(), EMBEDDERS)
     encodings, options = _encodings_and_options(call, body, params)
     width = vector_width(call.info, params)
     call.reserve(size_of_numbers(body.num_inputs() * width, num_encodings=len(encodings)))
@@ -233,7 +233,7 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
     """
     check_inputs(request, body)
     params = body.pooling_params()
-    call = await Call.start(request, body.served_name(), EMBEDDERS)
+    call = await ModelCall.start(request, body.served_name(), EMBEDDERS)
     encodings, options = _encodings_and_options(call, body, params)
     texts, options = await engine_inputs(call, body, call.reserve_rows(options))
     result = await call.engine.token_embed(texts, params, options)
@@ -244,7 +244,7 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
 
 
 def _encodings_and_options(
-    call: Call, body: EmbeddingRequest, params: PoolingParams
+    call: ModelCall, body: EmbeddingRequest, params: PoolingParams
 ) -> tuple[Mapping[str, Encoding], RequestOptions]:
     """Returns the response encodings and the engine options, after checking them against the model."""
     encodings = body.encodings()

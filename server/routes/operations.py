@@ -16,7 +16,7 @@ from pydantic_core import to_jsonable_python
 from penstock.engine.model_files.resolve import resolved_table
 
 from .. import penstock_version
-from ..calls.call import Call
+from ..calls.call import ModelCall
 from ..calls.context import ClientWatch, context_of
 from ..dialects import PENSTOCK, Responses
 from ..http.json_responses import json_response
@@ -161,7 +161,7 @@ ModelName = Annotated[str | None, Query(description="A served name; absent: the 
 async def tokenizer_info(request: Request, model: ModelName = None) -> Response:
     """Returns the settings of the tokenizer, as in tokenizer_config.json."""
     with ClientWatch(request):
-        call = await Call.start(request, model)
+        call = await ModelCall.start(request, model)
     try:
         return json_response(call.engine.tokenizer_config)
     finally:

@@ -16,7 +16,7 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.request import TextOrImage
 
 from ..admission import size_of_scores, size_of_texts
-from ..calls.call import RERANKERS, Call, check_count, truncate_texts
+from ..calls.call import RERANKERS, ModelCall, check_count, truncate_texts
 from ..calls.images import read_images
 from ..dialects import COHERE, INFINITY, JINA, SGLANG, SILICONFLOW, TEI, VLLM, VOYAGE, XINFERENCE, keys_ignored_by
 from ..errors import DEFAULT_TAG, TEI_TAG, quote
@@ -308,7 +308,7 @@ async def rerank(body: RerankBody, request: Request) -> Response:
         return await rerank_texts(body, request)
     check_count(request, body.documents, "documents")
     contents = body.contents()
-    call = await Call.start(request, body.model, RERANKERS)
+    call = await ModelCall.start(request, body.model, RERANKERS)
     path = request.scope["path"]
     with_documents = body.wants_documents(path, has_images=has_images(contents))
     call.reserve(size_of_scores(len(contents)), param="documents")
@@ -350,7 +350,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     left, right = sides = body.sides()
     for side in sides:
         check_count(request, getattr(body, side), side)
-    call = await Call.start(request, body.model, RERANKERS)
+    call = await ModelCall.start(request, body.model, RERANKERS)
     options = call.options(instruction=body.wanted_instruction(), priority=body.priority)
     call.reserve(size_of_scores(max(len(getattr(body, side)) for side in sides)), param=right)
     queries: Sequence[TextOrImage] = await read_images(call, getattr(body, left), left)

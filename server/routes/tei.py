@@ -32,7 +32,7 @@ from ..admission import (
     size_of_texts,
     size_of_tokens,
 )
-from ..calls.call import CLASSIFIERS, EMBEDDERS, RERANKERS, Call, check_count
+from ..calls.call import CLASSIFIERS, EMBEDDERS, RERANKERS, ModelCall, check_count
 from ..calls.context import context_of
 from ..dialects import TEI
 from ..errors import COHERE_TAG, TEI_TAG, quote
@@ -113,7 +113,7 @@ async def embed(body: EmbedBody, request: Request) -> Response:
     if isinstance(body, CohereEmbedRequest):
         return await cohere.embed_v1(body, request)
     check_count(request, body.inputs, "inputs")
-    call = await Call.start(request, body.model, EMBEDDERS)
+    call = await ModelCall.start(request, body.model, EMBEDDERS)
     params = body.pooling_params()
     options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
     call.reserve(size_of_numbers(len(body.inputs) * vector_width(call.info, params)), param="inputs")
@@ -131,7 +131,7 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
     A model that was trained for token vectors (ColBERT) returns these with its own normalisation.
     """
     check_count(request, body.inputs, "inputs")
-    call = await Call.start(request, body.model, EMBEDDERS)
+    call = await ModelCall.start(request, body.model, EMBEDDERS)
     info, params = call.info, body.pooling_params()
     if info.multi_vector is None and info.token_heads is None:
         params = params.clone(normalize=False)
@@ -150,7 +150,7 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
 async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response:
     """Embeds each input into a sparse vector over the vocabulary. Needs a sparse model (SPLADE, bge-m3)."""
     check_count(request, body.inputs, "inputs")
-    call = await Call.start(request, body.model, EMBEDDERS)
+    call = await ModelCall.start(request, body.model, EMBEDDERS)
     options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
     call.reserve(size_of_sparse(len(body.inputs)), param="inputs")
     result = await call.engine.sparse_embed(body.inputs, body.pooling_params(), options)
@@ -164,7 +164,7 @@ async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
     """Returns the cosine similarity of a sentence with each of several others. All use the same prompt."""
     source, sentences = body.inputs.source_sentence, body.inputs.sentences
     check_count(request, sentences, "inputs.sentences")
-    call = await Call.start(request, body.model, EMBEDDERS)
+    call = await ModelCall.start(request, body.model, EMBEDDERS)
     prompt_name = body.prompt_name or call.target.default_prompt_name or call.info.default_prompt_name
     options = call.options(prompt_name, priority=body.priority)
     if call.info.kind is not ModelKind.EMBEDDING:
@@ -191,7 +191,7 @@ async def predict(body: TeiPredictRequest, request: Request) -> Response:
     """
     entries = body.inputs.entries
     check_count(request, entries, "inputs")
-    call = await Call.start(request, body.model, CLASSIFIERS)
+    call = await ModelCall.start(request, body.model, CLASSIFIERS)
     info = call.info
     if body.function_to_apply not in (None, "none", info.activation.value) and info.labels:
         raise InvalidRequestError(
@@ -214,7 +214,7 @@ async def predict(body: TeiPredictRequest, request: Request) -> Response:
 async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
     """Sorts texts by relevance to a query, best first. rerank.py calls it: other dialects share its path."""
     check_count(request, body.texts, "texts")
-    call = await Call.start(request, body.model, RERANKERS)
+    call = await ModelCall.start(request, body.model, RERANKERS)
     options = call.options(instruction=body.instruction, priority=body.priority)
     call.reserve(size_of_scores(len(body.texts)), param="texts")
     if body.return_text:
@@ -276,7 +276,7 @@ async def decode(body: TeiDecodeRequest, request: Request) -> Response:
     """Returns the text of each list of token ids."""
     check_count(request, body.ids, "ids")
     check_num_ids(sum(map(len, body.ids)), "ids")
-    call = await Call.start(request, body.model)
+    call = await ModelCall.start(request, body.model)
     texts = await call.engine.detokenize(body.ids, skip_special_tokens=body.skip_special_tokens is not False)
     call.reserve(size_of_texts(texts), param="ids", remedy=FEWER_IDS)
     return call.respond(texts)
@@ -285,7 +285,7 @@ async def decode(body: TeiDecodeRequest, request: Request) -> Response:
 async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response:
     """Returns the tokens of each text with their offsets. vllm.py calls it: other dialects share its path."""
     check_count(request, body.inputs, "inputs")
-    call = await Call.start(request, body.model)
+    call = await ModelCall.start(request, body.model)
     prompt = _prompt(call.info, body.prompt_name)
     texts = [prompt + text for text in body.inputs]
     check_num_chars(sum(map(len, texts)), "inputs")
@@ -304,7 +304,7 @@ async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response
 async def by_model(body: Annotated[dict[str, Any], Body()], request: Request) -> Response:
     """Responds as the Inference API does: the body or the served model determines the task."""
     model = body.get("model")
-    call = await Call.start(request, model if isinstance(model, str) else None)
+    call = await ModelCall.start(request, model if isinstance(model, str) else None)
     if isinstance(body.get("inputs"), dict):
         return await respond_as(similarity, TeiSimilarityRequest, body, request)
     if "texts" in body or "query" in body:
@@ -319,13 +319,13 @@ async def by_model(body: Annotated[dict[str, Any], Body()], request: Request) ->
     return await respond_as(predict, TeiPredictRequest, {"parameters": {}, **body}, request)
 
 
-def _respond(call: Call, content: Any, *, num_tokens: int, num_chars: int) -> Response:
+def _respond(call: ModelCall, content: Any, *, num_tokens: int, num_chars: int) -> Response:
     """Returns a response with TEI's headers. Its memory has been reserved.
 
     Args:
         call: The call that computed it.
         content: The body; `iter_json` lists its types.
-        num_tokens: See Call.count.
+        num_tokens: See ModelCall.count.
         num_chars: Characters of the inputs.
     """
     compute_ms = _elapsed_ms(call.began_s)

@@ -34,7 +34,7 @@ from ..admission import (
     size_of_texts,
     size_of_tokens,
 )
-from ..calls.call import Call, check_inputs, check_messages, engine_inputs
+from ..calls.call import ModelCall, check_inputs, check_messages, engine_inputs
 from ..calls.context import context_of
 from ..dialects import TEI, VLLM, keys_ignored_by
 from ..errors import COHERE_TAG, DEFAULT_TAG, TEI_TAG, quote_names
@@ -224,7 +224,7 @@ _EMBEDS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 async def pooling(body: PoolingRequest, request: Request) -> Response:
     """Returns embeddings or class scores, per input or per token."""
     check_inputs(request, body)
-    call = await Call.start(request, body.model)
+    call = await ModelCall.start(request, body.model)
     task, encoding, params = body.pooling_task(call.info.tasks), body.encoding(), body.pooling_params()
     _check_encoding(encoding, task, vector_width(call.info, params))
     check_bytes(encoding, body.num_inputs())
@@ -312,7 +312,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
             return await cohere.tokenize(body, request)
     body.check_given()
     check_messages(request, body)
-    call = await Call.start(request, body.model)
+    call = await ModelCall.start(request, body.model)
     ids, strings = await _tokens(call.engine, body)
     call.reserve(size_of_tokens(len(ids)), param="prompt" if body.messages is None else "messages")
     content = {"count": len(ids), "max_model_len": call.info.max_model_len, "tokens": ids, "token_strs": strings}
@@ -323,7 +323,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Returns the text of token ids in vLLM's format. /v1/detokenize has Cohere's format and /decode TEI's."""
     check_num_ids(len(body.tokens), "tokens")
-    call = await Call.start(request, body.model)
+    call = await ModelCall.start(request, body.model)
     text = ""
     if body.tokens:
         (text,) = await call.engine.detokenize([body.tokens], skip_special_tokens=False)
@@ -385,7 +385,7 @@ async def invocations(
     if body.get("task") in ("embed", "classify", "token_embed", "token_classify"):
         return await respond_as(pooling, PoolingRequest, body, request)
     model = body.get("model")
-    info = (await Call.start(request, model if isinstance(model, str) else None)).info
+    info = (await ModelCall.start(request, model if isinstance(model, str) else None)).info
     if info.kind is ModelKind.TOKEN_CLASSIFIER:
         return await respond_as(pooling, PoolingRequest, body, request)
     if info.kind is ModelKind.EMBEDDING:

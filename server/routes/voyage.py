@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from penstock.engine import PoolingParams, PoolingTask
 
 from ..admission import size_of_numbers
-from ..calls.call import EMBEDDERS, Call, check_count
+from ..calls.call import EMBEDDERS, ModelCall, check_count
 from ..calls.images import image_usage, read_images
 from ..dialects import VOYAGE, keys_ignored_by
 from ..http.vectors import BYTES_RESPONSE, check_encodings, vector_width, vectors_response
@@ -88,7 +88,7 @@ async def embed_multimodal(body: MultimodalRequest, request: Request) -> Respons
     """Embeds texts and images: one vector per input, in order."""
     check_count(request, body.inputs, "inputs")
     params, encodings = body.pooling_params(), body.encodings()
-    call = await Call.start(request, body.model, EMBEDDERS)
+    call = await ModelCall.start(request, body.model, EMBEDDERS)
     check_encodings(encodings, len(body.inputs), call.info, params, quantized_by=body.quantized_by())
     options = call.embed_options(body, priority=body.priority)
     width = vector_width(call.info, params)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.client.replica_group import ReplicaRouter
+from penstock.engine.client.replica_group import ReplicaBalancer
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.messages import (
     ClientMessage,
@@ -139,7 +139,7 @@ async def test_request_records_its_queue_and_inference_time(dispatcher: Dispatch
 @pytest.fixture
 def two() -> Dispatcher:
     dispatcher = Dispatcher(max_queued_tokens=100_000, num_replicas=2)
-    dispatcher.backend = ReplicaRouter(dispatcher.replicas)
+    dispatcher.backend = ReplicaBalancer(dispatcher.replicas)
     return dispatcher
 
 

@@ -12,7 +12,7 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import AdapterSpec
 from penstock.server.admission import AdmissionController
 from penstock.server.calls import prompts as prompt_names
-from penstock.server.calls.call import Call
+from penstock.server.calls.call import ModelCall
 from penstock.server.calls.context import ServerContext
 from penstock.server.models.manager import ModelLimits, ModelManager
 from penstock.server.models.table import ModelTable, ModelTarget
@@ -34,10 +34,10 @@ def body(**fields: str) -> EmbeddingRequest:
     return EmbeddingRequest(input=["a"], **fields)
 
 
-def call(engine: Any, default_prompt_name: str | None = None, adapter: str | None = None) -> Call:
+def call(engine: Any, default_prompt_name: str | None = None, adapter: str | None = None) -> ModelCall:
     settings, table = ServerSettings(), ModelTable(ModelManager([], ModelLimits()))
     context = ServerContext(settings, None, table, 0, AdmissionController(settings))
-    return Call(REQUEST, context, ModelTarget(engine, "m", default_prompt_name, adapter), 0.0)
+    return ModelCall(REQUEST, context, ModelTarget(engine, "m", default_prompt_name, adapter), 0.0)
 
 
 @pytest.mark.parametrize("field", ["input_type", "task"])

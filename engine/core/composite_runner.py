@@ -1,4 +1,7 @@
-"""The Runner of a model with several parts: static embeddings for queries (a Router), or an encoder of images."""
+"""The Runner of a model with several parts: static embeddings for queries, or an encoder of images.
+
+sentence-transformers calls a model with static embeddings for queries a Router.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class _Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _RoutedForward:
+class _CompositeForward:
     """The forwards of one batch.
 
     Attributes:
@@ -59,7 +62,7 @@ def _at(arrays: Sequence[HostArray], indices: list[int]) -> tuple[HostArray, ...
     )
 
 
-class RoutedRunner(Runner):
+class CompositeRunner(Runner):
     """Runs queries or images with other models than the other sequences. See Runner.
 
     The parts share the lanes of one CPU. Static embeddings run at once, and take no device time.
@@ -108,7 +111,7 @@ class RoutedRunner(Runner):
             routes.setdefault(self._runner_of(chunk), []).append(index)
         if len(routes) == 1:
             return self._begin(next(iter(routes)), chunks)
-        return _RoutedForward(
+        return _CompositeForward(
             [_Part(self._begin(runner, [chunks[i] for i in indices]), indices) for runner, indices in routes.items()]
         )
 
