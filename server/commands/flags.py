@@ -24,13 +24,21 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # typeshed has overloads by the namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """See argparse. Raises UsageError for a misspelt flag, with the nearest flag."""
+        """Parses known flags. Raises UsageError for an unknown flag, with the nearest flag and without its value."""
         found, extras = super().parse_known_args(args, namespace)
         for flag in extras:
             name = flag.partition("=")[0]
-            if name.startswith("--") and (hint := did_you_mean(name, self._option_string_actions)):
-                self.error(f"unrecognized argument: {name}{hint}")
+            if name.startswith("--"):
+                self.error(f"unrecognized argument: {name}{did_you_mean(name, self._option_string_actions)}")
         return found, extras
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Returns the flags that start with `option_string`. The error of argparse for several would show a value."""
+        found = super()._get_option_tuples(option_string)
+        if len(found) > 1:
+            matches = ", ".join(match[1] for match in found)
+            self.error(f"ambiguous option: {option_string.partition('=')[0]} could match {matches}")
+        return found
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:

@@ -14,7 +14,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from .load import UsageError, declared_settings, did_you_mean, environment_variable, flag_of, is_set, shown_value
+from .load import (
+    UsageError,
+    declared_settings,
+    did_you_mean,
+    environment_variable,
+    flag_of,
+    invalid_value,
+    is_set,
+    shown_value,
+)
 
 COMPAT_SERVERS: Final = ("tei", "infinity")
 _PREFIX: Final = "INFINITY_"
@@ -85,7 +94,7 @@ def _converted(variable: str, value: str, rule: Rule) -> Outcome:
     try:
         return rule(value) if value else "has no effect: it is empty"
     except ValueError as error:
-        raise UsageError(f"{variable}: {error} (got {shown_value(value)})") from error
+        raise invalid_value(variable, error, value, is_secret=variable in _SECRETS) from error
 
 
 def _add(found: CompatVariables, variable: str, text: str, outcomes: Sequence[Outcome], fixed: Collection[str]) -> None:

@@ -164,8 +164,7 @@ def load(
         try:
             values[name] = declared.convert(value)
         except ValueError as error:
-            got = "" if declared.is_secret else f" (got {shown_value(value)})"
-            raise UsageError(f"{source}: {error}{got}") from error
+            raise invalid_value(source, error, value, is_secret=declared.is_secret) from error
     built: SettingsT = _built(kind, values, base)
     return built
 
@@ -278,6 +277,12 @@ def split_list(value: object) -> tuple[str, ...]:
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         raise ValueError("must be a list of texts")
     return tuple(name.strip() for part in parts for name in part.split(",") if name.strip())
+
+
+def invalid_value(source: str, error: ValueError, value: object, *, is_secret: bool) -> UsageError:
+    """Returns the error for a value of a flag, a variable or a key of a file. The message hides secret values."""
+    got = "" if is_secret else f" (got {shown_value(value)})"
+    return UsageError(f"{source}: {error}{got}")
 
 
 def shown_value(value: object) -> str:

@@ -170,6 +170,7 @@ def test_impossible_value_is_an_error(plan: Any, variable: str, value: str, mess
     with pytest.raises(UsageError) as error:
         plan({variable: value}, model=["a/b"], env_compat=server)
     assert str(error.value).startswith(message)
+    assert ("(got" in str(error.value)) is (variable != "API_KEY")
 
 
 def test_two_prompts_are_an_error(plan: Any) -> None:
