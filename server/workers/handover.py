@@ -96,6 +96,7 @@ class Acceptor:
         self._waiting: socket.socket | None = None  # accepted, and no process has taken it
         self._retry: asyncio.TimerHandle | None = None
         self._is_reading = False
+        self._is_failing = False  # the last attempt to accept a connection failed
         self._is_closed = False
 
     def add(self, end: ConnectionSender) -> None:
@@ -138,9 +139,14 @@ class Acceptor:
             except (BlockingIOError, ConnectionAbortedError):
                 break
             except OSError as error:
-                logger.error("connections cannot be accepted now: %s", error.strerror)
+                if not self._is_failing:
+                    logger.error("connections cannot be accepted now: %s", error.strerror)
+                self._is_failing = True
                 self._pause()
                 return
+            if self._is_failing:
+                logger.warning("connections can be accepted again")
+            self._is_failing = False
             self._waiting = None
             if any(end.send(connection, self._kind) for end in sorted(self._ends, key=lambda end: end.num_open)):
                 connection.close()
