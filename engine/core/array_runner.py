@@ -43,7 +43,8 @@ _POOLED_ROWS: Final[Mapping[tuple[PoolingType, ...], KeptRows]] = {
 }
 """Rows that the pooling of a model reads; others need all rows."""
 _MIN_BATCH_PARTS: Final = 4
-"""Smallest parts in a batch. Two lanes that share it then compute for twice as long as they read weights."""
+"""Smallest parts in a batch. Two threads of the C library that share it then compute for twice as long as they read
+weights."""
 _MIN_BATCH_TOKENS: Final = 48
 """With fewer tokens in a batch of a small model, the time of the engine process outside the C library matters."""
 
@@ -84,7 +85,7 @@ class ArrayRunner(PoolingRunner[Floats]):
     ) -> None:
         super().__init__(info, tokenizer, array_pooler(info, encoder, dense, token_heads), config, MemoryGauge())
         self.keeps_order = False
-        self.num_lanes = encoder.library.num_lanes
+        self.max_forwards = encoder.library.num_lanes
         self.limits = DeviceLimits(min_batch_tokens=max(_MIN_BATCH_PARTS * encoder.min_part_tokens, _MIN_BATCH_TOKENS))
         self._encoder = encoder
         self._pooled_rows = KeptRows.ALL
@@ -201,11 +202,11 @@ class ArrayRunner(PoolingRunner[Floats]):
             if self._encoder.attention_pool is not None:
                 rows = self._encoder.attention_pool(output.hidden_states, batch.cu_seqlens)
                 output = output._replace(hidden_states=rows)
-            pooled = self._pooler.pool(output, metadata, self._chunks)
+            pooled = self._pooler.pool(output, metadata, self._pooling_states)
             outputs = pooled.to_host()
         except MemoryError as error:
             raise DeviceMemoryError(str(error)) from error
-        self._chunks.commit(metadata, pooled.states)
+        self._pooling_states.commit(metadata, pooled.states)
         now_s = time.perf_counter()
         # The time of overlapping forwards counts from the end of the previous one.
         self._times.append(ForwardTime(chunk_tokens, whole_tokens, now_s - max(started_s, self._ended_s)))

@@ -65,7 +65,7 @@ def _at(arrays: Sequence[HostArray], indices: list[int]) -> tuple[HostArray, ...
 class CompositeRunner(Runner):
     """Runs queries or images with other models than the other sequences. See Runner.
 
-    The parts share the lanes of one CPU. Static embeddings run at once, and take no device time.
+    The parts share the lanes (threads) of one C library. Static embeddings run at once, and take no device time.
 
     Args:
         documents: Runs all other sequences.
@@ -85,7 +85,7 @@ class CompositeRunner(Runner):
         )
         self.tokenizer = replace(documents.tokenizer, query_tokenizer=None if queries is None else queries.tokenizer)
         self.sequence_pool = documents.sequence_pool
-        self.num_lanes = documents.num_lanes
+        self.max_forwards = documents.max_forwards
         self.keeps_order = documents.keeps_order
         self.limits = documents.limits
 

@@ -158,7 +158,7 @@ class EngineCore:
         self._runner = self._load_runner(self._config)
         sequence_pool = self._runner.sequence_pool
         self._scheduler, info = make_scheduler(
-            self._config, self._runner.info, sequence_pool, self._runner.num_lanes, self._runner.limits
+            self._config, self._runner.info, sequence_pool, self._runner.max_forwards, self._runner.limits
         )
         if without_weights := [adapter.name for adapter in info.adapters if not adapter.is_served]:
             logger.warning(
@@ -169,7 +169,8 @@ class EngineCore:
         block_size = None if sequence_pool.prefixes is None else self._config.cache.kv_block_size
         self._build_request = RequestBuilder(info, block_size, seed=f"{info.path}@{self._config.revision}").build
         self._runner.warm_up()
-        self._watch.in_order, self._watch.num_lanes = self._runner.keeps_order, self._runner.num_lanes
+        self._watch.in_order = self._runner.keeps_order
+        self._watch.max_forwards = self._runner.max_forwards
         self._watch.record(Step(num_tokens=self._runner.limits.max_tokens or 0), 0.0)
         for forward_time in self._runner.take_times():  # of the warm-up
             self._scheduler.chunk_sizes.record(*forward_time)

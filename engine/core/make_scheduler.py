@@ -24,7 +24,7 @@ def make_scheduler(
     config: EngineConfig,
     info: ModelInfo,
     sequence_pool: SequencePool,
-    num_lanes: int = 1,
+    max_forwards: int = 1,
     device: DeviceLimits | None = None,
 ) -> tuple[Scheduler, ModelInfo]:
     """Returns the scheduler, and the model info with the final max_model_len.
@@ -33,7 +33,7 @@ def make_scheduler(
         config: Limits.
         info: The loaded model.
         sequence_pool: Memory of sequences that run in chunks.
-        num_lanes: See Scheduler.
+        max_forwards: Forwards that can run at the same time.
         device: Limits of the device; None if unknown.
     """
     device = device or DeviceLimits()
@@ -48,7 +48,7 @@ def make_scheduler(
         max_seq_len=info.longest_sequence,
         prefill_config=_prefill_config(limits.chunk_size, info, budget, uses_chunks=uses_chunks),
         sequence_pool=sequence_pool,
-        num_lanes=num_lanes,
+        max_forwards=max_forwards,
         min_batch_tokens=device.min_batch_tokens,
     )
     return scheduler, info

@@ -199,10 +199,10 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
         self._timer.begin()
         forward = self._model.forward if self._graphs is None else self._graphs.forward
         output = forward(batch, need_attention=self._pooler.needs_attention(metadata.params))
-        pooled = self._pooler.pool(output, metadata, self._chunks)
+        pooled = self._pooler.pool(output, metadata, self._pooling_states)
         result = pooled.begin_copy(self._stream.to_host) if self._stream.is_asynchronous else pooled.to_host()
         if self._memory is not None and cache is not None:
-            self._chunks.commit(metadata, pooled.states)
+            self._pooling_states.commit(metadata, pooled.states)
             self._memory.advance(chunks)
         ended = self._timer.end(chunk_tokens, batch.num_tokens - chunk_tokens)
         if chunk_tokens:

@@ -59,7 +59,7 @@ class DeviceLimits(NamedTuple):
     Attributes:
         memory: Bytes of device memory; None if the device uses the memory of the host.
         max_tokens: Tokens of the largest forward that fits into memory; None if it was not measured.
-        min_batch_tokens: Tokens below which smaller batches hardly save time. Used with several lanes.
+        min_batch_tokens: Tokens below which smaller batches hardly save time. Used if `max_forwards` is above 1.
     """
 
     memory: int | None = None
@@ -68,7 +68,7 @@ class DeviceLimits(NamedTuple):
 
 
 class Forward(Protocol):
-    """A started forward."""
+    """A started forward. A failed forward changes no state of its sequences."""
 
     @property
     def is_done(self) -> bool:
@@ -76,7 +76,16 @@ class Forward(Protocol):
         ...
 
     def outputs(self) -> BatchOutputs:
-        """Waits for the forward and returns its pooled outputs, once. See Runner.execute for results and errors."""
+        """Waits for the forward and returns its pooled outputs. Called once.
+
+        Returns:
+            The arrays of each sequence by output name. The last chunk of a sequence returns the rest of its result, an
+            earlier one the finished rows of a token-level result.
+
+        Raises:
+            DeviceMemoryError: Memory was short.
+            DeviceLostError: The device is lost for all requests.
+        """
         ...
 
 
@@ -87,7 +96,7 @@ class Runner(ABC):
         info: The model with its resolved device.
         tokenizer: Tokenizer, sent to the clients.
         sequence_pool: Memory of the sequences that run in chunks.
-        num_lanes: Forwards that can run at the same time.
+        max_forwards: Forwards that can run at the same time: with the C library, one on each of its threads (lanes).
         keeps_order: Forwards run one after the other, in the order of `begin`. Several chunks of one sequence may then
             be in flight, and later forwards may reuse the memory of a cancelled one.
         limits: Limits of the device.
@@ -96,7 +105,7 @@ class Runner(ABC):
     info: ModelInfo
     tokenizer: TokenizerSpec
     sequence_pool: SequencePool
-    num_lanes: int = 1
+    max_forwards: int = 1
     keeps_order: bool = True
     limits: DeviceLimits = DeviceLimits()
 
@@ -122,27 +131,23 @@ class Runner(ABC):
 
     @abstractmethod
     def begin(self, chunks: Sequence[PrefillChunk]) -> Forward:
-        """Starts a forward. Like `execute`, but may return before the forward ends.
+        """Starts one forward. May return before the forward ends.
 
-        Pooling states and cursors already include the forward. If `keeps_order`, the next chunks of the same sequences
-        may start at once. Otherwise only forwards of whole sequences overlap.
-        """
-
-    def execute(self, chunks: Sequence[PrefillChunk]) -> BatchOutputs:
-        """Runs one forward and pools it. A failed forward changes no state of its sequences.
+        If `keeps_order`, the pooling states include the forward when this returns, so that the next chunks of the same
+        sequences may start at once. Otherwise `Forward.outputs` stores the states, and only forwards of whole sequences
+        overlap.
 
         Args:
             chunks: First the chunks that start a sequence, in ascending length, then the later chunks. Tasks may be
                 mixed.
 
-        Returns:
-            The arrays of each sequence by output name. The last chunk of a sequence returns the rest of its result, an
-            earlier one the finished rows of a token-level result.
-
         Raises:
             DeviceMemoryError: Memory was short.
             DeviceLostError: The device is lost for all requests.
         """
+
+    def execute(self, chunks: Sequence[PrefillChunk]) -> BatchOutputs:
+        """Starts a forward, waits for it and returns its outputs. Raises the errors of both steps."""
         return self.begin(chunks).outputs()
 
     @abstractmethod
@@ -198,7 +203,7 @@ class PoolingRunner(Runner, Generic[R]):
         self._config = config
         self._adapter_numbers = {adapter.name: number for number, adapter in enumerate(info.served_adapters)}
         self._pooler = pooler
-        self._chunks = ChunkedPoolingManager[R](
+        self._pooling_states = ChunkedPoolingManager[R](
             info.hidden_size, strategy=info.sequence_pooling or info.token_pooling, ops=pooler.ops
         )
         self._gauge = gauge
@@ -207,7 +212,7 @@ class PoolingRunner(Runner, Generic[R]):
     def forget(self, sequences: Sequence[InputSequence]) -> None:
         """Drops the pooling states. ModelRunner also drops saved SSM states."""
         for sequence in sequences:
-            self._chunks.cancel(sequence)
+            self._pooling_states.cancel(sequence)
 
     def free_tokens(self) -> int:
         """Estimates the tokens from the free memory and the measured bytes of a token."""
@@ -264,7 +269,7 @@ class PoolingRunner(Runner, Generic[R]):
             total_lens=[sequence.num_tokens for sequence in sequences] if in_chunks else None,
             queries=queries if any(query is not None for query in queries) else None,
         )
-        return self._chunks.schedule(metadata)
+        return self._pooling_states.with_cursors(metadata)
 
 
 def check_allocations(chunks: Sequence[PrefillChunk]) -> bool:

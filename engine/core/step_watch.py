@@ -18,7 +18,7 @@ logger = logging.getLogger("penstock.engine")
 _CHECKS_PER_LIMIT: Final = 10
 """Checks of the watching thread within the smallest limit."""
 _FACTOR: Final = 10
-"""A forward on one lane may take this many times as long as the longest one before it."""
+"""A forward may take this many times as long as the longest one before it."""
 _SHOWN_FRAMES: Final = 6
 """Innermost stack frames of the engine thread in the log."""
 
@@ -52,9 +52,9 @@ class StepWatch:
     """Measures the running time of the engine thread's current call and of each forward in flight.
 
     The limit of a forward is 10 times the longest forward so far, and at least `min_limit_s`. It grows in proportion to
-    the tokens for a forward with more tokens than all earlier ones. With several lanes the limit is multiplied by their
-    number: the longest forward may have run on all lanes, and the next one may get a single lane. Time is counted in
-    checks of the watching thread, so that a stopped process or a suspended machine exceeds no limit.
+    the tokens for a forward with more tokens than all earlier ones. The limit is multiplied by `max_forwards`: the
+    longest forward may have run on all lanes of the C library, and the next one may get a single lane. Time is counted
+    in checks of the watching thread, so that a stopped process or a suspended machine exceeds no limit.
 
     All methods but `check` belong to the engine thread.
 
@@ -65,13 +65,13 @@ class StepWatch:
     Attributes:
         in_flight: Steps of forwards that have started and were not collected, in order.
         in_order: Whether the device runs forwards one after another, so that only the first one makes progress.
-        num_lanes: See Runner.
+        max_forwards: Forwards that can run at the same time.
     """
 
     def __init__(self, min_limit_s: float, on_stuck: Callable[[str], None]) -> None:
         self.in_flight: list[Step] = []
         self.in_order = True
-        self.num_lanes = 1
+        self.max_forwards = 1
         self._min_limit_s = min_limit_s
         self._interval_s = min_limit_s / _CHECKS_PER_LIMIT
         self._on_stuck = on_stuck
@@ -127,7 +127,7 @@ class StepWatch:
 
     @property
     def _factor(self) -> int:
-        return _FACTOR * self.num_lanes
+        return _FACTOR * self.max_forwards
 
     def check(self) -> str | None:
         """Adds an interval to the running steps. Returns a sentence if a step has exceeded its limit."""

@@ -43,8 +43,8 @@ class _Sequence(Generic[R]):
 class ChunkedPoolingManager(Generic[R]):
     """Owns the cursors and running states of sequences in chunks. Chunks of different sequences may be interleaved.
 
-    A runner calls `schedule`, `process_batch` and, if nothing failed, `commit` for each batch, on one thread. Library
-    callers pool one sequence at a time with the same states:
+    A runner calls `with_cursors`, `process_batch` and, if nothing failed, `commit` for each batch, on one thread.
+    Library callers pool one sequence at a time with the same states:
 
         manager = ChunkedPoolingManager(hidden_dim=768, strategy="mean")
         manager.start_sequence("a", seq_len=5000)
@@ -92,7 +92,7 @@ class ChunkedPoolingManager(Generic[R]):
         self._lock = RLock()
         self._running: dict[Hashable, _Sequence[R]] = {}
 
-    def schedule(self, metadata: PoolingMetadata) -> PoolingMetadata:
+    def with_cursors(self, metadata: PoolingMetadata) -> PoolingMetadata:
         """Returns the metadata of a batch with the tokens of its sequences that were pooled before.
 
         Parts of sequences also get a cursor, whole sequences do not.
@@ -125,7 +125,7 @@ class ChunkedPoolingManager(Generic[R]):
         other type needs all rows.
 
         Args:
-            metadata: Metadata of a batch of chunks, from `schedule`.
+            metadata: Metadata of a batch of chunks, from `with_cursors`.
             hidden_states: [T, D] of the batch. Not modified.
             attention_weights: ATTENTION: [C + T] float32. For each sequence the weights of the C_i tokens before its
                 chunk, then those of the chunk. Used for sequences that end in this batch.
@@ -167,7 +167,7 @@ class ChunkedPoolingManager(Generic[R]):
         Before this call the manager has not changed, so that a failed batch can run again.
 
         Args:
-            metadata: Metadata of the batch, from `schedule`.
+            metadata: Metadata of the batch, from `with_cursors`.
             states: New states by index, from `process_batch`: PoolerOutput.states.
         """
         if metadata.chunks is None:

@@ -153,8 +153,8 @@ class ChunkSpans:
 class PoolingMetadata:
     """One batch of N sequences and T packed rows.
 
-    The runner creates it with `for_batch`. In a batch of chunks, `ChunkedPoolingManager.schedule` then returns it with
-    the cursors and the tokens that were pooled before.
+    The runner creates it with `for_batch`. In a batch of chunks, `ChunkedPoolingManager.with_cursors` then returns it
+    with the cursors and the tokens that were pooled before.
 
     Attributes:
         params: N resolved parameters; tasks may be mixed.

@@ -34,8 +34,8 @@ from .sequence import InputSequence, Request
 
 SLOWDOWN: Final = 8
 """A request of n tokens may be overtaken while its client gets SLOWDOWN x n tokens of service."""
-_BATCHES_PER_LANE: Final = 2
-"""The queue is divided into this many batches for each lane."""
+_NUM_ROUNDS: Final = 2
+"""The queue is divided into this many batches for each forward that can run at the same time."""
 
 
 class _ClientQueue:
@@ -224,12 +224,12 @@ class FairQueue:
                 break
         return sequences
 
-    def tokens_per_lane(self, num_lanes: int) -> int:
-        """Returns the tokens of a batch for one of several lanes, so that each lane gets a part of the queue.
+    def tokens_per_forward(self, max_forwards: int) -> int:
+        """Returns the tokens of a batch, so that each of `max_forwards` forwards gets a part of the queue.
 
         Small batches return results earlier.
         """
-        return self.num_tokens // (_BATCHES_PER_LANE * num_lanes)
+        return self.num_tokens // (_NUM_ROUNDS * max_forwards)
 
     def _client(self, name: str) -> _Client:
         if (client := self._clients.get(name)) is None:

@@ -46,9 +46,14 @@ class Scheduler:
     that still ran.
 
     Args:
+        max_num_seqs: Most sequences of a batch.
         max_wait_s: Seconds after which a waiting sequence runs before sequences that fit the batch better.
         token_budget: Most tokens of a batch; raised to `max_seq_len` if no sequence can run in chunks.
+        max_seq_len: Most tokens of a sequence; `add` raises ValueError for longer ones.
+        prefill_config: Sizes of chunks; None takes the defaults.
         sequence_pool: Memory of sequences that run in chunks; None: sequences run whole.
+        max_forwards: Forwards that can run at the same time. With several, the queue is divided among them.
+        min_batch_tokens: Least tokens of such a part of the queue, because smaller batches hardly save time.
 
     Attributes:
         requests: Every unfinished request by its id.
@@ -70,12 +75,15 @@ class Scheduler:
         max_seq_len: int,
         prefill_config: ChunkedPrefillConfig | None = None,
         sequence_pool: SequencePool | None = None,
-        num_lanes: int = 1,
+        max_forwards: int = 1,
         min_batch_tokens: int = 1,
     ) -> None:
         self._pool = sequence_pool or SequencePool()
-        self._max_num_seqs, self._max_wait_s = max_num_seqs, max_wait_s
-        self._max_seq_len, self._num_lanes, self._min_batch_tokens = max_seq_len, num_lanes, min_batch_tokens
+        self._max_num_seqs = max_num_seqs
+        self._max_wait_s = max_wait_s
+        self._max_seq_len = max_seq_len
+        self._max_forwards = max_forwards
+        self._min_batch_tokens = min_batch_tokens
         self._full_budget = max(token_budget, max_seq_len) if self._pool.is_empty else token_budget
         self._num_steps_without_oom = 0
         self._ended: list[InputSequence] = []  # long sequences that ended since the last batch
@@ -156,9 +164,9 @@ class Scheduler:
         budget = ForwardBudget(self.chunk_sizes.forward_tokens(self.token_budget), self._max_num_seqs)
         if free_tokens is not None and config.is_dynamic:
             budget.num_tokens = min(budget.num_tokens, max(free_tokens, config.min_chunk_size))
-        if self._num_lanes > 1 and not self.has_long:
-            lane_tokens = max(self.waiting.tokens_per_lane(self._num_lanes), self._min_batch_tokens)
-            budget.num_tokens = min(budget.num_tokens, lane_tokens)
+        if self._max_forwards > 1 and not self.has_long:
+            share = max(self.waiting.tokens_per_forward(self._max_forwards), self._min_batch_tokens)
+            budget.num_tokens = min(budget.num_tokens, share)
         self._expire(self.prefill.requests.values(), now_s, batch)
         window = self._short_window(now_s, batch)
         if self.has_long:

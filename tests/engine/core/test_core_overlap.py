@@ -264,11 +264,11 @@ class LaneRunner(QueueRunner):
     """Two lanes, which run forwards independently."""
 
     keeps_order = False
-    num_lanes = 2
+    max_forwards = 2
 
     @property
     def has_capacity(self) -> bool:  # type: ignore[override]
-        return sum(not forward.is_done for forward in self.queue) < self.num_lanes
+        return sum(not forward.is_done for forward in self.queue) < self.max_forwards
 
 
 class LaneDriver(CoreDriver):
@@ -312,7 +312,7 @@ def test_results_are_sent_in_the_order_batches_end(lanes: LaneDriver) -> None:
 
 def test_batches_of_two_token_budgets_run_at_most() -> None:
     lanes = LaneDriver(budget=64)
-    lanes.runner.num_lanes = 4
+    lanes.runner.max_forwards = 4
     lanes.start(1, 2, length=64)
     lanes.submit(3, 64)
     assert not lanes.core._should_begin()

@@ -107,7 +107,7 @@ def test_without_memory_for_a_sequence_none_runs_in_chunks(caplog: pytest.LogCap
 
 def test_two_forwards_may_be_in_flight(runner: ModelRunner, stream: FakeStream) -> None:
     stream.gate.clear()
-    assert (runner.keeps_order, runner.num_lanes) == (True, 1)
+    assert (runner.keeps_order, runner.max_forwards) == (True, 1)
     forwards = []
     for tokens in ((7, 8), (9,)):
         assert runner.has_capacity

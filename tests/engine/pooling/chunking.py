@@ -100,7 +100,7 @@ class Sequences:
 
     def step(self, batch: Sequence[Chunk]) -> list[Any]:
         """Pools and commits a batch as a runner does; returns the arrays of each chunk."""
-        metadata = self.manager.schedule(self.metadata(batch))
+        metadata = self.manager.with_cursors(self.metadata(batch))
         output = self.pooler.pool(self.output(batch), metadata, self.manager)
         arrays = output.to_numpy()
         self.manager.commit(metadata, output.states)

@@ -69,7 +69,7 @@ def test_interleaved_chunks_equal_whole_sequences(
 def test_cursor_has_the_rows_of_its_chunk_in_the_batch() -> None:
     manager: ChunkedPoolingManager[Any] = ChunkedPoolingManager(WIDTH)
     batch = make_metadata([5, 9, 8], chunk_sizes=[5, 4, 3], chunk_starts=[0, 0, 5], seq_ids=["a", "b", "c"])
-    batch = manager.schedule(batch)
+    batch = manager.with_cursors(batch)
     assert {i: (c.global_start, c.global_end, c.remaining) for i, c in batch.cursors.items()} == {
         1: (5, 9, 9),
         2: (9, 12, 8),

@@ -71,7 +71,7 @@ def test_chunked_documents_score_like_whole_ones(
             seq_ids=members,
             token_ids=torch.cat([ids[i][start:last] for i, last in zip(members, ends, strict=True)]),
         )
-        metadata = manager.schedule(replace(metadata, queries=[own[i] for i in members]))
+        metadata = manager.with_cursors(replace(metadata, queries=[own[i] for i in members]))
         packed = torch.cat([rows[i][start:last] for i, last in zip(members, ends, strict=True)])
         output = pooler.pool(ModelOutput(hidden_states=ops.rows_of(packed)), metadata, manager)
         manager.commit(metadata, output.states)

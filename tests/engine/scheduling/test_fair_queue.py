@@ -111,7 +111,7 @@ def test_idle_clients_are_removed() -> None:
 def test_each_lane_gets_half_of_its_share_of_the_queue() -> None:
     queue = FairQueue()
     queue.add(make_request(0, [100] * 10))
-    assert [queue.tokens_per_lane(num_lanes) for num_lanes in (1, 2, 5, 11)] == [500, 250, 100, 45]
+    assert [queue.tokens_per_forward(number) for number in (1, 2, 5, 11)] == [500, 250, 100, 45]
 
 
 def test_similar_lengths_follow_the_head_unless_others_are_late() -> None:

@@ -60,7 +60,7 @@ def test_request_with_an_impossible_sequence_is_rejected(num_tokens: int) -> Non
 
 @pytest.mark.parametrize(("min_batch_tokens", "num_tokens"), [(1, 100), (159, 140), (160, 160)])
 def test_lanes_divide_a_queue_of_short_sequences(min_batch_tokens: int, num_tokens: int) -> None:
-    scheduler = make(512, 128, num_lanes=2, min_batch_tokens=min_batch_tokens)
+    scheduler = make(512, 128, max_forwards=2, min_batch_tokens=min_batch_tokens)
     scheduler.add(make_request(0, [20] * 20))
     assert tokens_of(run(scheduler)) == num_tokens  # a quarter of the queue is 100
 

@@ -301,7 +301,7 @@ def run_chunks(
                 total_lens=batch.cache.total_lens,
             )
             output = served.model.forward(batch, need_attention=served.pooler.needs_attention(of_chunks))
-            metadata = manager.schedule(metadata)
+            metadata = manager.with_cursors(metadata)
             pooled = served.pooler.pool(output, metadata, manager)
             manager.commit(metadata, pooled.states)
         for (n, _, end), arrays in zip(chunks, pooled.to_numpy(), strict=True):
