@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import itertools
+import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -50,6 +51,7 @@ class Row(NamedTuple):
         size: Characters of the text, or the work for the image in characters.
         record: Its fields. Parquet rows have fields only in `full_rows`.
         raw: Its JSONL line.
+        file: Name, size and time of the file of the image; "" for other contents.
     """
 
     line: int
@@ -57,6 +59,7 @@ class Row(NamedTuple):
     size: int
     record: dict[str, Any]
     raw: str = ""
+    file: str = ""
 
     def read(self) -> str | ImageInput:
         """Returns the text or the image. Raises InvalidRequestError if the file of the image cannot be read."""
@@ -134,8 +137,15 @@ class InputFile(ABC):
             image = read_image_value(value, self.image_folder)
         except ImageValueError as error:
             return BadRow(line, f"the {self.part} {self.field!r} {error}")
-        num_bytes = len(image) if isinstance(image, bytes) else image.stat().st_size
-        return Row(line, image, max(IMAGE_CHARS, num_bytes // _BYTES_PER_CHAR), record, raw)
+        num_bytes, file = len(image) if isinstance(image, bytes) else 0, ""
+        if isinstance(image, Path):
+            try:
+                status = image.stat()
+            except OSError as error:
+                reason = f"has {image.name!r}, which cannot be read: {error.strerror}"
+                return BadRow(line, f"the {self.part} {self.field!r} {reason}")
+            num_bytes, file = status.st_size, _identity(image, status)
+        return Row(line, image, max(IMAGE_CHARS, num_bytes // _BYTES_PER_CHAR), record, raw, file)
 
     @abstractmethod
     def rows(self) -> Iterator[Row | BadRow]:
@@ -175,8 +185,8 @@ class InputFile(ABC):
                 visit(row)
                 num_new = row.size
                 sizes[num_new] += 1
-                if isinstance(row.content, Path):
-                    files.append(_stat_of(row.content))
+                if row.file:
+                    files.append(row.file)
             elif not skip_bad:
                 raise self.skippable_row_error(row.line, row.reason)
             num_rows = number - starts[-1]
@@ -212,8 +222,7 @@ class InputFile(ABC):
         return self.row_error(line, f"{reason}; correct it, or leave bad rows out with --on-bad-row skip")
 
 
-def _stat_of(path: Path) -> str:
-    status = path.stat()
+def _identity(path: Path, status: os.stat_result) -> str:
     return repr((str(path), status.st_size, status.st_mtime_ns))
 
 
@@ -224,4 +233,4 @@ def plain(value: object) -> str:
 
 def stat_digest(inputs: Iterable[InputFile]) -> str:
     """Returns a digest of names, sizes and modification times, to avoid reading large files."""
-    return hashlib.sha256("".join(_stat_of(rows.path) for rows in inputs).encode()).hexdigest()
+    return hashlib.sha256("".join(_identity(rows.path, rows.path.stat()) for rows in inputs).encode()).hexdigest()

@@ -74,3 +74,13 @@ def test_unreadable_images_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (found,) = open_input(tmp_path, "").rows()
         assert type(found) is kind
     assert "'a.png', which is larger than 256 MiB" in str(found)
+    read_image_value = "penstock.server.embed_jobs.input_file.read_image_value"
+    monkeypatch.setattr(read_image_value, lambda name, folder: folder / "b.png")  # removed after its check
+    (found,) = open_input(tmp_path, "").rows()
+    assert "'b.png', which cannot be read: No such file" in str(found)
+
+
+def test_image_removed_while_rows_are_counted_stays_a_row(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"0123")
+    found = open_input(tmp_path, "").summarize(lambda row: Path(row.content).unlink())
+    assert (found.num_rows, found.sizes.total()) == (1, 1)
