@@ -170,12 +170,13 @@ async def encode(body: EncodeRequest, request: Request) -> Response:
         call.reserve(size_of_sparse(body.num_inputs()))
     texts, options = await engine_inputs(call, body, call.reserve_rows(options))
     result = await call.engine.embed_combined(texts, tasks, params, options)
+    if result.sparse is not None:
+        call.reserve(size_beyond_expected(result.sparse))
     num_tokens = call.count("+".join(tasks), result)
     columns: dict[str, list[Any]] = {}
     if result.embeddings is not None:
         columns["dense"] = lazy_rows(result.embeddings, encoding)
     if result.sparse is not None:
-        call.reserve(size_beyond_expected(result.sparse))
         columns["sparse"] = [{"indices": vector.indices, "values": vector.values} for vector in result.sparse]
     if result.vectors is not None:
         columns["multi_vector"] = lazy_rows(result.vectors, encoding)

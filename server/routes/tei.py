@@ -154,8 +154,8 @@ async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response
     options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
     call.reserve(size_of_sparse(len(body.inputs)), param="inputs")
     result = await call.engine.sparse_embed(body.inputs, body.pooling_params(), options)
-    num_tokens = call.count(PoolingTask.SPARSE_EMBED, result)
     call.reserve(size_beyond_expected(result.vectors), param="inputs")
+    num_tokens = call.count(PoolingTask.SPARSE_EMBED, result)
     return _respond(call, _sparse_rows(result.vectors), num_tokens=num_tokens, num_chars=sum(map(len, body.inputs)))
 
 

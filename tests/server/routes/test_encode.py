@@ -96,6 +96,10 @@ async def test_options_reach_the_engine(serving: Serving, make_engine: type[Fake
 async def test_sparse_vectors_beyond_the_expected_size_need_memory(serving, make_engine, monkeypatch) -> None:
     monkeypatch.setattr("penstock.server.admission.EXPECTED_ENTRIES", 2)
     monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 100)
-    for text, status in (("a b", 200), ("a b c", 400)):
-        response = await encode(serving, make_engine(**M3), input=[text], outputs=["sparse"])
-        assert response.status_code == status, response.text
+    async with serving(make_engine(**M3)) as client:
+        for text, status in (("a b", 200), ("a b c", 400)):
+            for path, field in (("/v1/encode", "input"), ("/embed_sparse", "inputs")):
+                response = await client.post(path, json={field: [text], "outputs": ["sparse"]})
+                assert response.status_code == status, response.text
+        metrics = (await client.get("/metrics")).text
+    assert 'penstock_inputs_total{model="fake-model",task="sparse_embed"} 2.0' in metrics  # only those with vectors
