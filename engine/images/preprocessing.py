@@ -99,11 +99,7 @@ def area_size(height: int, width: int, spec: ImageSpec) -> tuple[int, int]:
 
 
 def fill_size(height: int, width: int, spec: ImageSpec) -> tuple[int, int]:
-    """Returns the height and width in pixels that fill the patches: `get_aspect_ratio_preserving_size` of Gemma 4.
-
-    Raises:
-        ImageError: See `preprocess`.
-    """
+    """Returns the height and width in pixels that fill the patches: `get_aspect_ratio_preserving_size` of Gemma 4."""
     block, area = spec.patch_size * spec.merge_size, spec.max_patches * spec.patch_size**2
     scale = math.sqrt(area / (height * width))
     rows, columns = (math.floor(scale * edge / block) * block for edge in (height, width))
@@ -112,8 +108,6 @@ def fill_size(height: int, width: int, spec: ImageSpec) -> tuple[int, int]:
         rows, columns = block, min(width // height * block, longest)
     elif not columns and rows:
         rows, columns = min(height // width * block, longest), block
-    if not rows * columns or rows * columns > area:
-        raise ImageError(f"has {width} x {height} pixels; its edges differ too much")
     return rows, columns
 
 

@@ -142,8 +142,9 @@ class ImageSpec:
         """
         if self.resize is ImageResize.AREA:
             block = self.patch_size * self.merge_size
-            enlarged = max(width * height, self.min_pixels) + (width + height + block) * block
-            return 3 * min(enlarged, self.max_pixels)
+            scale = max(1.0, math.sqrt(self.min_pixels / (width * height)))
+            # Each edge is rounded up to whole blocks.
+            return 3 * min(math.ceil((width * scale + block) * (height * scale + block)), self.max_pixels)
         return 3 * self.max_patches * self.patch_size**2
 
     def gray(self) -> ImagePatches:

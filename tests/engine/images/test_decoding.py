@@ -11,7 +11,9 @@ from PIL import Image, ImageOps, PngImagePlugin
 from transformers.image_transforms import convert_to_rgb
 
 from penstock.engine.images.decoding import decode
+from penstock.engine.images.errors import ImageError
 from penstock.engine.images.image_file import ImageLimits, read_image_file
+from penstock.engine.images.tiff import read_orientation
 
 from .pictures import encoded, picture
 
@@ -23,6 +25,7 @@ _FILES: list[tuple[str, str, dict[str, Any]]] = [
     ("PNG", "L", {"transparency": 3}),
     ("PNG", "RGB", {"transparency": (1, 2, 3), "icc_profile": b"x" * 70_000}),
     *(("JPEG", mode, {}) for mode in ("L", "RGB", "CMYK")),
+    ("JPEG", "RGB", {"restart_marker_blocks": 2}),
     ("JPEG", "RGB", {"progressive": True, "comment": b"hello", "icc_profile": b"x" * 70_000}),
     ("WEBP", "RGB", {}),
     ("WEBP", "RGBA", {"lossless": True}),
@@ -49,7 +52,9 @@ def _expected(data: bytes) -> NDArray[np.uint8]:
 def test_every_mode_equals_transformers(format: str, mode: str, options: dict[str, Any]) -> None:  # noqa: A002
     for seed, (width, height) in enumerate(_SIZES):
         data = encoded(picture(mode, width, height, seed), format, **options)
-        np.testing.assert_array_equal(_decoded(data), _expected(data))
+        file = read_image_file(data, ImageLimits(max_pixels=width * height, max_edge=max(width, height)))
+        assert (file.width, file.height, file.orientation) == (width, height, 1)
+        np.testing.assert_array_equal(np.asarray(decode(file)), _expected(data))
 
 
 @pytest.mark.parametrize("num_missing", [12, 6])
@@ -58,9 +63,59 @@ def test_png_without_its_last_chunk_is_read(num_missing: int) -> None:
     np.testing.assert_array_equal(_decoded(data[:-num_missing]), _expected(data))
 
 
-def test_bmp_with_a_header_of_12_bytes_is_read() -> None:
-    data = b"BM" + struct.pack("<IIIIHHHH", 50, 0, 26, 12, 3, 2, 1, 24) + bytes(range(24))
-    np.testing.assert_array_equal(_decoded(data), _expected(data))
+def test_unusual_files_are_read() -> None:
+    jpeg, bmp = encoded(picture("RGB", 33, 17), "JPEG"), encoded(picture("RGB", 33, 17), "BMP")
+    for data in (
+        b"BM" + struct.pack("<IIIIHHHH", 50, 0, 26, 12, 3, 2, 1, 24) + bytes(range(24)),
+        bmp.replace(struct.pack("<ii", 33, 17), struct.pack("<ii", 33, -17), 1),  # rows from top to bottom
+        jpeg.replace(b"\xff\xdb", b"\0\x12\xff\xff\xff\xdb", 1),  # bytes between the markers
+    ):
+        np.testing.assert_array_equal(_decoded(data), _expected(data))
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_tiff_of_tiles_and_of_planes_is_read(order: str) -> None:
+    def tiff(tags: dict[int, list[int]]) -> bytes:
+        start = 10 + 12 * len(tags)
+        directory, values = b"", np.random.default_rng(0).bytes(2_000)
+        for tag, numbers in sorted(tags.items()):
+            packed = struct.pack(f"{order}{len(numbers)}I", *numbers)
+            at = packed if len(numbers) == 1 else struct.pack(order + "I", start + 4 + len(values))
+            directory += struct.pack(order + "HHI", tag, 4, len(numbers)) + at
+            values += packed if len(numbers) > 1 else b""
+        head = (b"II" if order == "<" else b"MM") + struct.pack(order + "HIH", 42, 8, len(tags))
+        return head + directory + bytes(4) + values
+
+    gray = {256: [20], 257: [18], 258: [8], 259: [1], 262: [1], 277: [1]}
+    places = [200 + 256 * i for i in range(5)]
+    tiled = gray | {322: [16], 323: [16], 324: places[:4], 325: [256] * 4}
+    planes = gray | {258: [8] * 3, 262: [2], 273: places[:3], 277: [3], 278: [18], 279: [360] * 3, 284: [2]}
+    for tags in (tiled, planes, planes | {274: [6]}):
+        data = tiff(tags)
+        np.testing.assert_array_equal(_decoded(data), _expected(data))
+    for tags, number in ((tiled | {324: places}, 4), (planes | {273: places[:4]}, 3), (gray, 1)):
+        with pytest.raises(ImageError, match=f"needs {number} strips or tiles"):
+            _decoded(tiff(tags))
+
+
+def test_orientation_is_an_integer_in_the_first_directory() -> None:
+    def exif(order: str, tag: int, kind: str, count: int = 1, start: int = 8) -> bytes:
+        number = {"B": 1, "H": 3, "I": 4, "f": 11}[kind]
+        entries = struct.pack(order + "HHIHHHHI", 270, 3, 1, 7, 0, tag, number, count) + struct.pack(order + kind, 6)
+        return (b"II" if order == "<" else b"MM") + struct.pack(order + "HIH", 42, start, 2) + entries
+
+    for order in "<>":
+        for kind in "BHI":
+            assert read_orientation(exif(order, 274, kind)) == 6
+            assert read_orientation(b"Exif\0\0" + exif(order, 274, kind)) == 6
+        for other in (
+            exif(order, 275, "H"),
+            exif(order, 274, "f"),
+            exif(order, 274, "H", 2),
+            exif(order, 274, "H", 1, 99),
+        ):
+            assert read_orientation(other) is None
+    assert read_orientation(b"XX" + exif("<", 274, "H")[2:]) is None
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "TIFF"])
@@ -75,7 +130,13 @@ def test_exif_orientation_is_applied(format: str) -> None:  # noqa: A002
 def test_xmp_orientation_is_applied() -> None:
     xmp, png_info = b'<x tiff:Orientation="6"/>', PngImagePlugin.PngInfo()
     png_info.add_itxt("XML:com.adobe.xmp", xmp.decode())
-    for format_, options in (("JPEG", {"xmp": xmp}), ("WEBP", {"xmp": xmp}), ("PNG", {"pnginfo": png_info})):
+    files = (
+        ("JPEG", {"xmp": xmp}),
+        ("WEBP", {"xmp": xmp}),
+        ("PNG", {"pnginfo": png_info}),
+        ("TIFF", {"tiffinfo": {700: xmp}}),
+    )
+    for format_, options in files:
         data = encoded(picture("RGB", 33, 17), format_, **options)
         np.testing.assert_array_equal(_decoded(data), _expected(data))
         assert _decoded(data).shape == (33, 17, 3)

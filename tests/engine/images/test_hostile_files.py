@@ -102,11 +102,18 @@ def test_changed_files_fail_with_image_errors_only(data: st.DataObject) -> None:
         _read(bytes(file))
 
 
-def test_pixel_limit_above_pillows_is_rejected() -> None:
-    with pytest.raises(
-        ValueError, match=f"max_pixels is {MAX_IMAGE_PIXELS + 1}; it must be from 1 to {MAX_IMAGE_PIXELS}"
+def test_limits_of_pixels_are_checked() -> None:
+    assert ImageLimits(max_pixels=MAX_IMAGE_PIXELS).max_pixels == MAX_IMAGE_PIXELS
+    for pixels in (0, MAX_IMAGE_PIXELS + 1):
+        with pytest.raises(ValueError, match=f"max_pixels is {pixels}; it must be from 1 to {MAX_IMAGE_PIXELS}"):
+            ImageLimits(max_pixels=pixels)
+    data = encoded(picture("RGB", 33, 17), "PNG")
+    for limits, message in (
+        (ImageLimits(max_pixels=560), "at most 560 in all"),
+        (ImageLimits(max_edge=32), "at most 32"),
     ):
-        ImageLimits(max_pixels=MAX_IMAGE_PIXELS + 1)
+        with pytest.raises(ImageError, match=message):
+            read_image_file(data, limits)
 
 
 def test_scans_are_counted_across_portions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,16 @@ def _normalized(patches: ImagePatches, spec: ImageSpec) -> NDArray[np.float64]:
     return ((colours - spec.mean) / spec.std).reshape(patches.pixels.shape)
 
 
+def _preprocess(image: Image.Image, spec: ImageSpec) -> ImagePatches:
+    patches, gray = preprocess(image, spec), spec.gray()
+    assert patches.pixels.nbytes <= spec.max_bytes(image.width, image.height)
+    num_patches = gray.grid[0] * gray.grid[1] or 1
+    assert gray.pixels.shape == (num_patches, patches.pixels.shape[1])
+    assert gray.grid[0] % spec.merge_size == gray.grid[1] % spec.merge_size == 0
+    assert num_patches <= spec.max_patches
+    return patches
+
+
 def _cut(pixel_values: NDArray[np.float32], grid: tuple[int, int], patch_size: int) -> NDArray[np.float32]:
     """Cuts [3, H, W] into patches with torch's unfold, in the order rows, columns, colours."""
     import torch
@@ -74,7 +84,7 @@ def _cut(pixel_values: NDArray[np.float32], grid: tuple[int, int], patch_size: i
 def test_patches_equal_pixel_values_of_processor(spec: ImageSpec, processor: Any) -> None:
     for seed, (width, height) in enumerate(_SIZES):
         image = picture("RGB", width, height, seed)
-        patches = preprocess(image, spec)
+        patches = _preprocess(image, spec)
         assert patches.pixels.dtype == np.uint8
         assert patches.pixels.shape == (spec.max_patches, spec.patch_size**2 * 3)
         expected = _cut(processor(image, return_tensors="np")["pixel_values"][0], patches.grid, spec.patch_size)
@@ -86,7 +96,7 @@ def test_patches_of_siglip2_equal_processor() -> None:
     processor = Siglip2ImageProcessorPil()
     for seed, (width, height) in enumerate([*_SIZES, (1, 65_535), (65_535, 1)]):
         image = picture("RGB", width, height, seed)
-        patches = preprocess(image, spec)
+        patches = _preprocess(image, spec)
         expected = processor(image, return_tensors="np")
         assert patches.grid == tuple(expected["spatial_shapes"][0])
         pixel_values = expected["pixel_values"][0][: len(patches.pixels)]
@@ -103,7 +113,7 @@ def test_blocks_of_qwen_equal_processor() -> None:
     )
     for seed, (width, height) in enumerate([*_SIZES, (1, 200), (1_999, 10)]):
         image = picture("RGB", width, height, seed)
-        patches = preprocess(image, spec)
+        patches = _preprocess(image, spec)
         expected = processor(image, return_tensors="np")
         assert [1, *patches.grid] == expected["image_grid_thw"][0].tolist()
         colours = _normalized(patches, spec).reshape(-1, 14, 14, 3).transpose(0, 3, 1, 2)
@@ -112,17 +122,23 @@ def test_blocks_of_qwen_equal_processor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "limit", "message"),
-    [((1, 201), 204, "201 times|200 times"), ((200, 200), 40, "has 49 tokens; the model reads up to 10")],
+    ("size", "limit", "smallest", "message"),
+    [
+        ((1, 201), 204, 3_136, "201 times|200 times"),
+        ((200, 200), 40, 3_136, "has 49 tokens; the model reads up to 10"),
+        ((200, 13), 204, 0, "reads blocks of 28 x 28"),
+    ],
 )
-def test_image_that_a_language_model_cannot_read_is_rejected(size: tuple[int, int], limit: int, message: str) -> None:
+def test_image_that_a_language_model_cannot_read_is_rejected(
+    size: tuple[int, int], limit: int, smallest: int, message: str
+) -> None:
     spec = ImageSpec(
         patch_size=14,
         resize=ImageResize.AREA,
         size=(0, 0),
         merge_size=2,
         max_patches=limit,
-        min_pixels=3_136,
+        min_pixels=smallest,
         max_pixels=40_000,
         **_HALF,
     )
@@ -143,7 +159,7 @@ def test_filled_blocks_of_gemma4_equal_processor() -> None:
     processor = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
     for seed, (width, height) in enumerate([*_SIZES, (1, 200), (1_999, 10)]):
         image = picture("RGB", width, height, seed)
-        patches = preprocess(image, spec)
+        patches = _preprocess(image, spec)
         expected = processor(image, return_tensors="np")
         count = int(expected["num_soft_tokens_per_image"][0])
         assert spec.num_tokens(patches) == count
@@ -163,11 +179,13 @@ def test_tiles_of_idefics3_equal_processor() -> None:
     cases = [(spec, processor, size) for size in sizes] + [(small, small_processor, size) for size in _SIZES]
     for seed, (own, reference, (width, height)) in enumerate(cases):
         image = picture("RGB", width, height, seed)
-        patches = preprocess(image, own)
+        patches = _preprocess(image, own)
         expected = reference(image, return_tensors="np", return_row_col_info=True)
         assert patches.grid == (expected["rows"][0][0], expected["cols"][0][0])
         colours = _normalized(patches, own).reshape(-1, 30, 30, 3).transpose(0, 3, 1, 2)
         np.testing.assert_allclose(colours, expected["pixel_values"][0], rtol=0, atol=1e-6)
+    with pytest.raises(ImageError, match="100 x 99 pixels; its edges differ too much"):
+        preprocess(picture("RGB", 100, 99), replace(spec, max_patches=16))
 
 
 @pytest.mark.parametrize("resample", [1, 2, 3])

@@ -1,6 +1,6 @@
 """Chats are rendered as transformers renders them, in a sandbox."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +8,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
+from penstock.engine.protocol.errors import InvalidRequestError, RequestCancelledError, RequestTooLongError
 from penstock.engine.protocol.model_info import TokenizerSpec
 from penstock.engine.protocol.templates import ChatOptions, ChatTemplate
 from penstock.engine.tokenization.chat_renderer import ChatRenderer
-from penstock.engine.tokenization.model_tokenizer import Truncation
-from penstock.engine.tokenization.tokenizer import TokenizerPool
+from penstock.engine.tokenization.model_tokenizer import IsCancelled, Truncation
+from penstock.engine.tokenization.tokenizer import TokenizerJobs, TokenizerPool
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TEMPLATES = Path(__file__).with_name("chat_templates")
@@ -147,6 +147,29 @@ async def test_rendered_chat_has_only_its_own_special_tokens(pool: TokenizerPool
     assert text == "<s> user : a b </s>"
     (tokens,) = await pool.encode([text], Truncation(max_num_tokens=7), add_special_tokens=False)
     assert tokens.token_ids.tolist() == [11, 9, 10, 3, 4, 12]
+
+
+async def test_each_operation_ends_if_its_caller_disconnects(
+    pool: TokenizerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(_: TokenizerJobs, work: Callable[[IsCancelled], Any], *_args: Any, **_options: Any) -> Any:
+        return work(lambda: True)
+
+    monkeypatch.setattr(TokenizerJobs, "run", run)
+    texts, limit = [" " * 300_000] * 2, Truncation(max_num_tokens=1_000_000)
+    for operation in (
+        *(
+            pool.encode(texts, limit),
+            pool.encode_parts(texts, limit),
+            pool.encode_pairs([("a", t) for t in texts], limit),
+        ),
+        *(call(texts, add_special_tokens=False) for call in (pool.token_ids, pool.token_details)),
+        pool.token_ids(texts[:1], add_special_tokens=False, on_count=int),
+        pool.decode([[3] * 200_000] * 2, skip_special_tokens=False),
+        pool.render_chats([CHATS[0]], ChatOptions()),
+    ):
+        with pytest.raises(RequestCancelledError):
+            await operation
 
 
 async def test_text_without_special_tokens_is_cut_to_the_limit(pool: TokenizerPool) -> None:
