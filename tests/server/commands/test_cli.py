@@ -1,5 +1,6 @@
 """The command line: exit codes, messages of one line, help and `penstock info`."""
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -97,6 +98,20 @@ def test_flag_of_vllm_is_ignored_with_a_warning(capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr()
     assert shown.err.startswith("penstock: warning: --runner has no effect: ")
     assert json.loads(shown.out)["parameters"] == 22_713_728
+
+
+def test_every_command_and_argument_is_described() -> None:
+    parsers = [cli._parser()]
+    for parser in parsers:  # grows
+        for action in parser._actions:
+            assert action.help or isinstance(action, argparse._SubParsersAction), (parser.prog, action.dest)
+            assert action.metavar or action.choices or action.nargs == 0, action.dest
+            if isinstance(action, argparse._SubParsersAction):
+                assert all(command.help for command in action._choices_actions)
+                parsers += action.choices.values()
+        if len(parsers) > 1:
+            assert parser.description
+            assert parser.format_usage().count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["serve", "embed", "eval", "info", "models"])

@@ -133,17 +133,19 @@ def test_damaged_model_keeps_no_other_from_serving(file: str, content: bytes, tm
     models = served_models([plan(bad, "bad"), plan(good, "good")], ServerSettings(model_memory=2**30), 2)
     assert [served.names for served in models] == [("bad",), ("good",)]
     assert models[1].info is not None
+    assert models[1].num_bytes == (good / "model.safetensors").stat().st_size
 
 
 async def test_started_process_is_used_by_the_first_load_of_the_first_model(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(AsyncEngine, "start", start := AsyncMock())
-    plans, process = [plan(model(tmp_path / name), name) for name in ("first", "second")], Mock()
-    first, second = served_models(plans, ServerSettings(log_format="json"), 2, process)
+    plans, process, cache = [plan(model(tmp_path / name), name) for name in ("first", "second")], Mock(), Mock()
+    first, second = served_models(plans, ServerSettings(log_format="json"), 2, process, cache)
     for served in (second, first, first):
         await served.start()
     assert [call.kwargs["process"] for call in start.call_args_list] == [None, process, None]
     assert [call.args[0].name for call in start.call_args_list] == ["second", "first", "first"]
-    assert start.call_args.kwargs["log_format"] == "json"
+    expected = {"log_level": "INFO", "log_format": "json", "process": None, "cache": cache}
+    assert start.call_args.kwargs == expected
 
 
 def test_missing_folder_keeps_no_other_from_serving(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
@@ -144,3 +146,26 @@ async def test_bytes_of_later_requests_are_bounded(engine: FakeEngine, gate: asy
                 assert len(client_connection.pipeline) * len(tiny) <= PARSE_BYTES
                 assert len(client_connection.flow.buffer) <= MAX_AHEAD_BYTES + 256 * 1024
         writer.close()
+
+
+@pytest.mark.parametrize("error", [0, 104])
+def test_half_closed_connection_is_checked_in_growing_pauses(monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    """The first check is soon after the interim response, to which a client that has gone responds with a reset."""
+    calls: list[tuple[float, Callable[[], None]]] = []
+    transport, send_interim = Mock(), Mock()
+    transport.is_closing.return_value = False
+    transport.get_extra_info.return_value.getsockopt.side_effect = [*[0] * 6, error, *[0] * 9]
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: Mock(call_later=lambda *call: calls.append(call)))
+    connection.HalfClose(transport, send_interim, -1.0)
+    for number in range(8):
+        if number == len(calls):
+            break
+        assert send_interim.call_count == (number > 0)
+        calls[number][1]()
+    pauses = [0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
+    assert [pause for pause, _ in calls] == pytest.approx(pauses if not error else pauses[:8])
+    assert transport.abort.call_count == bool(error)
+    transport.is_closing.return_value = True
+    for _, call in calls[:]:
+        call()
+    assert (send_interim.call_count, len(calls)) == (1, 8 if error else 9)

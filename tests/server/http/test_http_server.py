@@ -1,6 +1,8 @@
 """HttpServer: an idle server sleeps, stops at once and collects garbage; signals reload its files."""
 
 import asyncio
+import gc
+import resource
 from typing import Any
 from unittest.mock import Mock
 
@@ -8,7 +10,10 @@ import pytest
 import uvicorn
 
 from penstock.server.http import http_server
+from penstock.server.http.connection import Connection
+from penstock.server.http.connection_limits import TransferLimits
 from penstock.server.http.http_server import HttpServer
+from penstock.server.settings import ServerSettings
 
 from ...waiting import until
 from .sockets import ask, exchange, running
@@ -96,3 +101,45 @@ def test_idle_server_collects_garbage_after_requests(monkeypatch: pytest.MonkeyP
     assert num_collections(1, 90.0) == 1, "no other request"
     assert num_collections(2, 31.9) == 1, "too soon"
     assert num_collections(2, 32.0) == 2
+
+
+def test_both_ports_trust_no_header_of_a_proxy_and_keep_connections_open() -> None:
+    main = http_server.uvicorn_config(app, ServerSettings(drain_timeout_s=1.2))
+    for config in (main, http_server.plain_config(app)):
+        assert (config.proxy_headers, config.server_header, config.access_log, config.log_config) == (
+            *[False] * 3,
+            None,
+        )
+        assert (config.http, config.ws, config.interface) == (Connection, "none", "asgi3")
+        assert config.timeout_keep_alive > 90, "the pool of Go's client keeps idle connections for 90 s"
+    assert (main.lifespan, main.loop, main.timeout_graceful_shutdown) == ("on", "uvloop", 2)
+
+
+@pytest.mark.parametrize(("grace_s", "seconds"), [(0.1, 1), (8.0, 2), (20.0, 5), (600.0, 5)])
+def test_slow_clients_are_searched_several_times_in_their_grace(grace_s: float, seconds: int) -> None:
+    server = HttpServer(uvicorn.Config(app), TransferLimits(body_s=600.0, min_rate=1, grace_s=grace_s))
+    assert server.config.timeout_notify == seconds
+
+
+def test_objects_of_the_start_are_not_collected() -> None:
+    threshold = gc.get_threshold()
+    try:
+        http_server.freeze_gc()
+        assert gc.get_freeze_count() > 1_000
+        assert (gc.get_threshold()[0] >= 10_000, *gc.get_threshold()[1:]) == (True, 20, 20)
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*threshold)
+
+
+def test_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
+        assert http_server.file_limit() == min(soft, 1000)
+        http_server.raise_file_limit()
+        assert http_server.file_limit() == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert http_server.file_limit() == 2**20

@@ -95,11 +95,11 @@ def test_plan_is_received_as_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_PORT", "1234")  # the receiver reads no variables
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        sending = threading.Thread(target=sent.send, args=(ours,))
+        sending = threading.Thread(target=lambda: (sent.send(ours), sent.send(ours)))
         sending.start()
-        received = WorkerPlan.receive(theirs)
+        received, again = WorkerPlan.receive(theirs), WorkerPlan.receive(theirs)
         sending.join()
-    assert received == sent
+    assert received == again == sent
     assert received.settings.port == 8000
 
 
