@@ -250,8 +250,10 @@ async def test_failed_requests_are_counted_by_kind(reply: bytes | str | None, er
     found = await run_round(address, request, 3, connections=1, seconds=0.25, timeout_s=0.1 if reply is None else 60)
     server.close()
     assert (found.num_texts, found.num_tokens, len(found.latencies_s)) == (3, 9, 1)
+    assert 0 < found.latencies_s[0] < 60
     (kind,) = found.errors
     assert kind.startswith(error)
+    assert not isinstance(reply, bytes) or found.errors.total() == num_requests - 1
     assert kind == "status 503" or found.errors.total() <= 4, "a pause follows a lost connection"
 
 

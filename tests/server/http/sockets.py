@@ -26,22 +26,26 @@ NAP_S = 0.02
 
 
 @contextlib.asynccontextmanager
-async def running(app: Any, *, lifespan: str = "off", **options: Any) -> AsyncIterator[tuple[HttpServer, int]]:
-    """Serves an application as `penstock serve` does, on a free port."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
+async def running(
+    app: Any, *, lifespan: str = "off", metrics_app: Any = None, **options: Any
+) -> AsyncIterator[tuple[HttpServer, int]]:
+    """Serves an application as `penstock serve` does, on a free port, and `metrics_app` on another one."""
+    listeners = [socket.socket() for _ in range(1 if metrics_app is None else 2)]
+    for listener in listeners:
+        listener.bind(("127.0.0.1", 0))
     served = {"http": Connection, "interface": "asgi3", "ws": "none", "lifespan": lifespan, "log_config": None}
     config = uvicorn.Config(app, **served, **options)
-    server = HttpServer(config)
+    server = HttpServer(config, metrics_app=metrics_app)
     with contextlib.ExitStack() as signals:
         server.capture_signals = lambda: signals
-        serving = asyncio.create_task(server.serve([listener]))
+        serving = asyncio.create_task(server.serve(listeners))
         await until(lambda: server.started)
-        yield server, listener.getsockname()[1]
+        yield server, listeners[0].getsockname()[1]
         server.should_exit = True
         with patch.object(uvicorn.server, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": short_sleep})):
             await serving
-        listener.close()
+        for listener in listeners:
+            listener.close()
 
 
 async def short_sleep(seconds: float) -> None:

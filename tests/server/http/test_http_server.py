@@ -46,14 +46,18 @@ async def test_idle_server_sleeps_and_stops_at_once(ticks: list[int], monkeypatc
         assert len(ticks) == 1, "it woke up before the tick"
 
 
-async def test_connections_of_the_metrics_port_count_with_the_others() -> None:
-    async with running(app) as (server, port):
-        server.metrics_config = http_server.plain_config(app)
-        metrics = await asyncio.get_running_loop().create_server(server._open_metrics_connection, "127.0.0.1", 0)
-        for each in (port, metrics.sockets[0].getsockname()[1]):
-            await ask(each, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert server.server_state.total_requests == 2
-        metrics.close()
+async def metrics_app(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body"})
+
+
+async def test_each_port_has_its_application_and_both_count_connections() -> None:
+    get = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with running(app, metrics_app=metrics_app) as (server, port):
+        ports = [listener.sockets[0].getsockname()[1] for listener in server.servers]
+        assert (len(ports), ports[0]) == (2, port)
+        assert [(await ask(each, get, get))[1].status for each in ports] == [200, 204]
+        assert server.server_state.total_requests == 4
 
 
 async def test_signal_reloads_the_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

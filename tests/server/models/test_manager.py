@@ -410,6 +410,16 @@ async def test_patient_request_unloads_no_recently_used_model(engines: Engines, 
     assert await patient is await request
 
 
+async def test_patient_request_unloads_no_pinned_model(engines: Engines, monkeypatch) -> None:
+    monkeypatch.setattr(manager_module, "RECENT_USE_S", 0.0)
+    manager = engines.manager(engines.model("a", is_pinned=True), "b", max_loaded=1)
+    pinned, other = manager.entries
+    await use(manager, pinned)
+    with pytest.raises(EngineUnavailableError, match="no memory for b"):
+        await manager.acquire(other, is_background=True)
+    assert other.status is ModelStatus.UNLOADED
+
+
 async def test_close_cancels_a_load(engines: Engines) -> None:
     manager = engines.manager("c")
     engines.gates["c"] = asyncio.Event()

@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Iterator
 from hashlib import sha256
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx
 import orjson
@@ -26,10 +28,12 @@ from penstock.engine.protocol.request import STAGE_TIMES, Stage
 from penstock.server import penstock_version
 from penstock.server.admission import REJECTION_REASONS
 from penstock.server.app import create_app
+from penstock.server.observability import request_record
 from penstock.server.observability.metrics import ConnectionMetrics, Metrics
 from penstock.server.observability.tracing import Tracing
 from penstock.server.settings import ServerSettings, UsageError
 
+from ...clock import Clock
 from ...waiting import until
 from ..bodies import table
 from ..conftest import FakeEngine
@@ -150,19 +154,35 @@ async def test_access_log_has_stage_times_without_texts_or_keys(serving, engine,
             await client.get(probe)
         await client.get("/no%0aINFO%20forged")
     good, unknown = [record for record in caplog.records if record.name == "penstock.access"]
-    assert good.getMessage().startswith("POST /v1/embeddings 200 in ")
-    assert "embed 2 inputs, 9 tokens; tokenization 250.0 ms; queue 500.0 ms; inference 2000.0 ms" in good.getMessage()
+    key_id = sha256(b"very-secret").hexdigest()[:8]
+    assert re.fullmatch(
+        rf"POST /v1/embeddings 200 in \d+\.\d ms; key {key_id}; embed 2 inputs, 9 tokens; "
+        r"tokenization 250\.0 ms; queue 500\.0 ms; inference 2000\.0 ms; encode \d+\.\d ms \(abc\)",
+        good.getMessage(),
+    )
     line = orjson.loads(JsonFormatter().format(good))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d", line["time"])
     expected = {"logger": "penstock.access", "request_id": "abc", "method": "POST", "status": 200, "task": "embed"}
     expected |= {"path": "/v1/embeddings", "route": "/v1/embeddings", "inputs": 2, "tokens": 9, "queue_ms": 500.0}
-    expected["key_id"] = sha256(b"very-secret").hexdigest()[:8]
+    expected |= {"key_id": key_id, "client": "127.0.0.1", "tokenization_ms": 250.0, "inference_ms": 2000.0}
     assert expected.items() <= line.items()
-    assert line["duration_ms"] > 0
+    assert 0 < line["encode_ms"] < line["duration_ms"] < 60_000
     assert SECRET not in str(line)
     assert "very-secret" not in str(line)
     assert "\n" not in unknown.getMessage()
     assert "/no%0AINFO%20forged 401" in unknown.getMessage()
+
+
+def test_ignored_fields_are_logged_once_a_minute(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    clock, log = Clock(), request_record.IgnoredFieldsLog()
+    monkeypatch.setattr(request_record, "time", SimpleNamespace(perf_counter=clock))
+    record = Mock(ignored_fields=["a", "b"], scope={"penstock.request_id": "r1"}, route="/embed")
+    for clock.now_s in (0.0, 1.0, 59.9, 60.0, 61.0):
+        log.observe(Mock(ignored_fields=[]))
+        log.observe(record)
+    texts = [message.partition(";")[0] for message in caplog.messages]
+    start = "request r1 to /embed has unknown fields, which were ignored: a, b"
+    assert texts == [f"{start} ({number} such requests were not logged)" for number in (0, 2)]
 
 
 class Collected:
@@ -195,7 +215,8 @@ async def test_trace_continues_the_trace_of_the_client(serving, engine, collecte
     async with serving(engine, otlp_traces_endpoint=COLLECTOR, access_log=True) as client:
         headers = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01", "tracestate": "vendor=1"}
         await client.post("/v1/embeddings", json={"input": [SECRET]}, headers=headers)
-    assert caplog.records[-1].fields["trace_id"] == TRACE_ID
+    logged = caplog.records[-1].fields
+    assert logged["trace_id"] == TRACE_ID
     spans = collected.spans
     assert list(spans) == [*STAGES, "encode", "POST /v1/embeddings"]
     request = spans["POST /v1/embeddings"]
@@ -218,10 +239,18 @@ async def test_trace_continues_the_trace_of_the_client(serving, engine, collecte
         "http.response.status_code": 200,
         "penstock.task": "embed",
         "penstock.num_inputs": 1,
+        "penstock.request_id": logged["request_id"],
         "gen_ai.usage.input_tokens": 6,
+        "url.path": "/v1/embeddings",
+        "url.scheme": "http",
     }
-    assert expected.items() <= request.attributes.items()
+    assert request.attributes == expected
+    assert request.end_time - request.start_time == pytest.approx(1e6 * logged["duration_ms"], abs=1e3)
     assert request.resource.attributes["service.name"] == "penstock"
+    assert (request.instrumentation_scope.name, request.instrumentation_scope.version) == (
+        "penstock",
+        penstock_version(),
+    )
 
 
 @pytest.mark.parametrize(("variables", "name"), [({}, "penstock"), ({"OTEL_SERVICE_NAME": "mine"}, "mine")])

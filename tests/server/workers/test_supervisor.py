@@ -1,4 +1,5 @@
 import asyncio
+import signal
 import socket
 from unittest.mock import Mock
 
@@ -69,7 +70,16 @@ async def test_server_continues_while_one_process_serves(deaths: list[int]) -> N
     assert not running.done()
     supervisor._handle_signal(15)
     await asyncio.wait_for(running, 120)
-    assert supervisor.failures == []
+    assert (supervisor.failures, supervisor.signals) == ([], [15])
+
+
+async def test_second_ctrl_c_reaches_the_processes() -> None:
+    supervisor, worker = make_supervisor(), Mock()
+    supervisor._workers = [worker]
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        assert not worker.stop.called
+        supervisor._handle_signal(number)
+    worker.stop.assert_called_once_with(signal.SIGINT)
 
 
 def counter(name: str, **values: float) -> Metric:
