@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import chain
 from traceback import clear_frames
 from typing import Final
@@ -76,22 +77,27 @@ class RunningBatch:
     ran_alone: bool
 
 
+class NextStart(Enum):
+    """When the next batch starts.
+
+    Attributes:
+        NOW: At once.
+        AFTER_MESSAGE: When a client sends a request or a cancellation, or a running batch ends.
+        AFTER_BATCH: When a running batch ends: the device has no capacity before.
+    """
+
+    NOW = "now"
+    AFTER_MESSAGE = "after a message"
+    AFTER_BATCH = "after a batch"
+
+
 class EngineCore:
     """Owns the scheduler and the model runner.
 
-    `receive`, `cancel_connection` and `stop` may be called from any thread, all other methods from the device thread,
-    which calls `run`, or `load` and `step`.
-
-    Start of the next batch:
-
-    ========================  ======================================================================================
-    `_should_begin`           Starts: a batch is started now. Combines the conditions below.
-    `_can_start_another`      Delays: False while the device has no capacity for a batch beside the running ones.
-    `has_large_batch`         Delays: while a batch runs on an ordered device, small batches wait for more sequences.
-    `_blocked_by_running`     Delays: the last batch was empty, until a batch ends or a request is added or cancelled.
-    `_has_freed_memory`       Starts: an empty batch reports the memory that a cancellation has freed.
-    `_waits_for_requests`     Wakes: the device thread sleeps and could start a batch, so `receive` wakes it.
-    ========================  ======================================================================================
+    Threads: the device thread calls `run`, or `load` and `step`. Any thread may call `receive`, `cancel_connection` and
+    `stop`. In an engine process (worker.py) the main thread is the device thread and calls all of them, because the
+    waker runs the callbacks of the sockets within `step`. In the client's process (running_core.py) the event loop
+    calls `receive` and `stop`.
 
     Args:
         send: Called with each message for the client, on the device thread or on the thread that calls `receive`. Must
@@ -115,7 +121,7 @@ class EngineCore:
         self._send = send
         self._on_ready = on_ready
         self._load_runner = load_runner
-        self._lock = threading.Lock()  # guards the scheduler and the last three flags below
+        self._lock = threading.Lock()  # guards the scheduler and the last three attributes below
         self._waker = waker or Waker()
         self._watch = StepWatch(config.step_timeout_s, on_stuck)
         self._scheduler: Scheduler
@@ -125,7 +131,7 @@ class EngineCore:
         self._running: list[RunningBatch] = []
         self._ended_s = 0.0  # when the last batch ended
         self._stopping = False
-        self._waits_for_requests = False  # the device thread sleeps and can start a batch
+        self._waits_for_message = False  # the device thread sleeps, and a message may start a batch
         self._has_freed_memory = False  # by a cancellation; the next step reports it in the metrics
         self._blocked_by_running = False  # the last batch was empty: all sequences wait for a running one
 
@@ -219,8 +225,8 @@ class EngineCore:
                 self._cancel(request_id)
             for request_id in message.clears:
                 self._clear_prefixes(request_id)
-            is_awaited = self._waits_for_requests or self._has_freed_memory
-        if is_awaited:
+            should_wake = self._waits_for_message or self._has_freed_memory
+        if should_wake:
             self._waker.wake()
 
     def cancel_connection(self, connection_number: int) -> None:
@@ -242,35 +248,38 @@ class EngineCore:
             for callback in callbacks:
                 callback()
             with self._lock:
-                if self._stopping or self._should_begin() or any(running.forward.is_done for running in self._running):
+                next_start = self._next_start()
+                has_ended = any(running.forward.is_done for running in self._running)
+                if self._stopping or has_ended or next_start is NextStart.NOW:
                     return
-                self._waits_for_requests = self._can_start_another()
+                self._waits_for_message = next_start is NextStart.AFTER_MESSAGE
             with self._watch.idle():
                 callbacks = self._waker.wait()
             with self._lock:
-                self._waits_for_requests = False
+                self._waits_for_message = False
 
-    def _should_begin(self) -> bool:
-        """Whether a batch should be started now. The caller holds the lock.
+    def _next_start(self) -> NextStart:
+        """Returns when the next batch starts. The caller holds the lock."""
+        if self._running and not self._has_capacity():
+            return NextStart.AFTER_BATCH
+        if self._has_freed_memory:
+            return NextStart.NOW  # an empty batch, which reports the free memory in the metrics
+        if self._blocked_by_running or not self._scheduler.has_work:
+            return NextStart.AFTER_MESSAGE
+        is_busy = self._runner.keeps_order and any(not running.forward.is_done for running in self._running)
+        if is_busy and not self._scheduler.has_large_batch:
+            # To queue a batch behind a running one only saves the pause between them, so a small batch waits for more
+            # sequences.
+            return NextStart.AFTER_MESSAGE
+        return NextStart.NOW
 
-        Queueing a batch on a busy device only saves the pause between two batches, so only large batches are queued.
-        """
-        scheduler = self._scheduler
-        would_wait = self._runner.keeps_order and any(not running.forward.is_done for running in self._running)
-        has_work = scheduler.has_work and not self._blocked_by_running
-        has_batch = has_work and (not would_wait or scheduler.has_large_batch)
-        return (has_batch or self._has_freed_memory) and self._can_start_another()
-
-    def _can_start_another(self) -> bool:
-        """Whether a batch may be started while others run. The caller holds the lock.
-
-        A chunk needs the chunks before it, so batches with chunks overlap only if the device keeps their order.
-        """
-        if not self._running:
-            return True
+    def _has_capacity(self) -> bool:
+        """Whether a batch may be started beside the running ones. The caller holds the lock."""
         runner, scheduler = self._runner, self._scheduler
-        if not runner.has_capacity or (scheduler.has_long and (not runner.keeps_order or scheduler.needs_idle_device)):
+        if not runner.has_capacity:
             return False
+        if scheduler.has_long and (not runner.keeps_order or scheduler.needs_idle_device):
+            return False  # a chunk needs the chunks before it
         num_tokens = sum(running.step.num_tokens for running in self._running if not running.forward.is_done)
         return num_tokens < _MAX_BUDGETS_IN_FLIGHT * scheduler.token_budget
 
@@ -280,7 +289,7 @@ class EngineCore:
         The next chunks of its sequences may be scheduled while it runs.
         """
         with self._lock:
-            if not self._should_begin():
+            if self._next_start() is not NextStart.NOW:
                 return
             free_tokens = self._runner.free_tokens() if self._scheduler.has_long else None
             batch = self._scheduler.schedule(time.monotonic(), free_tokens)

@@ -283,7 +283,7 @@ class SubmitRequest(NamedTuple):
     """The message that starts a Request in the engine process. A ClientMessage holds several.
 
     Attributes:
-        request_id: Its number.
+        request_id: Unique among all clients of the engine process; see `first_request_id`.
         params: Its resolved parameters.
         inputs: At least one.
         priority: Lower runs first.

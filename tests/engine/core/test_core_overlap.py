@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from penstock.engine.core.core import NextStart
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError
 from penstock.engine.scheduling import PrefillChunk
 
@@ -315,7 +316,7 @@ def test_batches_of_two_token_budgets_run_at_most() -> None:
     lanes.runner.max_forwards = 4
     lanes.start(1, 2, length=64)
     lanes.submit(3, 64)
-    assert not lanes.core._should_begin()
+    assert lanes.core._next_start() is NextStart.AFTER_BATCH
     lanes.end(0)
     assert lanes.started == [[1], [2], [3]]
 
@@ -337,5 +338,5 @@ def test_new_request_wakes_a_loop_with_a_free_lane(lanes: LaneDriver) -> None:
             lanes.core._wait()
         lanes.submit(request_id, 40)
         assert len(wakes) == num_wakes
-        if lanes.core._should_begin():
+        if lanes.core._next_start() is NextStart.NOW:
             lanes.run()
