@@ -51,7 +51,7 @@ _MIN_BATCH_TOKENS: Final = 48
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayForward:
-    """A forward of the C library; see Forward.
+    """A forward that runs on the threads of the C library.
 
     Attributes:
         running: Handle of the forward in the C library.
@@ -67,8 +67,30 @@ class ArrayForward:
         return self.running.is_done
 
 
+@dataclass(frozen=True, slots=True)
+class _ForwardStart:
+    """The start and the size of a forward; with its end they give its ForwardTime.
+
+    Attributes:
+        started_s: Seconds, of time.perf_counter().
+        chunk_tokens: Tokens in chunks of long sequences.
+        whole_tokens: Other tokens.
+    """
+
+    started_s: float
+    chunk_tokens: int
+    whole_tokens: int
+
+    @classmethod
+    def now(cls, chunks: Sequence[PrefillChunk]) -> _ForwardStart:
+        """Returns the start of a forward of these chunks that starts now."""
+        started_s = time.perf_counter()
+        chunk_tokens = num_long_tokens(chunks)
+        return cls(started_s, chunk_tokens, sum(chunk.num_tokens for chunk in chunks) - chunk_tokens)
+
+
 class ArrayRunner(PoolingRunner[Floats]):
-    """Runs an encoder or a decoder on a CPU. See Runner.
+    """Runs an encoder or a decoder on a CPU with the C library.
 
     Args:
         token_heads: Token heads; None if the model has none.
@@ -116,7 +138,8 @@ class ArrayRunner(PoolingRunner[Floats]):
             tokenizer = tokenizer or load_tokenizer(
                 info, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template
             )
-            encoder, dense = load_array_encoder(info, library), load_array_dense(info, library)
+            encoder = load_array_encoder(info, library)
+            dense = load_array_dense(info, library)
             encoder.calibrate()
             return cls(info, tokenizer, encoder, config, dense, load_array_token_heads(info, tokenizer, library))
 
@@ -135,20 +158,19 @@ class ArrayRunner(PoolingRunner[Floats]):
         A batch with chunks of long sequences has ended when this returns: another sequence may get the blocks of a
         cancelled one at once, and the duration without other batches sets the size of the next chunks.
         """
-        started_s = time.perf_counter()
-        chunk_tokens = num_long_tokens(chunks)
+        start = _ForwardStart.now(chunks)
         try:
             if not check_allocations(chunks):
                 batch = PackedArrays.build([c.sequence.tokens for c in chunks], adapters=self._adapters(chunks))
-                return self._begin(chunks, batch, started_s)
+                return self._begin(chunks, batch, start)
             assert self._kv_cache is not None, "only a runner with KV blocks runs chunks"
             kv_blocks = BatchBlocks(self._kv_cache, *KvSlots.of(chunks, self._config.cache.kv_block_size))
-            starts, adapters = [c.start for c in chunks], self._adapters(chunks)
-            batch = PackedArrays.build([c.tokens for c in chunks], starts, kv_blocks, adapters)
-            if not chunk_tokens:
-                return self._begin(chunks, batch, started_s)
+            starts = [c.start for c in chunks]
+            batch = PackedArrays.build([c.tokens for c in chunks], starts, kv_blocks, self._adapters(chunks))
+            if not start.chunk_tokens:
+                return self._begin(chunks, batch, start)
             self._meter.begin()
-            outputs = self._begin(chunks, batch, started_s).outputs()
+            outputs = self._begin(chunks, batch, start).outputs()
             self._meter.end(batch.num_tokens)
             return CompletedForward(outputs)
         except MemoryError as error:
@@ -167,7 +189,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         times, self._times = self._times, []
         return times
 
-    def _begin(self, chunks: Sequence[PrefillChunk], batch: PackedArrays, started_s: float) -> ArrayForward:
+    def _begin(self, chunks: Sequence[PrefillChunk], batch: PackedArrays, start: _ForwardStart) -> ArrayForward:
         kept = self._pooled_rows
         if kept is not KeptRows.ALL and not self._reads_pooled_rows_only(chunks, batch):
             kept = KeptRows.ALL
@@ -176,10 +198,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         metadata = self._pooling_metadata(chunks, rows, in_chunks=batch.kv_blocks is not None)
         needs_attention = self._pooler.needs_attention(metadata.params)
         running = self._encoder.begin(batch, need_attention=needs_attention, kept=kept)
-        chunk_tokens = num_long_tokens(chunks)
-        whole_tokens = batch.num_tokens - chunk_tokens
-        finish = partial(self._finish, running, batch, metadata, started_s, chunk_tokens, whole_tokens)
-        return ArrayForward(running, finish)
+        return ArrayForward(running, partial(self._finish, running, batch, metadata, start))
 
     def _reads_pooled_rows_only(self, chunks: Sequence[PrefillChunk], batch: PackedArrays) -> bool:
         """Returns whether all sequences are whole, and no task needs rows of tokens."""
@@ -189,13 +208,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         return not any(group.is_token_level for each in params for group in OutputGroup.all_of(each))
 
     def _finish(
-        self,
-        running: CpuForward,
-        batch: PackedArrays,
-        metadata: PoolingMetadata,
-        started_s: float,
-        chunk_tokens: int,
-        whole_tokens: int,
+        self, running: CpuForward, batch: PackedArrays, metadata: PoolingMetadata, start: _ForwardStart
     ) -> BatchOutputs:
         try:
             output = ArrayOutput(*running.result())
@@ -209,12 +222,14 @@ class ArrayRunner(PoolingRunner[Floats]):
         self._pooling_states.commit(metadata, pooled.states)
         now_s = time.perf_counter()
         # The time of overlapping forwards counts from the end of the previous one.
-        self._times.append(ForwardTime(chunk_tokens, whole_tokens, now_s - max(started_s, self._ended_s)))
+        seconds = now_s - max(start.started_s, self._ended_s)
+        self._times.append(ForwardTime(start.chunk_tokens, start.whole_tokens, seconds))
         self._ended_s = now_s
         return outputs
 
     def _allocate_kv_blocks(self) -> None:
-        spec, itemsize = self._encoder.cache_spec, self._encoder.kv_itemsize
+        spec = self._encoder.cache_spec
+        itemsize = self._encoder.kv_itemsize
         assert spec is not None, "only decoders have KV blocks"
         plan = self._make_pool(spec, itemsize, self._gauge.available())
         if plan is None:

@@ -275,7 +275,8 @@ class EngineCore:
 
     def _has_capacity(self) -> bool:
         """Whether a batch may be started beside the running ones. The caller holds the lock."""
-        runner, scheduler = self._runner, self._scheduler
+        runner = self._runner
+        scheduler = self._scheduler
         if not runner.has_capacity:
             return False
         if scheduler.has_long and (not runner.keeps_order or scheduler.needs_idle_device):
@@ -323,7 +324,8 @@ class EngineCore:
             return  # an earlier batch ran out of memory and finished this one; see `_divide`
         self._running.remove(running)
         self._watch.in_flight.remove(running.step)
-        chunks, step = running.batch.chunks, running.step
+        chunks = running.batch.chunks
+        step = running.step
         if chunks:
             with self._lock:
                 self._blocked_by_running = False
@@ -421,7 +423,8 @@ class EngineCore:
             logger.error("input %d of request %d failed", sequence.index, request_id, exc_info=error)
             error = ModelExecutionError(f"The model failed on input {sequence.index}: {type(error).__name__}.")
         with self._lock:
-            if (request := self._cancel(sequence.request.request_id)) is not None:
+            request = self._cancel(sequence.request.request_id)
+            if request is not None:
                 self._send_failure(request, error)
 
     def _send_failure(self, request: Request, error: EngineError) -> None:
@@ -457,7 +460,8 @@ class EngineCore:
         # The time of overlapping batches counts from the end of the previous one, so that the sum is the device's time.
         step_s = 0.0
         if num_tokens:
-            step_s, self._ended_s = ended_s - max(started_s, self._ended_s), ended_s
+            step_s = ended_s - max(started_s, self._ended_s)
+            self._ended_s = ended_s
         self._send(StepResults(headers, num_tokens, step_s, cache, load, finished), frames)
 
 

@@ -228,8 +228,10 @@ class ForwardGraphs:
 
     def _fill(self, bucket: Bucket, batch: PackedBatch) -> None:
         """Copies a batch to the front of the captured inputs and clears the rest. Does not wait for the device."""
-        num_tokens, num_boundaries = batch.num_tokens, len(batch.seq_lens) + 1
-        rows, cu_seqlens = self._rows[:, : bucket.num_tokens], self._cu_seqlens[: bucket.num_seqs + 1]
+        num_tokens = batch.num_tokens
+        num_boundaries = len(batch.seq_lens) + 1
+        rows = self._rows[:, : bucket.num_tokens]
+        cu_seqlens = self._cu_seqlens[: bucket.num_seqs + 1]
         for row, values in zip(rows, (batch.input_ids, batch.positions, batch.token_type_ids), strict=True):
             if values is None:
                 row.zero_()

@@ -181,7 +181,8 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
 
     @torch.inference_mode()
     def _begin(self, chunks: Sequence[PrefillChunk]) -> CompletedForward | DeviceForward:
-        cache, adapters = None, self._adapters(chunks)
+        cache = None
+        adapters = self._adapters(chunks)
         if check_allocations(chunks):
             assert self._memory is not None, "only a runner with memory for chunks runs chunks"
             self._memory.restore(chunks)

@@ -131,7 +131,8 @@ class StepWatch:
 
     def check(self) -> str | None:
         """Adds an interval to the running steps. Returns a sentence if a step has exceeded its limit."""
-        current, watched = self._current, []
+        current = self._current
+        watched = []
         if current is not None:
             watched.append(current)
         if current is None or not current.num_checks:  # otherwise the engine thread itself makes no progress
@@ -139,14 +140,16 @@ class StepWatch:
             watched += [step for step in in_flight if step is not current]
         for step in watched:
             step.num_checks += 1
-            seconds, limit_s = (step.num_checks - 1) * self._interval_s, self.limit_s(step)
+            seconds = (step.num_checks - 1) * self._interval_s
+            limit_s = self.limit_s(step)
             if seconds >= limit_s:
                 return f"{step} has not ended for {seconds:g} s; its limit is {limit_s:.3g} s"
         return None
 
     def _run(self) -> None:
         while not self._ended.wait(self._interval_s):
-            if (reason := self.check()) is not None:
+            reason = self.check()
+            if reason is not None:
                 logger.critical(
                     "%s (%d times the longest forward so far, at least --step-timeout-s). The engine thread is in:\n%s",
                     reason,

@@ -184,7 +184,8 @@ class ChunkedPrefillManager:
                 size.
             memory_pressure: Share of a full chunk that does not fit into memory, 0 to 1; else InvalidRequestError.
         """
-        if (sequence := self.peek()) is None:
+        sequence = self.peek()
+        if sequence is None:
             return None
         num_remaining = sequence.num_tokens - sequence.num_scheduled
         size = min(self.config.sized(sequence.chunk_size or self.config.chunk_size, memory_pressure), num_remaining)
@@ -195,7 +196,8 @@ class ChunkedPrefillManager:
     def start_chunk(self, chunk_id: ChunkId) -> PrefillChunk:
         """Records the start of a chunk. Raises ChunkStateError if it is not scheduled."""
         chunk = self._find_chunk(chunk_id, ChunkState.SCHEDULED)
-        chunk.state, chunk.started_s = ChunkState.RUNNING, self._clock()
+        chunk.state = ChunkState.RUNNING
+        chunk.started_s = self._clock()
         return chunk
 
     def allow_next_chunk(self, chunk_id: ChunkId) -> None:
@@ -208,7 +210,8 @@ class ChunkedPrefillManager:
         sequence = chunk.sequence
         if chunk is not sequence.chunk:
             raise ChunkStateError(f"chunk {chunk_id} of request {sequence.sequence_id!r} has been followed already.")
-        sequence.earlier_chunks, sequence.chunk = sequence.chunks_in_flight, None
+        sequence.earlier_chunks = sequence.chunks_in_flight
+        sequence.chunk = None
 
     def complete_chunk(self, chunk_id: ChunkId, output: Any = None, kv_cache: Any = None) -> bool:
         """Records the end of a running chunk. Returns whether its sequence is complete.
@@ -228,8 +231,10 @@ class ChunkedPrefillManager:
         if chunk is sequence.chunk:
             sequence.chunk = None
         sequence.earlier_chunks = sequence.earlier_chunks[1:]
-        chunk.state, sequence.num_computed_tokens = ChunkState.COMPLETED, chunk.end
-        sequence.num_failures, sequence.error = 0, None
+        chunk.state = ChunkState.COMPLETED
+        sequence.num_computed_tokens = chunk.end
+        sequence.num_failures = 0
+        sequence.error = None
         if output is not None:
             sequence.outputs += (output,)
         if kv_cache is not None:
@@ -265,13 +270,16 @@ class ChunkedPrefillManager:
         """
         sequence = self._find_unfinished(request_id)
         sequence.drop_chunks(ChunkState.PENDING)
-        sequence.num_computed_tokens, sequence.outputs, sequence.kv_cache = 0, (), None
+        sequence.num_computed_tokens = 0
+        sequence.outputs = ()
+        sequence.kv_cache = None
         del self.requests[request_id]
         self._metrics.preemptions += 1
 
     def remove_request(self, request_id: Hashable) -> bool:
         """Removes a sequence, and cancels it if it is neither complete nor failed. Returns False for an unknown id."""
-        if (sequence := self.requests.pop(request_id, None)) is None:
+        sequence = self.requests.pop(request_id, None)
+        if sequence is None:
             return False
         self._metrics.cancelled_sequences += not (sequence.is_complete or sequence.has_failed)
         sequence.status = Status.FINISHED

@@ -141,7 +141,9 @@ class Scheduler:
         With `drop_cached_blocks` its blocks are removed from the prefix cache, because they may be wrong.
         """
         request = self.requests.get(request_id)
-        for sequence in [] if request is None else [s for s in request.sequences if s.status is not Status.FINISHED]:
+        if request is None:
+            return None
+        for sequence in [s for s in request.sequences if s.status is not Status.FINISHED]:
             if sequence.chunk is not None and sequence.allocation is not None and not sequence.is_long:
                 # Its forward may write the memory until it ends: `finish` frees it.
                 self._held[sequence.chunk] = sequence.allocation
@@ -160,7 +162,8 @@ class Scheduler:
         """
         self.needs_idle_device = False
         config = self.prefill.config
-        batch, self._ended = Batch(ended=self._ended), []
+        batch = Batch(ended=self._ended)
+        self._ended = []
         budget = ForwardBudget(self.chunk_sizes.forward_tokens(self.token_budget), self._max_num_seqs)
         if free_tokens is not None and config.is_dynamic:
             budget.num_tokens = min(budget.num_tokens, max(free_tokens, config.min_chunk_size))
@@ -207,7 +210,8 @@ class Scheduler:
                 self._pool.commit(sequence.allocation, chunk.end)
             if sequence.is_complete:
                 self._release(sequence, Status.FINISHED)
-                finished += [] if sequence.request.num_unfinished else [sequence.request]
+                if not sequence.request.num_unfinished:
+                    finished.append(sequence.request)
         if has_run:
             self._num_steps_without_oom = (self._num_steps_without_oom + 1) % _STEPS_TO_RECOVER
             if not self._num_steps_without_oom:
@@ -238,7 +242,8 @@ class Scheduler:
             num_deferred: Waiting sequences that did not fit into the batch.
             num_images: Images of the sequences that ran.
         """
-        waiting, budget = self.waiting, self.chunk_sizes.forward_tokens(self.token_budget)
+        waiting = self.waiting
+        budget = self.chunk_sizes.forward_tokens(self.token_budget)
         return StepLoad(num_seqs, budget, waiting.num_seqs, waiting.num_tokens, num_deferred, num_images)
 
     def cache_use(self, batch: Batch) -> CacheUse | None:
@@ -287,9 +292,10 @@ class Scheduler:
         while heads := self.waiting.next_sequences(1, 1, is_long=True):
             self._expire(heads, now_s, batch)
             (sequence,) = heads
-            if sequence.status is Status.WAITING and not (
-                self._should_start(sequence, chunk_budget.num_tokens) and self._start(sequence, batch)
-            ):
+            if sequence.status is not Status.WAITING:
+                continue  # it has expired
+            has_started = self._should_start(sequence, chunk_budget.num_tokens) and self._start_long(sequence, batch)
+            if not has_started:
                 break  # later sequences must not take the memory that this one needs
         pool_pressure = _POOL_PRESSURE * self._pool.usage if self._waits_for_memory else 0.0
         device_pressure = 0.0 if free_tokens is None else 1 - min(free_tokens / self.prefill.config.chunk_size, 1.0)
@@ -315,7 +321,8 @@ class Scheduler:
         short_tokens = min(sum([sequence.num_tokens for sequence in window]), token_budget // 2)
         short_seqs = min(len(window), self._max_num_seqs // 2)
         if window and not self._last_num_whole:
-            short_tokens, short_seqs = max(short_tokens, window[0].num_tokens), max(short_seqs, 1)
+            short_tokens = max(short_tokens, window[0].num_tokens)
+            short_seqs = max(short_seqs, 1)
         else:
             short_tokens = min(short_tokens, token_budget - config.min_chunk_size)
         others_wait = bool(window) or self._last_num_whole > 0
@@ -331,7 +338,7 @@ class Scheduler:
         key = self.waiting.sort_key(sequence)
         return all(key < self.waiting.sort_key(other) for other in running)
 
-    def _start(self, sequence: InputSequence, batch: Batch) -> bool:
+    def _start_long(self, sequence: InputSequence, batch: Batch) -> bool:
         """Allocates the memory for a long sequence and starts it. Returns False if there is too little memory."""
         allocation = self._allocate(sequence)
         if allocation is None and self._preempt_for(sequence, batch):
@@ -372,7 +379,8 @@ class Scheduler:
         - Same client: the victim is after the sequence in the order of the client (`due`, then `number`).
         - Other client: the victim also arrived later without regard to priority.
         """
-        starting, arrival = sequence.request, self._arrival(sequence)
+        starting = sequence.request
+        arrival = self._arrival(sequence)
         later = sorted((s for s in self.prefill.requests.values() if self._arrival(s) > arrival), key=self._arrival)
         victims: list[tuple[InputSequence, Allocation]] = []
         while not self._pool.can_allocate(sequence.num_tokens, after=[allocation for _, allocation in victims]):
@@ -398,18 +406,21 @@ class Scheduler:
         """Adds the whole sequences of this batch."""
         num_chunks = len(batch.chunks)
         for sequence in window:
-            if (chunk := self._whole_chunk(sequence, budget)) is None:
+            chunk = self._start_whole(sequence, budget)
+            if chunk is None:
                 break
             self._charge(chunk)
             batch.chunks.append(chunk)
         self._last_num_whole = len(batch.chunks) - num_chunks
 
-    def _whole_chunk(self, sequence: InputSequence, budget: ForwardBudget) -> PrefillChunk | None:
-        """Starts a short sequence after its cached prefix. Returns None if it does not fit.
+    def _start_whole(self, sequence: InputSequence, budget: ForwardBudget) -> PrefillChunk | None:
+        """Starts a short sequence after its cached prefix and returns its chunk; None if it does not fit.
 
         Reads no prefix while a long sequence waits for memory held by short sequences.
         """
-        num_tokens, num_cached, keys = sequence.num_tokens, 0, sequence.block_keys
+        num_tokens = sequence.num_tokens
+        num_cached = 0
+        keys = sequence.block_keys
         may_allocate = self._pool.can_hold(num_tokens) and not (self._waits_for_memory and not self.prefill.requests)
         if sequence.request.needs_last_row and len(keys) >= _MIN_SHARED_BLOCKS and may_allocate:
             if budget.fits(num_tokens - self._pool.find(keys, num_tokens - 1)):
@@ -431,7 +442,8 @@ class Scheduler:
         return self._pool.allocate(sequence.sequence_id, sequence.num_tokens, sequence.block_keys, readable)
 
     def _expire(self, sequences: Iterable[InputSequence], now_s: float, batch: Batch) -> None:
-        for request in [s.request for s in sequences if (at_s := s.request.deadline_s) is not None and at_s <= now_s]:
+        requests = [sequence.request for sequence in sequences]
+        for request in [r for r in requests if r.deadline_s is not None and r.deadline_s <= now_s]:
             if request.num_unfinished:
                 self.cancel(request.request_id)
                 batch.expired.append(request)
@@ -448,7 +460,8 @@ class Scheduler:
             self.waiting.remove(sequence)
         elif sequence.is_long:
             self.prefill.remove_request(sequence.sequence_id)
-        sequence.status, sequence.chunk = status, None
+        sequence.status = status
+        sequence.chunk = None
         if sequence.allocation is not None:
             self._pool.free(sequence.allocation, drop_cached_blocks=drop_cached_blocks)
             sequence.allocation = None

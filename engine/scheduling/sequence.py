@@ -151,7 +151,8 @@ class InputSequence:
         """Drops the chunks in flight. Their results must be ignored."""
         for chunk in self.chunks_in_flight:
             chunk.state = state
-        self.earlier_chunks, self.chunk = (), None
+        self.earlier_chunks = ()
+        self.chunk = None
 
 
 @dataclass(slots=True, eq=False)
