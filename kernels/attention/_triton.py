@@ -100,6 +100,18 @@ def tile_of(
 
 
 @triton.jit
+def _load_tile(addresses, is_key, d, IS_BORDER: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Loads a tile [BLOCK_N, BLOCK_K] of keys or values, with zeros past the head and, if IS_BORDER, past the end."""
+    if IS_BORDER:
+        tile = tl.load(addresses, mask=is_key[:, None] & (d < HEAD_SIZE)[None, :], other=0.0)
+    elif HEAD_SIZE == BLOCK_K:
+        tile = tl.load(addresses)
+    else:
+        tile = tl.load(addresses, mask=(d < HEAD_SIZE)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
 def add_tile(
     q,
     maximum,
@@ -160,13 +172,7 @@ def add_tile(
         slot = (start + j).to(tl.int64)
     k_addresses = k_ptr + (slot * stride_k_row)[:, None] + d[None, :]
     v_addresses = v_ptr + (slot * stride_v_row)[:, None] + d[None, :]
-    if IS_BORDER:
-        mask = is_key[:, None] & (d < HEAD_SIZE)[None, :]
-        k = tl.load(k_addresses, mask=mask, other=0.0)
-    elif HEAD_SIZE == BLOCK_K:
-        k = tl.load(k_addresses)
-    else:
-        k = tl.load(k_addresses, mask=(d < HEAD_SIZE)[None, :], other=0.0)
+    k = _load_tile(k_addresses, is_key, d, IS_BORDER, HEAD_SIZE, BLOCK_K)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     # Without cap and bias the scale is applied in the exponent.
     factor = scale
@@ -196,14 +202,38 @@ def add_tile(
     weights = tl.exp2(scores * factor - shift[:, None])
     shrink = tl.exp2(maximum - shift)
     total = total * shrink + tl.sum(weights, 1)
-    if IS_BORDER:
-        v = tl.load(v_addresses, mask=is_key[:, None] & (d < HEAD_SIZE)[None, :], other=0.0)
-    elif HEAD_SIZE == BLOCK_K:
-        v = tl.load(v_addresses)
-    else:
-        v = tl.load(v_addresses, mask=(d < HEAD_SIZE)[None, :], other=0.0)
+    v = _load_tile(v_addresses, is_key, d, IS_BORDER, HEAD_SIZE, BLOCK_K)
     rows = tl.dot(weights.to(v.dtype), v, rows * shrink[:, None], input_precision="ieee")
     return new_maximum, total, rows
+
+
+@triton.jit
+def _key_ranges(
+    first_position,
+    last_position,
+    num_keys,
+    left,
+    right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Returns (first, whole, whole_end, end) for the queries from `first_position` to `last_position`.
+
+    At least one query sees the keys from `first` to `end`; all queries see those from `whole` to `whole_end`, which are
+    full tiles.
+    """
+    first = 0
+    whole = 0
+    if HAS_LEFT:
+        first = tl.maximum(first_position - left, 0) // BLOCK_N * BLOCK_N
+        whole = tl.cdiv(tl.maximum(last_position - left, 0), BLOCK_N) * BLOCK_N
+    end = num_keys
+    whole_end = num_keys // BLOCK_N * BLOCK_N
+    if HAS_RIGHT:
+        end = tl.minimum(last_position + right + 1, num_keys)
+        whole_end = tl.minimum(first_position + right + 1, num_keys) // BLOCK_N * BLOCK_N
+    return first, whole, tl.maximum(whole, whole_end), end
 
 
 @triton.jit(
@@ -293,21 +323,11 @@ def _attention_kernel(
         k_head_ptr = k_ptr + kv_head * stride_k_head
         v_head_ptr = v_ptr + kv_head * stride_v_head
 
-        # At least one row of the tile sees the keys from `first` to `end`; all rows see `whole` to `whole_end`.
         first_position = context_len + offset // GROUP_SIZE
         last_position = context_len + (tl.minimum(offset + BLOCK_M, num_rows) - 1) // GROUP_SIZE
-        first = 0
-        whole = 0
-        if HAS_LEFT:
-            first = tl.maximum(first_position - left, 0) // BLOCK_N * BLOCK_N
-            whole = tl.cdiv(tl.maximum(last_position - left, 0), BLOCK_N) * BLOCK_N
-        end = num_keys
-        whole_end = num_keys // BLOCK_N * BLOCK_N
-        if HAS_RIGHT:
-            end = tl.minimum(last_position + right + 1, num_keys)
-            whole_end = tl.minimum(first_position + right + 1, num_keys) // BLOCK_N * BLOCK_N
-        whole_end = tl.maximum(whole, whole_end)
-
+        first, whole, whole_end, end = _key_ranges(
+            first_position, last_position, num_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N
+        )
         maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         rows = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)

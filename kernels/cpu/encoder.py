@@ -227,19 +227,13 @@ class CpuEncoder:
                 array shapes do not match, or an argument is for encoders or decoders only.
             MemoryError: There is not enough memory.
         """
-        num_tokens = len(ids_T)
-        lengths_N = starts[1:] - starts[:-1]
-        if num_tokens == 0 or starts[0] != 0 or starts[-1] != num_tokens or lengths_N.min() <= 0:
-            raise ValueError("starts must rise from 0 to the number of tokens")
-        _check_rows("ids", ids_T, num_tokens, self._vocab_size)
-        if self._num_positions is not None:
-            _check_rows("positions", positions_T, num_tokens, self._num_positions)
-        self._check_sequences(num_tokens, lengths_N, rows_TE, visible_N, adapters_N, kv_blocks)
+        self._check(ids_T, positions_T, starts, rows_TE, visible_N, adapters_N, kv_blocks)
         if self._struct.is_decoder and (need_attention or visible_N is not None):
             raise ValueError("visible_N and need_attention are not supported by decoders")
         if kept is not KeptRows.ALL and (adapters_N is not None or need_attention or not self._struct.num_layers):
             raise ValueError("kept must be ALL with adapters, with attention weights and without layers")
-        num_rows = num_tokens if kept is KeptRows.ALL else len(lengths_N)
+        num_tokens, num_seqs = len(ids_T), len(starts) - 1
+        num_rows = num_tokens if kept is KeptRows.ALL else num_seqs
         hidden_TD: Floats = aligned(num_rows * self.hidden_size, np.float32).reshape(num_rows, -1)
         weights_TH = np.empty((num_tokens, self._num_heads), np.float32) if need_attention else None
         ids_T, positions_T = np.ascontiguousarray(ids_T, np.int64), np.ascontiguousarray(positions_T, np.int64)
@@ -254,7 +248,7 @@ class CpuEncoder:
             positions=address_of(positions_T),
             starts=address_of(starts),
             visible=address_of(visible_N),
-            num_seqs=len(starts) - 1,
+            num_seqs=num_seqs,
             kv_blocks=None if blocks is None else ctypes.pointer(blocks),
             hidden=address_of(hidden_TD),
             first_weights=address_of(weights_TH),
@@ -266,16 +260,24 @@ class CpuEncoder:
         inputs = (self, ids_T, positions_T, starts, visible_N, adapters_N, rows_TE, blocks, block_arrays, kv_blocks)
         return CpuForward(self._library, handle, hidden_TD, weights_TH, inputs)
 
-    def _check_sequences(
+    def _check(
         self,
-        num_tokens: int,
-        lengths_N: NDArray[np.int32],
+        ids_T: NDArray[np.int64],
+        positions_T: NDArray[np.int64],
+        starts: NDArray[np.int32],
         rows_TE: Floats | None,
         visible_N: NDArray[np.int32] | None,
         adapters_N: NDArray[np.int32] | None,
         kv_blocks: BatchBlocks | None,
     ) -> None:
-        """Raises ValueError for arguments of `begin` that do not fit its sequences."""
+        """Raises ValueError for arguments of `begin` that do not fit the weights or each other."""
+        num_tokens = len(ids_T)
+        lengths_N = starts[1:] - starts[:-1]
+        if num_tokens == 0 or starts[0] != 0 or starts[-1] != num_tokens or lengths_N.min() <= 0:
+            raise ValueError("starts must rise from 0 to the number of tokens")
+        _check_rows("ids", ids_T, num_tokens, self._vocab_size)
+        if self._num_positions is not None:
+            _check_rows("positions", positions_T, num_tokens, self._num_positions)
         if kv_blocks is not None:
             self._check_blocks(kv_blocks, len(lengths_N), num_tokens)
         if rows_TE is not None and rows_TE.shape != (num_tokens, self._struct.embedding_width):

@@ -83,6 +83,34 @@ def pool(
         ValueError: An argument has a wrong value, shape, dtype or device, or `dimensions` is outside 1..D. The message
             names the argument and its value.
     """
+    _check(hidden_states, cu_seqlens, pooling, dimensions, normalize, skip_tokens, weights, out_dtype)
+    width = _width(dimensions, max_dimensions, hidden_states.shape[1])
+    row_dimensions = dimensions if isinstance(dimensions, Tensor) else None
+    if cu_seqlens.shape[0] == 1:
+        return hidden_states.new_empty((0, width), dtype=out_dtype)
+    args = PoolArguments(
+        hidden_states, cu_seqlens, pooling, width, row_dimensions, normalize, skip_tokens, weights, out_dtype
+    )
+    if backend is None and hidden_states.shape[1] > MAX_TRITON_WIDTH:
+        backend = "torch"
+    backend = choose(backend, hidden_states)
+    if backend == "triton":
+        from ._triton import pool_triton
+
+        return pool_triton(args, max_seqlen)
+    return pool_torch(args)
+
+
+def _check(
+    hidden_states: Tensor,
+    cu_seqlens: Tensor,
+    pooling: str,
+    dimensions: int | Tensor | None,
+    normalize: bool | Tensor,
+    skip_tokens: Tensor | None,
+    weights: Tensor | None,
+    out_dtype: torch.dtype,
+) -> None:
     if pooling not in POOLING_KINDS:
         raise ValueError(f"pooling must be one of {POOLING_KINDS}, got {pooling!r}")
     if hidden_states.dim() != 2 or hidden_states.dtype not in FLOAT_DTYPES:
@@ -113,25 +141,14 @@ def pool(
         if value.device != hidden_states.device:
             raise ValueError(f"{name} must be on {hidden_states.device} like hidden_states, got {value.device}")
 
+
+def _width(dimensions: int | Tensor | None, max_dimensions: int | None, hidden_size: int) -> int:
+    """Returns the number of columns of the result."""
     if max_dimensions is not None and not isinstance(dimensions, Tensor):
         raise ValueError("max_dimensions needs a tensor of dimensions")
     width = dimensions if isinstance(dimensions, int) else max_dimensions
     if width is None:
-        width = hidden_size
-    elif not 1 <= width <= hidden_size:
+        return hidden_size
+    if not 1 <= width <= hidden_size:
         raise ValueError(f"dimensions must be between 1 and the width of hidden_states, {hidden_size}, got {width}")
-
-    row_dimensions = dimensions if isinstance(dimensions, Tensor) else None
-    if num_seqs == 0:
-        return hidden_states.new_empty((0, width), dtype=out_dtype)
-    args = PoolArguments(
-        hidden_states, cu_seqlens, pooling, width, row_dimensions, normalize, skip_tokens, weights, out_dtype
-    )
-    if backend is None and hidden_size > MAX_TRITON_WIDTH:
-        backend = "torch"
-    backend = choose(backend, hidden_states)
-    if backend == "triton":
-        from ._triton import pool_triton
-
-        return pool_triton(args, max_seqlen)
-    return pool_torch(args)
+    return width

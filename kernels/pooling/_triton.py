@@ -308,16 +308,22 @@ def pool_triton(args: PoolArguments, max_seqlen: int | None) -> Tensor:
             f"the triton backend supports at most {MAX_TRITON_WIDTH} columns, got {hidden_size}; use the torch backend"
         )
     out = torch.empty(num_seqs, width, dtype=out_dtype, device=hidden_states.device)
+    # The kernels do not read unused pointers; pass any tensor.
+    bounds = cu_seqlens.contiguous()
+    limits = bounds if dimensions is None else dimensions.contiguous()
+    norms = normalize.contiguous().view(torch.uint8) if isinstance(normalize, Tensor) else bounds
+    skips = bounds if skip_tokens is None else skip_tokens.contiguous()
+    row_weights = bounds if weights is None else weights.contiguous()
+    sizes = hidden_states.stride(0), hidden_size, width
+    mode = "by_sequence" if isinstance(normalize, Tensor) else "all" if normalize else "none"
+    flags = {
+        "POOLING": pooling,
+        "HAS_DIMENSIONS": dimensions is not None,
+        "HAS_SKIP": skip_tokens is not None,
+        "BLOCK_ROWS": BLOCK_ROWS,
+    }
     # Not by `width`, which clients choose: a new tile would be compiled while requests run.
     tile = tile_options(hidden_size)
-    # The kernel does not read unused pointers; pass any tensor.
-    dimensions_or_any = cu_seqlens if dimensions is None else dimensions.contiguous()
-    normalize_or_any = normalize.contiguous().view(torch.uint8) if isinstance(normalize, Tensor) else cu_seqlens
-    skip_or_any = cu_seqlens if skip_tokens is None else skip_tokens.contiguous()
-    weights_or_any = cu_seqlens if weights is None else weights.contiguous()
-    cu_seqlens = cu_seqlens.contiguous()
-    norm_mode = "by_sequence" if isinstance(normalize, Tensor) else "all" if normalize else "none"
-    has_dimensions, has_skip = dimensions is not None, skip_tokens is not None
 
     num_blocks = triton.cdiv(num_tokens if max_seqlen is None else min(max_seqlen, num_tokens), BLOCK_ROWS)
     num_totals = num_tokens // BLOCK_ROWS + num_seqs  # one past the last index of _first_block
@@ -326,61 +332,17 @@ def pool_triton(args: PoolArguments, max_seqlen: int | None) -> Tensor:
     with on_device(hidden_states):
         if not is_split:
             _pool_kernel[(num_seqs,)](
-                hidden_states,
-                cu_seqlens,
-                dimensions_or_any,
-                normalize_or_any,
-                skip_or_any,
-                weights_or_any,
-                out,
-                hidden_states.stride(0),
-                hidden_size,
-                width,
-                POOLING=pooling,
-                NORMALIZE=norm_mode,
-                HAS_DIMENSIONS=has_dimensions,
-                HAS_SKIP=has_skip,
-                BLOCK_ROWS=BLOCK_ROWS,
-                **tile,
+                hidden_states, bounds, limits, norms, skips, row_weights, out, *sizes, NORMALIZE=mode, **flags, **tile
             )
             return out
-        block_total = torch.empty(num_totals, hidden_size, dtype=torch.float32, device=hidden_states.device)
-        block_weight = torch.empty(num_totals, dtype=torch.float32, device=hidden_states.device)
+        totals = torch.empty(num_totals, hidden_size, dtype=torch.float32, device=hidden_states.device)
+        total_weights = torch.empty(num_totals, dtype=torch.float32, device=hidden_states.device)
         _partial_kernel[(num_seqs, num_blocks)](
-            hidden_states,
-            cu_seqlens,
-            dimensions_or_any,
-            skip_or_any,
-            weights_or_any,
-            block_total,
-            block_weight,
-            hidden_states.stride(0),
-            hidden_size,
-            width,
-            POOLING=pooling,
-            HAS_DIMENSIONS=has_dimensions,
-            HAS_SKIP=has_skip,
-            BLOCK_ROWS=BLOCK_ROWS,
-            **tile,
+            hidden_states, bounds, limits, skips, row_weights, totals, total_weights, *sizes, **flags, **tile
         )
+        del tile["UNROLL"]
         _combine_kernel[(num_seqs,)](
-            block_total,
-            block_weight,
-            cu_seqlens,
-            dimensions_or_any,
-            normalize_or_any,
-            skip_or_any,
-            out,
-            hidden_size,
-            width,
-            POOLING=pooling,
-            NORMALIZE=norm_mode,
-            HAS_DIMENSIONS=has_dimensions,
-            HAS_SKIP=has_skip,
-            BLOCK_ROWS=BLOCK_ROWS,
-            BLOCK_D=tile["BLOCK_D"],
-            num_warps=tile["num_warps"],
-            **COMPILE_OPTIONS,
+            totals, total_weights, bounds, limits, norms, skips, out, *sizes[1:], NORMALIZE=mode, **flags, **tile
         )
     return out
 
