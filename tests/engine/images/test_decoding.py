@@ -11,7 +11,7 @@ from PIL import Image, ImageOps, PngImagePlugin
 from transformers.image_transforms import convert_to_rgb
 
 from penstock.engine.images.decoding import decode
-from penstock.engine.images.errors import ImageError
+from penstock.engine.images.header import ImageError
 from penstock.engine.images.image_file import ImageLimits, read_image_file
 from penstock.engine.images.tiff import read_orientation
 

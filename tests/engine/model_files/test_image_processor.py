@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 from transformers import AutoImageProcessor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from penstock.engine.images.preprocessing import preprocess
-from penstock.engine.model_files.image_processor import read_area_spec, read_image_spec, read_tile_spec
+from penstock.engine.model_files.image_processor import read_area_spec, read_fill_spec, read_image_spec, read_tile_spec
 from penstock.engine.protocol.errors import UnsupportedModelError
 from penstock.engine.protocol.images import ImageResize, ImageSpec
 
@@ -133,13 +136,14 @@ _QWEN_VALUES = {
     "merge_size": 2,
     "image_mean": [0.5, 0.5, 0.5],
 }
-_TILE_CONFIG = {"vision_config": {"image_size": 512}}
 _TILE_VALUES = {"size": {"longest_edge": 2_048}, "max_image_size": {"longest_edge": 512}}
 
 
-def _read_area(folder: Path, values: dict[str, Any], overrides: dict[str, Any]) -> ImageSpec:
+def _read_area(
+    folder: Path, values: dict[str, Any], overrides: dict[str, Any], config: dict[str, Any] = _QWEN_CONFIG
+) -> ImageSpec:
     (folder / "preprocessor_config.json").write_text(json.dumps(values), encoding="utf-8")
-    return read_area_spec(folder, _QWEN_CONFIG, overrides, 8_192)
+    return read_area_spec(folder, config, overrides, 8_192)
 
 
 def test_area_is_read_from_either_form_and_replaced_by_the_operator(tmp_path: Path) -> None:
@@ -155,11 +159,54 @@ def test_area_is_read_from_either_form_and_replaced_by_the_operator(tmp_path: Pa
     assert (replaced.min_pixels, replaced.max_pixels) == (4_096, 100_000)
 
 
+def _read_fill(folder: Path, values: dict[str, Any], vision: dict[str, Any]) -> ImageSpec:
+    (folder / "preprocessor_config.json").write_text(json.dumps(values), encoding="utf-8")
+    return read_fill_spec(folder, {"vision_config": vision}, {})
+
+
+def _read_tiles(folder: Path, values: dict[str, Any], edge: int = 512) -> ImageSpec:
+    (folder / "preprocessor_config.json").write_text(json.dumps(values), encoding="utf-8")
+    return read_tile_spec(folder, {"vision_config": {"image_size": edge}}, {})
+
+
+def test_missing_values_are_those_of_transformers(tmp_path: Path) -> None:
+    for processor, read in (
+        (Qwen2VLImageProcessorPil(), lambda values: _read_area(tmp_path, values, {}, config={})),
+        (Gemma4ImageProcessorPil(), lambda values: _read_fill(tmp_path, values, {})),
+        (Idefics3ImageProcessorPil(), lambda values: _read_tiles(tmp_path, values, 364)),
+    ):
+        assert read({}) == read(processor.to_dict())
+
+
+def test_limits_of_patches_are_read(tmp_path: Path) -> None:
+    limits = {"shortest_edge": 4_096, "longest_edge": 4_096}
+    assert _read_area(tmp_path, _QWEN_VALUES | {"size": limits}, {}).max_patches == 16
+    spec = _read_fill(tmp_path, {"max_soft_tokens": 70, "pooling_kernel_size": 2}, {"position_embedding_size": 140})
+    assert (spec.max_patches, spec.merge_size) == (280, 2)
+    longest = {edge: _TILE_VALUES | {"size": {"longest_edge": edge}} for edge in (513, 4_096)}
+    assert [_read_tiles(tmp_path, values).max_patches for values in longest.values()] == [5, 65]
+    for values, vision, message in (
+        ({"patch_size": 14}, {"patch_size": 16}, "the patch_size of config.json, 16"),
+        ({"pooling_kernel_size": 2}, {"pooling_kernel_size": 3}, "the pooling_kernel_size of config.json, 3"),
+        ({"max_soft_tokens": 280}, {"position_embedding_size": 839}, "images of up to 839 patches in a row"),
+        ({"image_processor_type": "CLIPImageProcessor"}, {}, "penstock supports Gemma4ImageProcessor"),
+        ({"patch_size": True}, {}, "patch_size is True; penstock supports an integer above 0"),
+        ({"do_normalize": True, "image_mean": [0.5, True, 0.5]}, {}, "penstock supports three numbers"),
+        ({"rescale_factor": 0}, {}, "penstock supports a number above 0"),
+        ({"do_pad": True}, {}, "penstock supports false"),
+    ):
+        with pytest.raises(UnsupportedModelError) as error:
+            _read_fill(tmp_path, values, vision)
+        assert message in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("values", "overrides", "message"),
     [
         ({"patch_size": 14}, {}, "patch_size is 14; penstock supports the patch_size of config.json, 16"),
+        ({"merge_size": 3}, {}, "merge_size is 3; penstock supports the spatial_merge_size of config.json, 2"),
         ({"size": {"shortest_edge": 9, "longest_edge": 4}}, {}, "shortest_edge and longest_edge, the limits"),
+        ({"size": {"shortest_edge": 0, "longest_edge": 4}}, {}, "shortest_edge and longest_edge, the limits"),
         ({"image_processor_type": "CLIPImageProcessor"}, {}, "penstock supports Qwen2VLImageProcessor"),
         ({}, {"fps": 1}, "--mm-processor-kwargs: 'fps' is not supported"),
     ],
@@ -176,15 +223,13 @@ def test_unsupported_value_of_an_area_is_named(
     ("values", "message"),
     [
         ({"do_image_splitting": False}, "do_image_splitting is False; penstock supports true"),
-        ({"size": {"longest_edge": 5_000}}, "size is {'longest_edge': 5000}; penstock supports longest_edge, up to"),
+        ({"size": {"longest_edge": 4_097}}, "size is {'longest_edge': 4097}; penstock supports longest_edge, up to"),
+        ({"size": {"longest_edge": 0}}, "size is {'longest_edge': 0}; penstock supports longest_edge, up to"),
         ({"max_image_size": {"longest_edge": 364}}, "penstock supports the image_size of config.json, 512"),
     ],
 )
 def test_tiles_are_read_or_the_unsupported_value_is_named(tmp_path: Path, values: dict[str, Any], message: str) -> None:
-    path = tmp_path / "preprocessor_config.json"
-    path.write_text(json.dumps(_TILE_VALUES), encoding="utf-8")
-    assert read_tile_spec(tmp_path, _TILE_CONFIG, {}).max_patches == 17
-    path.write_text(json.dumps(_TILE_VALUES | values), encoding="utf-8")
+    assert _read_tiles(tmp_path, _TILE_VALUES).max_patches == 17
     with pytest.raises(UnsupportedModelError) as error:
-        read_tile_spec(tmp_path, _TILE_CONFIG, {})
+        _read_tiles(tmp_path, _TILE_VALUES | values)
     assert message in str(error.value)
