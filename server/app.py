@@ -22,9 +22,9 @@ from .dialects import install_error_handlers
 from .http.http_server import file_limit
 from .http.image_fetcher import AllowedHost, ImageFetcher
 from .middleware.auth import ApiKeys, AuthMiddleware
+from .middleware.rejection_queue import RejectionQueue
 from .middleware.requests import (
     JsonDispatcher,
-    RejectionQueue,
     RequestMiddleware,
     UnexpectedErrorMiddleware,
     end_at_shutdown,

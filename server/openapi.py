@@ -116,7 +116,9 @@ class DocumentedApp(FastAPI):
     """
 
     def __init__(self, *, names: Sequence[str], needs_key: bool, routes: RouteTable, **options: Any) -> None:
-        self._names, self._needs_key, self._table = tuple(names), needs_key, routes
+        self._names = tuple(names)
+        self._needs_key = needs_key
+        self._table = routes
         self._document: Json | None = None
         self._encoded: dict[str, bytes] = {}  # by the path prefix of a proxy
         super().__init__(

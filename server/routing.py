@@ -17,8 +17,7 @@ from starlette.types import Scope
 from penstock.engine import EngineError
 
 from .dialects import DIALECTS, OPENAI, SHARED_RESPONSES, Dialect, Responses
-from .http.json_bodies import JsonBody
-from .http.json_reader import BodyParser, parsed
+from .http.json_reader import BodyParser, JsonBody, parsed
 from .request_state import state_of
 
 UNSUPPORTED_FIELDS: Final = frozenset({"mm_processor_kwargs", "preset", "relevant_spans"})

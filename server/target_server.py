@@ -106,7 +106,8 @@ class TargetServer:
         self.headers = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json"}
         if key := settings.key():
             self.headers["Authorization"] = f"Bearer {key}"
-        self._model, self._timeout_s = settings.model, timeout_s
+        self._model = settings.model
+        self._timeout_s = timeout_s
 
     def exchange(self, method: str, path: str, body: bytes | None = None) -> Reply:
         """Sends one request and returns the response.

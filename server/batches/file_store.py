@@ -65,7 +65,8 @@ class DataDir:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.files, self.database = folder / "files", folder / "penstock.db"
+        self.files = folder / "files"
+        self.database = folder / "penstock.db"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_folder(folder)

@@ -191,7 +191,9 @@ class BatchInput:
 class _LineError(Exception):
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.code, self.message, self.param = code, message, param
+        self.code = code
+        self.message = message
+        self.param = param
 
 
 def _stripped(number: int, text: bytes) -> bytes:

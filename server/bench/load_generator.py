@@ -198,7 +198,8 @@ class _Connection(asyncio.Protocol):
             await self.open()
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
-        self._body, self._tokens = [], 0
+        self._body = []
+        self._tokens = 0
         self._response = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return await self._response

@@ -61,7 +61,8 @@ class Embedder:
 
     def __init__(self, config: EmbedderConfig, shards: Sequence[Shard]) -> None:
         configure_logging(config.log_level, config.log_format)
-        self._config, self._shards = config, shards
+        self._config = config
+        self._shards = shards
         fields = dataclasses.fields(EngineConfig)
         engine_config = {field.name: getattr(config.config, field.name) for field in fields}
         self._llm = LLM(**engine_config, log_level=config.log_level.upper())

@@ -97,7 +97,8 @@ class RayReplica:
 
     def __init__(self, build: Callable[[], FastAPI]) -> None:
         self._build = build
-        self._seen_s, self._seen_step_s = time.monotonic(), 0.0
+        self._seen_s = time.monotonic()
+        self._seen_step_s = 0.0
         self._request_tokens = 0.0
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -122,7 +123,8 @@ class RayReplica:
         """Returns the metrics for QueuePolicy."""
         now_s, step_s = time.monotonic(), sum(engine.stats().step_s_total for engine in self._engines())
         passed_s, worked_s = now_s - self._seen_s, step_s - self._seen_step_s
-        self._seen_s, self._seen_step_s = now_s, step_s
+        self._seen_s = now_s
+        self._seen_step_s = step_s
         busy = min(worked_s / passed_s, 1.0) if passed_s else 0.0  # overlapping forwards count twice
         return {QUEUE_S: sum(engine.queue_s for engine in self._engines()), BUSY: busy}
 

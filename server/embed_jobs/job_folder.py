@@ -60,7 +60,8 @@ class JobFolder:
 
     def __init__(self, folder: Path, suffix: str, start_over: str) -> None:
         self.folder = folder
-        self._suffix, self._start_over = suffix, start_over
+        self._suffix = suffix
+        self._start_over = start_over
         self._count = _npy_rows if suffix == ".npy" else _parquet_rows
 
     def begin(self, identity: Mapping[str, Any], *, overwrite: bool = False) -> None:
@@ -204,7 +205,8 @@ class ShardVectors:
     """
 
     def __init__(self, job: JobFolder, shards: Sequence[Shard]) -> None:
-        self._job, self._shards = job, shards
+        self._job = job
+        self._shards = shards
         self._starts = np.array([shard.start for shard in shards])
         self._open: tuple[int, NDArray[np.float32]] | None = None
         self.width = max(_npy_shape(job.path(shard))[1] for shard in shards)

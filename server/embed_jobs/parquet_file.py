@@ -205,7 +205,9 @@ class ColumnError(Exception):
 
     def __init__(self, line: int, column: str, reason: str) -> None:
         super().__init__(reason)
-        self.line, self.column, self.reason = line, column, reason
+        self.line = line
+        self.column = column
+        self.reason = reason
 
 
 class ColumnType:
@@ -222,7 +224,8 @@ class ColumnType:
         self._kind = ""
         self._line = 0
         self._is_float = False
-        self._smallest, self._largest = (0, 0), (0, 0)  # smallest and largest integer, each with its line
+        self._smallest = (0, 0)  # smallest integer, with its line
+        self._largest = (0, 0)  # largest integer, with its line
         self._items: ColumnType | None = None
         self._fields: dict[str, ColumnType] = {}
 
@@ -232,7 +235,8 @@ class ColumnType:
             return
         kind = KINDS[type(value)]
         if not self._kind:
-            self._kind, self._line = kind, line
+            self._kind = kind
+            self._line = line
         elif self._kind != kind:
             raise ColumnError(line, self._column, f"holds {kind}, but {self._kind} in line {self._line}")
         if isinstance(value, list | dict) and self._depth > _MAX_DEPTH:
@@ -242,7 +246,8 @@ class ColumnType:
         if isinstance(value, float):
             self._is_float = True
         elif isinstance(value, int) and not isinstance(value, bool):
-            self._smallest, self._largest = min(self._smallest, (value, line)), max(self._largest, (value, line))
+            self._smallest = min(self._smallest, (value, line))
+            self._largest = max(self._largest, (value, line))
         elif isinstance(value, list):
             self._items = self._items or ColumnType(f"{self._column}[]", self._depth + 1)
             for item in value:

@@ -64,7 +64,8 @@ class ShardResult:
     """
 
     def __init__(self, shard: Shard, num_pending_rows: int) -> None:
-        self.shard, self.num_pending_rows = shard, num_pending_rows
+        self.shard = shard
+        self.num_pending_rows = num_pending_rows
         self.vectors = np.zeros((shard.num_rows, 0), np.float32)
         self.rejected: dict[int, str] = {}
 

@@ -226,7 +226,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Starts a request. A head that offers an upgrade is parsed again without the offer."""
         self._is_upgrade = self.parser.should_upgrade()
-        self._is_in_body, self._num_body = not self._is_upgrade, 0
+        self._is_in_body = not self._is_upgrade
+        self._num_body = 0
         if self._is_ending:
             return
         if (error_message := _host_error(self.headers, self.parser.get_http_version())) is not None:

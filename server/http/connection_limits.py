@@ -94,7 +94,7 @@ class ConnectionLimits:
         self._pending_transfers: dict[Connection, _TransferProgress] = {}
 
     async def enforce(self) -> None:
-        """Closes connections of slow clients, in an endless loop."""
+        """Checks every connection once, and closes those of slow clients. uvicorn calls it every few seconds."""
         now_s = self._now()
         pending_transfers: dict[Connection, _TransferProgress] = {}
         num_without_head = 0

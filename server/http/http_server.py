@@ -253,7 +253,8 @@ class HttpServer(uvicorn.Server):
             return
         if all(connection.is_idle for connection in self._connections):
             gc.collect()
-            self._num_collected, self._collected_s = num_answered, now_s
+            self._num_collected = num_answered
+            self._collected_s = now_s
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Lets running requests finish, and closes idle connections."""

@@ -49,7 +49,9 @@ class LazyRows:
     ) -> None:
         self._rows = rows
         self._write = write
-        self._start, self._between, self._end = start, between, end
+        self._start = start
+        self._between = between
+        self._end = end
 
     def parts(self) -> Iterator[bytes]:
         """Yields the serialised parts."""

@@ -42,12 +42,14 @@ class ResponseWriter:
 
     def begin(self, cycle: RequestResponseCycle) -> None:
         """Starts the response to a request."""
-        self._cycle, self._is_head_due = cycle, True
+        self._cycle = cycle
+        self._is_head_due = True
 
     def write(self, data: bytes) -> None:
         """Writes a part of a response, or an interim response."""
         if self._is_head_due and self._cycle is not None and self._cycle.response_started:
-            self._is_head_due, self._head = False, data
+            self._is_head_due = False
+            self._head = data
         elif self._head and data:
             self._transport.writelines((self._head, data))
             self.num_written += len(self._head) + len(data)
@@ -77,7 +79,8 @@ class ResponseWriter:
 
     def clear(self) -> None:
         """Drops all references after the connection is lost."""
-        self._cycle, self._head = None, b""
+        self._cycle = None
+        self._head = b""
         if self._end_timer is not None:
             self._end_timer.cancel()
 

@@ -115,7 +115,8 @@ class ApiKeys:
         self._namespaces: dict[str, str] = {}
         self._key_ids: dict[str, str] = {}
         self._configured = frozenset(self._register(key.encode()) for key in keys)
-        self._file, self._flag = file, flag
+        self._file = file
+        self._flag = flag
         self._clock_s = clock_s
         self._next_check_s = clock_s() + CHECK_EVERY_S
         self._version: _Version | None = None

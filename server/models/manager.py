@@ -129,27 +129,34 @@ class ModelEntry:
 
     def loaded(self, engine: AsyncEngine, load_s: float, now_s: float) -> None:
         """Records a successful load and gives the engine to waiting requests."""
-        self.engine, self.info, self.error = engine, engine.info, None
+        self.engine = engine
+        self.info = engine.info
+        self.error = None
         self.num_loads += 1
-        self.load_s, self.last_used_s = load_s, now_s
+        self.load_s = load_s
+        self.last_used_s = now_s
         self.set_loaded(now_s)
 
     def set_loaded(self, now_s: float) -> None:
         """Records that its engine can be used (again), and gives it to waiting requests."""
-        self.status, self.loaded_s = ModelStatus.LOADED, now_s
+        self.status = ModelStatus.LOADED
+        self.loaded_s = now_s
         for waiter in self._take_waiters():
             self.acquire()
             waiter.set_result(self.engine)
 
     def failed(self, error: Exception, now_s: float) -> None:
         """Records a failed load and wakes waiting requests."""
-        self.status, self.error, self.failed_s = ModelStatus.FAILED, error, now_s
+        self.status = ModelStatus.FAILED
+        self.error = error
+        self.failed_s = now_s
         for waiter in self._take_waiters():
             waiter.set_result(None)
 
     def unloaded(self) -> None:
         """Records that it was unloaded."""
-        self.engine, self.status = None, ModelStatus.UNLOADED
+        self.engine = None
+        self.status = ModelStatus.UNLOADED
         self.ttl_s = self.model.ttl_s
 
     def _take_waiters(self) -> list[asyncio.Future[AsyncEngine | None]]:

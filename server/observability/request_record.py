@@ -96,7 +96,8 @@ class RequestRecord:
         """Reads the route from the scope."""
         route = route_of(self.scope)
         if route is not None:
-            self.route, self.is_probe = route.path, route.is_probe
+            self.route = route.path
+            self.is_probe = route.is_probe
 
     def begin_response(self, status: int) -> None:
         """Records the start of the response."""
@@ -207,7 +208,8 @@ class IgnoredFieldsLog:
             ", ".join(record.ignored_fields),
             self._num_skipped,
         )
-        self._next_s, self._num_skipped = now + self.INTERVAL_S, 0
+        self._next_s = now + self.INTERVAL_S
+        self._num_skipped = 0
 
 
 def log_access(record: RequestRecord) -> None:

@@ -42,9 +42,11 @@ class EvalClient:
     """
 
     def __init__(self, server: TargetServer, settings: EvalSettings) -> None:
-        self._server, self._settings = server, settings
+        self._server = server
+        self._settings = settings
         self._target: TargetModel = server.find_model("embed", ("openai",))
-        self.model, self.dimensions = self._target.name, 0
+        self.model = self._target.name
+        self.dimensions = 0
         self.texts_per_request = settings.texts_per_request
 
     def embed(self, texts: Sequence[str], input_type: InputType) -> NDArray[np.float32]:

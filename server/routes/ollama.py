@@ -28,7 +28,7 @@ from ..calls.call import EMBEDDERS, ModelCall, check_count
 from ..calls.context import ServerContext, context_of
 from ..dialects import OLLAMA, OPENAI, keys_ignored_by
 from ..errors import quote
-from ..http.json_bodies import JsonBody
+from ..http.json_reader import JsonBody
 from ..http.json_responses import json_response
 from ..http.vectors import vector_width
 from ..models.manager import ModelEntry

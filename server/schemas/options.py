@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, Field, StrictBool, WithJsonSche
 from penstock.engine import PoolingParams
 
 from ..errors import quote, quote_names
-from ..http.json_bodies import JsonBody
+from ..http.json_reader import JsonBody
 from ..http.request_head import MAX_PRIORITY
 from . import json_schema
 

@@ -152,7 +152,8 @@ class HttpProcess:
         connection_sender = ConnectionSender(connections)
         channel = Channel(decode_from_worker, self._handle, self._handle_end)
         channel.open(end)
-        self._channel, self._connection_sender = channel, connection_sender
+        self._channel = channel
+        self._connection_sender = connection_sender
         self._heartbeat = Heartbeat(self._hang_timeout_s or 10 * _METRICS_EVERY_S, self._ask_metrics, self._give_up)
         if self._stopping.is_set():  # stopped while it was started
             self._signal(signal.SIGTERM)
@@ -199,7 +200,8 @@ class HttpProcess:
     def _handle(self, message: FromWorker) -> None:
         match message:
             case WorkerListening():
-                self.has_served, self.has_failed = True, False
+                self.has_served = True
+                self.has_failed = False
                 self._heartbeat_task = asyncio.create_task(self._heartbeat.run())
                 self._on_message(self, message)
             case MetricsReport():

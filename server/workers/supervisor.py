@@ -160,7 +160,8 @@ class WorkerSupervisor:
             on_ready=self._models_ready,
             on_failure=self._fail,
         )
-        self._salt, self._started_s = secrets.token_bytes(SALT_BYTES), int(time.time())
+        self._salt = secrets.token_bytes(SALT_BYTES)
+        self._started_s = int(time.time())
         self._connection_numbers = itertools.count(1)
         self._workers: list[HttpProcess] = []
         self._ended_metrics: list[MetricFamily] = []  # counters of the processes that have ended
