@@ -163,7 +163,7 @@ class AsyncEngine:
 
     @property
     def state(self) -> EngineState:
-        """State of the engine."""
+        """Whether the engine can take requests; with replicas, whether one of them can."""
         return self._group.state
 
     @property

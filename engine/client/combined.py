@@ -38,7 +38,7 @@ class CombinedEmbedder:
     async def embed_late(
         self, inputs: Sequence[Input], params: PoolingParams, options: RequestOptions
     ) -> EmbeddingResult:
-        """See AsyncEngine.embed_late."""
+        """Returns a vector for each input, computed in the context of all; arguments as for AsyncEngine.embed_late."""
         normalize = bool(params.resolved(PoolingTask.EMBED, self._info).normalize)
         params = params.clone(task=None, normalize=False, use_activation=False)
         late = self._encoder.late_chunking(params)
@@ -51,7 +51,7 @@ class CombinedEmbedder:
     async def embed(
         self, inputs: Sequence[Input], tasks: Sequence[PoolingTask], params: PoolingParams, options: RequestOptions
     ) -> CombinedResult:
-        """See AsyncEngine.embed_combined; accepts a single task, too."""
+        """Runs one or several tasks with one forward; arguments as for AsyncEngine.embed_combined."""
         first, *others = wanted = [task for task in _TASKS if task in tasks]
         if others and self._info.is_causal:
             raise UnsupportedTaskError(

@@ -29,7 +29,7 @@ _MAX_PAUSE_S = 30.0
 
 
 class EngineState(StrEnum):
-    """State of an engine."""
+    """Whether the engine process can take requests."""
 
     STARTING = "starting"
     READY = "ready"

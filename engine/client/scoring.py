@@ -54,7 +54,7 @@ class PairScorer:
     async def score(
         self, left: Contents, right: Contents, params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
-        """See AsyncEngine.score."""
+        """Returns a score for each pair. Arguments and errors are those of AsyncEngine.score."""
         check_sides(left, right)
         if self._info.kind is ModelKind.CROSS_ENCODER:
             task, score = PoolingTask.SCORE, self._score_jointly

@@ -214,7 +214,7 @@ def decoder_reader(config_class: type[DecoderConfig]) -> Callable[[ModelInfo], M
 
 
 def decoder_spec(config: DecoderConfig, info: ModelInfo) -> ModelSpec:
-    """Returns the spec of a decoder."""
+    """Describes a decoder with the names of Llama for its weights."""
     D, I, K = config.hidden_size, config.inner_size, config.head_size  # noqa: E741
     width, kv_width = config.num_attention_heads * K, config.num_kv_heads * K
     after_attention, after_mlp = [config.norm(name, D) for name in config.post_norms] or (None, None)

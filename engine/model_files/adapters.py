@@ -190,7 +190,7 @@ class PeftConfig:
         return cls(**{name: values[name] for name in names if values.get(name) is not None})
 
     def rank(self, module: str) -> int:
-        """Returns the rank of a module."""
+        """Returns the rank of the adapter in a module, from `rank_pattern` or else `r`."""
         return int(_of_pattern(self.rank_pattern, module, self.r))
 
     def scale(self, module: str) -> float:

@@ -160,7 +160,7 @@ PRESETS: Final = (
 
 
 def find_preset(model_type: str, names: Iterable[str]) -> RerankerPreset | None:
-    """Returns the preset of a model by its type and names."""
+    """Returns the first preset for this type whose pattern matches one of the names; None if there is none."""
     lowered = [name.lower() for name in names]
     for preset in PRESETS:
         if preset.model_type == model_type and any(re.search(preset.pattern, name) for name in lowered):

@@ -39,7 +39,7 @@ _BLOCK_ROWS: Final = 128
 
 
 class ArrayOps:
-    """See RowOps. All rows are float32."""
+    """RowOps with float32 numpy arrays. RowOps describes the methods."""
 
     def __init__(self, library: CpuLibrary) -> None:
         self._library = library
@@ -53,67 +53,53 @@ class ArrayOps:
         *,
         weights: Floats | None = None,
     ) -> Floats:
-        """See RowOps."""
         bounds = np.asarray(metadata.cu_seqlens)
         code, skips = _POOLINGS[pooling_type], metadata.skip_tokens
         return self._pool(hidden_states, bounds[:-1], np.diff(bounds), code, transform, skips, weights)
 
     def transform(self, rows: Floats, transform: VectorTransform) -> Floats:
-        """See RowOps."""
         starts = np.arange(len(rows), dtype=np.int32)
         return self._pool(rows, starts, np.ones_like(starts), PoolingCode.CLS, transform)
 
     def rows_of(self, values: Any) -> Floats:
-        """See RowOps."""
         rows: Floats = np.asarray(values)
         return np.ascontiguousarray(rows, np.float32) if rows.dtype.kind == "f" else rows
 
     def floats(self, rows: Floats) -> Floats:
-        """See RowOps."""
         return rows.astype(np.float32, copy=False)
 
     def doubles(self, rows: Floats) -> Floats:
-        """See RowOps."""
         return rows.astype(np.float64)  # pyright: ignore[reportReturnType]
 
     def copied(self, rows: Floats) -> Floats:
-        """See RowOps."""
         return rows.copy()
 
     def maximum(self, rows: Floats, others: Floats) -> Floats:
-        """See RowOps."""
         return np.maximum(rows, others)
 
     def pick(self, rows: Floats, picked: PickedRows) -> Floats:
-        """See RowOps."""
         return rows[picked]
 
     def pick_columns(self, rows: Floats, columns: Sequence[int]) -> Floats:
-        """See RowOps."""
         return rows[:, list(columns)]
 
     def concat(self, parts: Sequence[Floats], axis: int = 0) -> Floats:
-        """See RowOps."""
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
 
     def row_weights(self, attention: Floats, head: int | None) -> Floats:
-        """See RowOps."""
         weights: Floats = attention.mean(axis=1) if head is None else np.ascontiguousarray(attention[:, head])
         return weights
 
     def saturated(self, logits: Floats, *, twice: bool) -> Floats:
-        """See RowOps."""
         np.log1p(np.maximum(logits, 0, out=logits), out=logits)
         return np.log1p(logits, out=logits) if twice else logits
 
     def entries(self, values: Floats) -> tuple[Floats, list[int]]:
-        """See RowOps."""
         rows, columns = np.nonzero(values)
         pairs = np.stack([columns.astype(np.float32), values[rows, columns]], axis=1)
         return pairs, np.bincount(rows, minlength=len(values)).tolist()
 
     def group_max(self, values: Floats, groups: IntArray, num_groups: int) -> Floats:
-        """See RowOps."""
         largest = np.zeros((num_groups, 1), np.float32)
         np.maximum.at(largest[:, 0], groups, values[:, 0])
         return largest
@@ -126,7 +112,7 @@ class ArrayOps:
         document_lens: Sequence[int],
         query_of: Sequence[int],
     ) -> Floats:
-        """See RowOps. Consecutive documents with the same query share one product."""
+        """Consecutive documents with the same query share one product."""
         largest = np.zeros((len(document_lens), max(query_lens)), np.float32)
         query_bounds, bounds = prefix_sums(query_lens), prefix_sums(document_lens)
         present = np.flatnonzero(document_lens).tolist()
@@ -139,7 +125,6 @@ class ArrayOps:
         return largest
 
     def scores(self, logits: Floats, info: ModelInfo, uses_activation: bool | NDArray[np.bool_]) -> Floats:
-        """See RowOps."""
         if (info.logit_mean, info.logit_sigma) != (0.0, 1.0):
             logits = (logits - np.float32(info.logit_mean)) / np.float32(info.logit_sigma)
         if uses_activation is False or not logits.size:

@@ -40,7 +40,7 @@ _MAX_LOGITS: Final = 1 << 27
 
 
 class TensorOps:
-    """See RowOps."""
+    """RowOps with tensors on a device. RowOps describes the methods."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
@@ -54,7 +54,6 @@ class TensorOps:
         *,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """See RowOps."""
         device = hidden_states.device
         skip_tokens = metadata.skip_tokens
         return pool(
@@ -68,7 +67,6 @@ class TensorOps:
         )
 
     def transform(self, rows: Tensor, transform: VectorTransform) -> Tensor:
-        """See RowOps."""
         if not transform.changes(rows.shape[1]):
             return rows.to(torch.float32, copy=True)
         # The pooling kernel only cuts and normalises sequences of one token.
@@ -76,39 +74,32 @@ class TensorOps:
         return pool(rows, bounds, "cls", **_kernel_arguments(transform, rows.device))
 
     def rows_of(self, values: Any) -> Tensor:
-        """See RowOps. Does not wait for the copy to a device."""
+        """Does not wait for the copy to a device."""
         return upload(as_rows(values), self._device)
 
     def floats(self, rows: Tensor) -> Tensor:
-        """See RowOps."""
         return rows.float()
 
     def doubles(self, rows: Tensor) -> Tensor:
-        """See RowOps."""
         return rows.double()
 
     def copied(self, rows: Tensor) -> Tensor:
-        """See RowOps."""
         return rows.clone()
 
     def maximum(self, rows: Tensor, others: Tensor) -> Tensor:
-        """See RowOps."""
         return torch.maximum(rows, others)
 
     def pick(self, rows: Tensor, picked: PickedRows) -> Tensor:
-        """See RowOps."""
         return rows[picked] if isinstance(picked, slice) else rows.index_select(0, on_device(picked, rows.device))
 
     def pick_columns(self, rows: Tensor, columns: Sequence[int]) -> Tensor:
-        """See RowOps."""
         return rows[:, upload(torch.tensor(columns), rows.device)]
 
     def concat(self, parts: Sequence[Tensor], axis: int = 0) -> Tensor:
-        """See RowOps."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)
 
     def row_weights(self, attention: Tensor, head: int | None) -> Tensor:
-        """See RowOps. Also accepts weights [T]."""
+        """Also accepts weights [T]."""
         if attention.dim() not in (1, 2):
             raise ValueError(f"attention weights must be [T, H] or [T], got {list(attention.shape)}")
         if attention.dim() == 1:
@@ -116,12 +107,10 @@ class TensorOps:
         return attention.float().mean(dim=1) if head is None else attention[:, head].float().contiguous()
 
     def saturated(self, logits: Tensor, *, twice: bool) -> Tensor:
-        """See RowOps."""
         logits = logits.relu_().log1p_()
         return logits.log1p_() if twice else logits
 
     def entries(self, values: Tensor) -> tuple[Tensor, list[int]]:
-        """See RowOps."""
         if values.is_cuda:
             counts = counts_on_host((values != 0).sum(dim=1))
             indices = torch.nonzero_static(values, size=sum(counts))
@@ -131,7 +120,6 @@ class TensorOps:
         return torch.stack([indices[:, 1].float(), values[indices[:, 0], indices[:, 1]]], dim=1), counts
 
     def group_max(self, values: Tensor, groups: IntArray, num_groups: int) -> Tensor:
-        """See RowOps."""
         largest = values.new_zeros(num_groups)
         return largest.scatter_reduce_(0, on_device(groups, values.device), values[:, 0], "amax")[:, None]
 
@@ -143,12 +131,10 @@ class TensorOps:
         document_lens: Sequence[int],
         query_of: Sequence[int],
     ) -> Tensor:
-        """See RowOps."""
         packed = on_device(queries, documents.device)
         return maxsim(packed, documents, query_lens=query_lens, document_lens=document_lens, query_of=query_of)
 
     def scores(self, logits: Tensor, info: ModelInfo, uses_activation: bool | NDArray[np.bool_]) -> Tensor:
-        """See RowOps."""
         logits = logits.float()
         if (info.logit_mean, info.logit_sigma) != (0.0, 1.0):
             logits = (logits - info.logit_mean) / info.logit_sigma

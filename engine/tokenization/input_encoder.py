@@ -158,11 +158,11 @@ class InputEncoder:
         return [encoded[index] for index in range(len(inputs))]
 
     def patch_grid(self, tokens: TokenizedInput, token_ids: Sequence[int]) -> PatchGrid | None:
-        """See PromptEncoder; None for other models."""
+        """Returns the grid of the vectors of an image; None without one, see PromptEncoder.patch_grid."""
         return None if self._prompt_encoder is None else self._prompt_encoder.patch_grid(tokens, token_ids)
 
     def with_images(self, prompt: str, images: Sequence[ImageInput]) -> MixedInput:
-        """See AsyncEngine.with_images."""
+        """Returns a rendered chat with its images. Raises InvalidRequestError, as AsyncEngine.with_images does."""
         if self._prompt_encoder is None:
             raise InvalidRequestError(f"{self._info.name} reads no images in chats.", param="messages")
         return self._prompt_encoder.with_images(prompt, images)

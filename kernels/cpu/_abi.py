@@ -1,4 +1,4 @@
-"""ctypes declarations of the structs of csrc/types.h and the functions of csrc/api.c."""
+"""ctypes declarations of the structs of csrc/types.h and the functions of csrc/api.c, which describe them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any, Final
 
 
 class Product(Structure):
-    """See types.h."""
-
     _fields_ = [
         ("inputs", c_int64),
         ("outputs", c_int64),
@@ -27,20 +25,14 @@ class Product(Structure):
 
 
 class Norm(Structure):
-    """See types.h."""
-
     _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("rms", c_int32)]
 
 
 class LowRank(Structure):
-    """See types.h."""
-
     _fields_ = [("down", Product), ("up", Product)]
 
 
 class Adapter(Structure):
-    """See types.h."""
-
     _fields_ = [
         ("terms", c_void_p),
         ("embedding_down", c_void_p),
@@ -50,8 +42,6 @@ class Adapter(Structure):
 
 
 class Layer(Structure):
-    """See types.h."""
-
     _fields_ = [
         ("attention_norm", Norm),
         ("mlp_norm", Norm),
@@ -79,8 +69,6 @@ class Layer(Structure):
 
 
 class Encoder(Structure):
-    """See types.h."""
-
     _fields_ = [
         ("width", c_int64),
         ("num_layers", c_int64),
@@ -105,8 +93,6 @@ class Encoder(Structure):
 
 
 class KvBlocks(Structure):
-    """See types.h."""
-
     _fields_ = [
         ("keys", c_void_p),
         ("values", c_void_p),
@@ -119,8 +105,6 @@ class KvBlocks(Structure):
 
 
 class Batch(Structure):
-    """See types.h."""
-
     _fields_ = [
         ("ids", c_void_p),
         ("rows", c_void_p),

@@ -188,7 +188,7 @@ def response_line(name: str, number: int, custom_id: str, response: RouteRespons
 
 
 def error_line(name: str, number: int, custom_id: str, error: LineError) -> OutputLine:
-    """Returns the output line of an error."""
+    """Returns the line of a request without a response."""
     return OutputLine(number, _output_line(name, custom_id, b"null", _as_json(error)), is_error=True)
 
 

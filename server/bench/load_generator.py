@@ -205,7 +205,6 @@ class _Connection(asyncio.Protocol):
         return await self._response
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         if self._response is None or self._response.done():
             return  # the request has timed out
         try:
@@ -214,7 +213,6 @@ class _Connection(asyncio.Protocol):
             self._response.set_exception(ConnectionError(f"malformed response: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         if self._response is not None and not self._response.done():
             self._response.set_exception(ConnectionError("connection closed before the response ended"))
 

@@ -49,7 +49,7 @@ _TEXTS_PER_CALL: Final = 32
 
 
 class EngineResult(Protocol):
-    """A result of the engine."""
+    """What every result of AsyncEngine has."""
 
     @property
     def num_tokens(self) -> Sequence[int]:

@@ -214,7 +214,7 @@ class InputFile(ABC):
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def row_error(self, line: int, reason: str) -> BadRowError:
-        """Returns the error for a row."""
+        """Returns an error that names the file and the line of a row."""
         return BadRowError(f"{self.path}, {self.unit} {line}: {reason}")
 
     def skippable_row_error(self, line: int, reason: str) -> BadRowError:

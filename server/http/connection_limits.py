@@ -37,7 +37,7 @@ class TransferLimits:
 
     @classmethod
     def of(cls, settings: ServerSettings) -> TransferLimits:
-        """Returns the limits of the settings."""
+        """Reads the limits from the settings; a deadline of 0 is none."""
         return cls(
             body_s=settings.request_timeout_s or inf,
             min_rate=settings.min_transfer_rate,

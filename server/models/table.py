@@ -142,7 +142,7 @@ class ModelTable:
         await self._manager.unload(self.entry(name))
 
     def set_ttl(self, name: str | None, ttl_s: float) -> None:
-        """See ModelManager.set_ttl. Raises ModelNotFoundError."""
+        """Sets when an idle model is unloaded; see ModelManager.set_ttl. Raises ModelNotFoundError."""
         self._manager.set_ttl(self.entry(name), ttl_s)
 
     def entry(self, name: str | None, kinds: Collection[ModelKind] = ()) -> ModelEntry:

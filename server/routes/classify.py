@@ -86,7 +86,7 @@ class ClassifyRequest(InputFields, PoolingBody):
     )
 
     def field_names(self) -> Mapping[str, str]:
-        """See JsonBody."""
+        """Names `inputs` in errors about the input if the body has that field only."""
         return super().field_names() if self.inputs is None or self.input is not None else {"input": "inputs"}
 
     def is_infinity(self) -> bool:

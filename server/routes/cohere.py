@@ -94,7 +94,7 @@ class CohereEmbedRequest(CohereBody):
     priority: Priority | None = PRIORITY
 
     def field_names(self) -> Mapping[str, str]:
-        """See JsonBody."""
+        """Maps the names of the engine in errors to those of Cohere."""
         return {
             "input": self.input_field(),
             "dimensions": "output_dimension",

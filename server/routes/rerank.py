@@ -254,7 +254,7 @@ class ScoreRequest(PairBody):
     )
 
     def field_names(self) -> Mapping[str, str]:
-        """See JsonBody."""
+        """Names the sides of a pair as the body does, such as `text_1`."""
         pairs = self._given_pairs()
         return dict(zip(_PAIRS[0], pairs[0], strict=True)) if len(pairs) == 1 else {}
 

@@ -154,7 +154,7 @@ class InputFields(ChatFields):
         return body
 
     def field_names(self) -> Mapping[str, str]:
-        """See JsonBody."""
+        """Names `messages` in errors about the input if the body has chats only."""
         return {"input": "messages"} if self.input is None and self.messages is not None else {}
 
     def texts(self) -> list[Input]:

@@ -88,7 +88,7 @@ class RequestBody(JsonBody):
     )
 
     def body_request_id(self) -> str | None:
-        """See JsonBody."""
+        """Returns the field `request_id`, or None."""
         return self.request_id
 
 

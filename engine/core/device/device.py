@@ -191,7 +191,7 @@ class CudaMemory(MemoryGauge):
         return free + stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
 
     def reset_peak(self) -> None:
-        """Resets the peak."""
+        """Starts a new measurement of the peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before = _memory_stats(self._device)["allocated_bytes"]["all"]["current"]
 
@@ -201,7 +201,7 @@ class CudaMemory(MemoryGauge):
 
 
 def gauge_of(device: torch.device) -> MemoryGauge:
-    """Returns the gauge of a device."""
+    """Returns the gauge of the memory that forwards on a device use."""
     return CudaMemory(device) if device.type == "cuda" else MemoryGauge()
 
 

@@ -114,7 +114,7 @@ class CudaStream(DeviceStream):
 
 
 def stream_of(device: torch.device) -> DeviceStream:
-    """Returns the stream of a device."""
+    """Returns a stream that runs asynchronously for a CUDA device, and one that runs at once for a CPU."""
     return CudaStream(device) if device.type == "cuda" else DeviceStream()
 
 

@@ -88,7 +88,7 @@ class LayerStates:
 
     @classmethod
     def of(cls, batch: PackedBatch, layer: int) -> LayerStates:
-        """Returns the states of one layer for `batch`."""
+        """Returns the states of SSM layer number `layer`. Loads nothing."""
         return cls(batch.cache, layer, len(batch.seq_lens))
 
     @property

@@ -109,7 +109,7 @@ class RmsNorm(SumNorm):
 
     @classmethod
     def load(cls, weights: Weights, spec: NormSpec) -> RmsNorm:
-        """Loads a norm."""
+        """Reads the weight of a norm as float32, and adds its offset. Without a name the weight is 1."""
         if spec.name is None:
             weight_D = torch.ones(spec.size, device=weights.device)
         else:
