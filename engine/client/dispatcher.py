@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -57,8 +57,6 @@ _FAILURES: Final[dict[str, type[EngineError]]] = {
 
 Send = Callable[[bytes, Sequence[Frame]], None]
 """Sends an encoded message with its frames; see MessageConnection.send."""
-RunAdmitted = Callable[[Sequence[TokenizedInput], PoolingParams], Awaitable[list[Arrays]]]
-"""Runs admitted inputs and returns the outputs of each input by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,15 +108,17 @@ class OpenRequest:
                 self._dispatcher.admission.lookups.spend(self._num_lookup_tokens)
 
     @contextlib.contextmanager
-    def admitted(self, inputs: Sequence[TokenizedInput]) -> Iterator[RunAdmitted]:
-        """Admits the inputs of several runs together; see QueueAdmission.enter.
+    def admitted(self, inputs: Sequence[TokenizedInput]) -> Iterator[None]:
+        """Admits the inputs of several runs together. Within the context, pass `is_admitted` to each `run`.
 
-        The context value is a function that runs a part of the inputs without another admission and without the cache.
+        Raises:
+            EngineError: The request was rejected; see QueueAdmission.enter.
         """
-        num_tokens, admission = sum(map(len, inputs)), self._dispatcher.admission
+        num_tokens = sum(map(len, inputs))
+        admission = self._dispatcher.admission
         admission.enter(num_tokens, self._options.client)
         try:
-            yield self._run_admitted
+            yield
         finally:
             admission.leave(num_tokens, self._options.client)
 
@@ -129,6 +129,7 @@ class OpenRequest:
         transform: OutputTransform | None = None,
         *,
         uses_cache: bool = True,
+        is_admitted: bool = False,
     ) -> list[Arrays]:
         """Runs tokenized inputs and returns the outputs of each input by name.
 
@@ -140,6 +141,7 @@ class OpenRequest:
             params: Resolved parameters.
             transform: Applied to the outputs of each input; None: outputs are not changed.
             uses_cache: Whether to look the inputs up in the cache, if there is one.
+            is_admitted: Whether the inputs are a part of those of `admitted`. They are not looked up in the cache.
 
         Raises:
             EngineUnavailableError: The engine is not running or it ended during the request.
@@ -149,18 +151,15 @@ class OpenRequest:
         if not inputs:
             return []
         cache = self._dispatcher.cache
-        if cache is not None and uses_cache:
+        if cache is not None and uses_cache and not is_admitted:
             if self._is_lookup:
                 self._num_lookup_tokens += sum(map(len, inputs))
             compute = partial(self.run, transform=transform, uses_cache=False)
             transform_name = "" if transform is None else transform.name
             return await cache.run(inputs, params, self._options.namespace, compute, transform_name)
-        with self.admitted(inputs):
+        with contextlib.nullcontext() if is_admitted else self.admitted(inputs):
             outputs = await self._dispatcher.backend.run(inputs, params, self._options, self._remaining_s())
         return outputs if transform is None else [transform.apply(output) for output in outputs]
-
-    async def _run_admitted(self, inputs: Sequence[TokenizedInput], params: PoolingParams) -> list[Arrays]:
-        return await self._dispatcher.backend.run(inputs, params, self._options, self._remaining_s())
 
     def _remaining_s(self) -> float | None:
         ends_s = self._deadline.when()
@@ -198,7 +197,8 @@ class Dispatcher:
         self.stats = DispatcherStats()
         self.stats.vectors = None if cache is None else cache.stats
         self.cache = cache
-        ids, is_only = itertools.count(first_id), num_replicas == 1
+        ids = itertools.count(first_id)
+        is_only = num_replicas == 1
         self.replicas = [Replica(ids, self.stats, is_only=is_only) for _ in range(num_replicas)]
         self.stats.replicas = [] if is_only else [replica.stats for replica in self.replicas]
         rates = [replica.rate for replica in self.replicas]
@@ -308,8 +308,8 @@ class ReplicaRun:
         Arrays of several rows are copied, because a view would keep the results of the whole batch in memory, which may
         be pinned memory of a GPU. Single rows are not, because they are copied later when they are stacked.
         """
-        if is_last and self.parts and (parts := self.parts.pop((index, name), None)) is not None:
-            self.outputs[index][name] = np.concatenate([*parts, array])
+        if is_last and (index, name) in self.parts:
+            self.outputs[index][name] = np.concatenate([*self.parts.pop((index, name)), array])
             return
         stored = array.copy() if array.ndim > 1 else array
         if is_last:

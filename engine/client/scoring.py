@@ -100,7 +100,8 @@ class PairScorer:
     async def _score_by_cosine(
         self, request: OpenRequest, left: Contents, right: Contents, params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
-        query_options, document_options = self._query_options(options), self._document_options(options)
+        query_options = self._query_options(options)
+        document_options = self._document_options(options)
         encoded = await self._encoder.encode(left, self._query_params(params), query_options, param=None)
         queries = await self._encoder.windows(left, encoded, query_options)
         encoded = await self._encoder.encode(right, params, document_options, param=None)
@@ -144,17 +145,18 @@ class PairScorer:
         texts = list(dict.fromkeys(left))
         queries = await self._encoder.encode(texts, query_params, self._query_options(options), param=None)
         documents = await self._encoder.encode(right, params, self._document_options(options), param=None)
-        with request.admitted([*queries, *documents]) as run_admitted:
-            outputs = await run_admitted(queries, query_params)
+        with request.admitted([*queries, *documents]):
+            outputs = await request.run(queries, query_params, is_admitted=True)
             rows: dict[TextOrImage, NDArray[np.float32]] = {
                 text: output["token_embeddings"] for text, output in zip(texts, outputs, strict=True)
             }
-            paired_queries = [rows[text] for text in (left if len(left) == len(right) else [left[0]] * len(right))]
+            paired_texts = left if len(left) == len(right) else [left[0]] * len(right)
+            paired_queries = [rows[text] for text in paired_texts]
             compared = [
                 replace(document, query_vectors=query)
                 for document, query in zip(documents, paired_queries, strict=True)
             ]
-            outputs = await run_admitted(compared, params.clone(is_compared=True))
+            outputs = await request.run(compared, params.clone(is_compared=True), is_admitted=True)
         scores = [
             maxsim_score(output["similarities"], len(query), averages=multi_vector.averages)
             for output, query in zip(outputs, paired_queries, strict=True)

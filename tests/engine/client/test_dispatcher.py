@@ -32,9 +32,9 @@ async def test_several_runs_of_a_request_are_admitted_together(dispatcher: Dispa
     async def run_twice() -> None:
         async with dispatcher.open(RequestOptions()) as request:
             assert await request.run([], PoolingParams()) == []
-            with request.admitted(tokens(10, 60)) as run_admitted:
+            with request.admitted(tokens(10, 60)):
                 for length in (10, 60):
-                    await run_admitted(tokens(length), PoolingParams())
+                    await request.run(tokens(length), PoolingParams(), is_admitted=True)
             with pytest.raises(errors.InvalidRequestError, match="101 tokens; a request may have at most 100"):
                 await request.run(tokens(101), PoolingParams())
 
