@@ -41,7 +41,8 @@ from ..protocol.messages import (
     encode,
 )
 from ..protocol.params import PoolingParams
-from ..protocol.request import STAGE_TIMES, RequestOptions, Stage, StageTimes, TokenizedInput
+from ..protocol.request import RequestOptions, TokenizedInput
+from ..protocol.stage_times import STAGE_TIMES, Stage, StageTimes
 from .queue_admission import QueueAdmission
 from .stats import DispatcherStats, DrainRate
 from .vector_cache.model_cache import ModelCache

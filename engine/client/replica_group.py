@@ -9,14 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from ..core.host import Core, cores_by_node, may_have_gpu, usable_cores
+from ..host import Core, cores_by_node, may_have_gpu, usable_cores
 from ..protocol.batch_outputs import Arrays
 from ..protocol.config import EngineConfig
 from ..protocol.errors import EngineUnavailableError, ModelLoadError, RejectionReason
 from ..protocol.messages import ModelReady
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
-from ..protocol.request import STAGE_TIMES, RequestOptions, TokenizedInput
+from ..protocol.request import RequestOptions, TokenizedInput
+from ..protocol.stage_times import STAGE_TIMES
 from .core_supervisor import CoreSupervisor, EngineState
 from .dispatcher import Dispatcher, Replica, ReplicaRun
 from .engine_process import EngineProcess

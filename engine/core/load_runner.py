@@ -10,13 +10,13 @@ from typing import Final
 
 from ..executors.cpu.array_encoder import read_spec
 from ..families.static import STATIC_MODEL_TYPES
+from ..host import has_gpu_driver, may_have_gpu, pin
 from ..model_files.resolve import resolve_model, with_device
 from ..protocol.config import EngineConfig
 from ..protocol.errors import MachineError
 from ..protocol.model_info import ModelInfo
 from .array_runner import ArrayRunner
 from .composite_runner import CompositeRunner
-from .host import has_gpu_driver, may_have_gpu, pin
 from .loading.cpu_kernels import choose_kernels
 from .loading.load_errors import needs_torch
 from .runner import Runner

@@ -14,6 +14,7 @@ import torch
 from ..executors.torch.base import PackedModel
 from ..executors.torch.model_heads import Dense
 from ..executors.torch.packed_batch import PackedBatch
+from ..host import compute_threads
 from ..pooling import TokenHeads
 from ..pooling.model_pooler import OutputCopy
 from ..pooling.tensor_ops import tensor_pooler
@@ -26,7 +27,6 @@ from .device.chunk_memory import ChunkMemory
 from .device.device import device_errors, gauge_of, set_exact_products, total_memory
 from .device.memory import MemoryGauge
 from .device.stream import DeviceEvent, DeviceStream, EventWatcher, ForwardTimer, make_current, stream_of
-from .host import threads_of
 from .loading.cpu_dtype import load_fastest
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
@@ -116,7 +116,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
         Raises:
             ModelLoadError: The model cannot be served.
         """
-        torch.set_num_threads(threads_of(config))
+        torch.set_num_threads(compute_threads(config.num_threads, config.num_engines))
         make_current(torch.device(info.device))
         if info.device != "cpu":
             set_exact_products()

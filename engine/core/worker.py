@@ -23,7 +23,7 @@ from typing import Final
 
 import msgspec
 
-from ..heap import trim_heap
+from ..host import trim_heap
 from ..logs import configure_logging, flush_logs
 from ..protocol.batch_outputs import ResultArray, pack_results, unpack_results
 from ..protocol.message_connection import Message, MessageConnection

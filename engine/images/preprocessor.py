@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from ..heap import trim_heap
+from ..host import trim_heap
 from ..protocol.config import IMAGE_MEMORY
 from ..protocol.errors import (
     EngineUnavailableError,

@@ -31,9 +31,10 @@ from ..protocol.errors import (
     drop_tracebacks,
 )
 from ..protocol.model_info import TokenizerSpec
-from ..protocol.request import CLIENT, STAGE_TIMES, Stage, Text, TokenizedInput
+from ..protocol.request import CLIENT, Text, TokenizedInput
 from ..protocol.results import TokenizedText
 from ..protocol.shared_resource import SharedResource
+from ..protocol.stage_times import STAGE_TIMES, Stage
 from ..protocol.templates import ChatOptions, Conversation
 from .model_tokenizer import IsCancelled, ModelTokenizer, SpecialTokens, Truncation, check_cancelled, portions
 from .pairs import PairEncoder

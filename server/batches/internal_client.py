@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Scope
 
-from penstock.engine.protocol.request import STAGE_TIMES
+from penstock.engine.protocol.stage_times import STAGE_TIMES
 
 from ..http.request_head import MAX_PRIORITY
 from ..observability.request_record import REQUEST, RequestRecord

@@ -33,7 +33,8 @@ from penstock.engine.protocol.errors import (
     RejectionReason,
     drop_tracebacks,
 )
-from penstock.engine.protocol.request import CLIENT, STAGE_TIMES
+from penstock.engine.protocol.request import CLIENT
+from penstock.engine.protocol.stage_times import STAGE_TIMES
 
 from ..admission import note_rejection
 from ..calls.context import ClientWatch, ServerContext

@@ -16,7 +16,7 @@ from penstock.engine import AsyncEngine
 from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.stats import DispatcherStats, Histogram
 from penstock.engine.client.vector_cache.cache import VectorCache
-from penstock.engine.protocol.request import Stage
+from penstock.engine.protocol.stage_times import Stage
 
 from .. import penstock_version
 from ..admission import REJECTION_REASONS, AdmissionController

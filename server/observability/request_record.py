@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette.types import Scope
 
-from penstock.engine.protocol.request import Stage, StageTimes
+from penstock.engine.protocol.stage_times import Stage, StageTimes
 
 from ..errors import request_fields
 from ..request_state import state_of

@@ -16,7 +16,7 @@ from penstock.engine import AsyncEngine, ClassResult, PoolingTask, RequestOption
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.multi_vector import SparseVector
-from penstock.engine.protocol.request import STAGE_TIMES, Stage
+from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage
 
 from .. import penstock_version
 from ..admission import (

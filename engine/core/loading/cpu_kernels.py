@@ -20,11 +20,11 @@ from ...executors.cpu.array_encoder import ArrayEncoder, read_spec
 from ...executors.cpu.array_head import ArrayHead, read_dense
 from ...executors.read_adapters import read_adapters
 from ...families.registry import has_own_code
+from ...host import compute_threads
 from ...pooling import TokenHeads
 from ...protocol.config import EngineConfig
 from ...protocol.errors import MachineError
 from ...protocol.model_info import ModelInfo, TokenizerSpec
-from ..host import threads_of
 from .load_errors import needs_torch
 
 logger = logging.getLogger("penstock.engine")
@@ -95,7 +95,7 @@ def _open(info: ModelInfo, config: EngineConfig) -> CpuLibrary | None:
             )
         return None
     try:
-        return _open_best_isa(threads_of(config))
+        return _open_best_isa(compute_threads(config.num_threads, config.num_engines))
     except CpuKernelError as error:
         if insists:
             raise MachineError(

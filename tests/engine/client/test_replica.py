@@ -16,7 +16,7 @@ from penstock.engine.protocol.messages import (
     StepLoad,
     StepResults,
 )
-from penstock.engine.protocol.request import STAGE_TIMES, Stage, StageTimes
+from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage, StageTimes
 
 from ...waiting import loop_iterations
 from ..steps import Row, step_of

@@ -10,8 +10,8 @@ import pytest
 from penstock.engine import EngineConfig
 from penstock.engine.core import load_runner
 from penstock.engine.core.array_runner import ArrayRunner
-from penstock.engine.core.host import pin
 from penstock.engine.core.model_runner import ModelRunner
+from penstock.engine.host import pin
 from penstock.engine.protocol.errors import ModelLoadError
 
 from .conftest import SaveFolder

@@ -24,7 +24,7 @@ from penstock.engine.client.stats import DispatcherStats
 from penstock.engine.logs import JsonFormatter
 from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError, RejectionReason
 from penstock.engine.protocol.messages import CacheUse, ChunkMetrics
-from penstock.engine.protocol.request import STAGE_TIMES, Stage
+from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage
 from penstock.server import penstock_version
 from penstock.server.admission import REJECTION_REASONS
 from penstock.server.app import create_app

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final
-
-from ..protocol.config import EngineConfig
 
 _NODES = Path("/sys/devices/system/node")
 _PROCESSORS = Path("/sys/devices/system/cpu")
@@ -48,6 +47,16 @@ def may_have_gpu() -> bool:
 def available_memory() -> int:
     """Returns the bytes that can be allocated on the host now, within the limit of the container."""
     return min([_host_memory(), *_cgroup_memory()])
+
+
+def trim_heap() -> None:
+    """Returns the free pages of glibc's heaps to the system, which glibc keeps otherwise. Other C libraries keep them.
+
+    Takes 0.1 to 0.4 ms for each MiB that is returned. Other Python threads run meanwhile.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _host_memory() -> int:
@@ -95,9 +104,9 @@ def usable_cores() -> int:
     return min([len(_usable_processors()), *(max(math.ceil(quota), 1) for quota in _cgroup_cores())])
 
 
-def threads_of(config: EngineConfig) -> int:
-    """Returns the number of compute threads of an engine: `num_threads`, or its share of the cores."""
-    return config.num_threads or max(usable_cores() // config.num_engines, 1)
+def compute_threads(num_threads: int | None, num_engines: int) -> int:
+    """Returns the number of compute threads of one of several engines: `num_threads`, or its share of the cores."""
+    return num_threads or max(usable_cores() // num_engines, 1)
 
 
 def _cgroup_cores() -> list[float]:

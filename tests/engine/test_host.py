@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.core import host
-from penstock.engine.protocol.config import EngineConfig
+from penstock.engine import host
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -88,8 +87,8 @@ def test_v1_groups_limit_the_memory(cgroup: Path) -> None:
 
 def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "usable_cores", lambda: 9)
-    for options, expected in (({}, 9), ({"num_engines": 2}, 4), ({"num_engines": 20}, 1), ({"num_threads": 3}, 3)):
-        assert host.threads_of(EngineConfig(model="m", **options)) == expected
+    for num_threads, num_engines, expected in ((None, 1, 9), (None, 2, 4), (None, 20, 1), (3, 1, 3)):
+        assert host.compute_threads(num_threads, num_engines) == expected
 
 
 def test_processors_are_grouped_by_core_and_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
