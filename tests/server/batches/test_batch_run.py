@@ -12,8 +12,9 @@ from unittest.mock import Mock
 import pytest
 
 from penstock.engine.protocol.errors import StorageError
-from penstock.server.batches.batch_run import _MAX_REJECTED
+from penstock.server.batches.batch_run import _MAX_REJECTED, _retry_delay_s
 from penstock.server.batches.input_lines import BatchInput, CheckResult
+from penstock.server.batches.internal_client import RouteResponse
 from penstock.server.batches.output_writer import OutputWriter
 from penstock.server.batches.records import BatchStatus
 from penstock.server.batches.store import Store
@@ -39,6 +40,18 @@ async def test_unanswered_lines_fail_when_the_window_ends(running, clock, second
         assert (batch.num_completed, batch.num_failed, batch.expired_at) == (5, 115, int(clock.now_s))
         assert (errors[0]["error"]["code"], errors[0]["response"]) == ("batch_expired", None)
         assert (await batches.files.find(batch.error_id, "me")).purpose == "batch_output"
+
+
+@pytest.mark.parametrize(
+    ("header", "delays"), [(None, [1, 1, 2, 4, 8, 16, 30, 30]), (b"3", [3, 3, 3, 4, 8, 16, 30, 30]), (b"60", [30] * 8)]
+)
+def test_rejected_line_waits_longer_each_time(monkeypatch, header: bytes | None, delays: list[float]) -> None:
+    headers = {} if header is None else {b"retry-after": header}
+    response = RouteResponse(429, headers, b"", "r", "m", 0)
+    for jitter in (1.0, 1.25):
+        monkeypatch.setattr("random.uniform", lambda least, most: {1.0: least, 1.25: most}[jitter])  # noqa: B023
+        assert [_retry_delay_s(response, number) for number in range(8)] == [jitter * delay for delay in delays]
+    assert _retry_delay_s(response, 10**6) == 1.25 * 30
 
 
 async def test_restarted_batch_runs_only_unanswered_lines(running, tmp_path: Path) -> None:
