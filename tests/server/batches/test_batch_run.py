@@ -243,6 +243,24 @@ async def test_bytes_of_running_lines_are_bounded(running) -> None:
         assert 0 < routes.max_bytes_at_once < 35_000
 
 
+async def test_lines_are_suspects_only_after_a_kill(running, tmp_path: Path, caplog) -> None:
+    routes, folder = Routes(), tmp_path / "data"
+    routes.holds = lambda number: number >= 20
+    routes.gate.clear()
+    async with running(routes, folder) as batches:
+        batch = await begin(batches, lines(range(250)))
+        await until_completed(batches, batch, 20)
+    async with running(routes, folder) as batches:
+        await until(lambda: routes.received[20] == 2)
+        assert "the server was killed while lines" not in caplog.text, "it stopped cleanly"
+        folder = killed(folder, tmp_path / "kill")
+    routes.holds = lambda number: number >= 150
+    for _ in range(2):  # the first run passes all lines that ran during the kill
+        async with running(routes, folder) as batches:
+            await until_completed(batches, batch, 150)
+            assert caplog.text.count("the server was killed while lines") == 1
+
+
 async def test_line_that_ran_alone_in_two_kills_fails(running, tmp_path: Path) -> None:
     routes = Routes()
     routes.holds = lambda number: number == 7

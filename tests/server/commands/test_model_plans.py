@@ -90,10 +90,15 @@ def test_invalid_file_is_rejected_with_the_key(planned, text: str, message: str)
         planned(text)
 
 
-def test_models_in_file_and_command_line_are_rejected(planned, tmp_path: Path) -> None:
+def test_models_in_file_and_command_line_are_rejected(planned, tmp_path: Path, monkeypatch) -> None:
     tables = "[[models]]\nmodel = 'a/b'\n"
-    with pytest.raises(UsageError, match="has tables of models"):
-        planned(tables, model=["c/d"])
+    for words in (["c/d"], ["c/d", "e/f"]):
+        with pytest.raises(UsageError, match=r"^MODEL: \S+/penstock.toml has tables of models"):
+            planned(tables, model=words)
+    with monkeypatch.context() as patched:
+        patched.setenv("PENSTOCK_MODEL", "c/d")
+        with pytest.raises(UsageError, match="has tables of models"):
+            planned(tables)
     with pytest.raises(UsageError, match="--served-model-name"):
         planned(tables, served_model_name=["x"])
     with pytest.raises(UsageError, match="--served-model-name"):
@@ -117,6 +122,8 @@ def test_printed_file_has_all_settings_with_defaults(tmp_path: Path, capsys: pyt
     text = capsys.readouterr().out
     assert text == config_template()
     assert tomllib.loads(text) == {}  # all lines are comments
+    widths = {line.startswith("# ---- "): len(line) for line in sorted(text.splitlines(), key=len)}
+    assert widths[True] == 120 >= widths[False] > 110
     settings = {
         name for name in declared_settings(ServerSettings) if name not in ("model", "config", "served_model_name")
     }
