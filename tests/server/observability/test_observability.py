@@ -78,6 +78,7 @@ async def test_stages_are_in_metrics_by_route_and_task(client: httpx.AsyncClient
     for _ in range(2):
         assert (await client.post("/v1/embeddings", json={"input": ["a b", "c"]})).status_code == 200
     assert (await client.post("/v1/score", json={"text_1": "a", "text_2": "b"})).status_code == 200
+    assert (await client.get("/version")).status_code == 200, "it runs no model"
     text = (await client.get("/metrics")).text
     sums = samples(text, "penstock_stage_duration_seconds_sum")
     for stage, seconds in STAGES.items():
