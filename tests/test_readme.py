@@ -27,6 +27,8 @@ from penstock.server.settings import (
     flag_of,
 )
 
+from .server.bodies import table
+
 ROOT = Path(__file__).resolve().parent.parent
 CHANGELOG = ROOT / "CHANGELOG.md"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -156,74 +158,11 @@ def test_metrics_exist() -> None:
             assert not set(re.findall(r"`(penstock_\w+)`", text_of(document))) - known, document.name
 
 
-LIMITS = [
-    ("limits", "errors", "MAX_RETRY_AFTER_S", "a Retry-After of 1 to {} whole"),
-    ("limits", "admission", "SMALL_BODY_BYTES", "memory of bodies above {kib} KiB"),
-    ("limits", "admission", "_BODIES_IN_MEMORY", "{} × `--max-body-bytes` (512 MiB)"),
-    ("limits", "admission", "_SMALL_RESPONSE_BYTES", "Responses of up to {mib} MiB are not counted"),
-    ("limits", "admission", "MAX_RESPONSE_BYTES", "one response (400) | {mib} MiB of JSON"),
-    ("limits", "admission", "_MAX_FETCHES", "{} for all"),
-    ("limits", "calls.images", "FETCHES_PER_REQUEST", "{} for one request"),
-    ("limits", "calls.images", "_SLICE_CHARS", "is decoded in parts of {kib} KiB"),
-    ("limits", "admission", "MAX_TOKENIZED_CHARS", "a request to tokenize (400) | {:,} characters"),
-    ("limits", "admission", "MAX_RESPONSE_TOKENS", "characters, {:,} tokens"),
-    ("limits", "admission", "MAX_DECODED_IDS", "a request to detokenize (400) | {:,} token ids"),
-    ("limits", "admission", "EXPECTED_ENTRIES", "sparse vectors beyond {},"),
-    ("limits", "admission", "_TOKEN_MEMORY", "{} bytes per token"),
-    ("limits", "http.http_server", "KEEP_ALIVE_S", "idle connection | {} s"),
-    ("limits", "http.image_fetcher", "FETCH_TIMEOUT_S", "one fetch (400) | {:g} s"),
-    ("limits", "http.image_fetcher", "MAX_REDIRECTS", "{} redirects"),
-    ("limits", "http.image_fetcher", "_MAX_HEAD_BYTES", "{kib} KiB of response headers"),
-    ("limits", "http.image_fetcher", "MAX_URL_CHARS", "a URL of {:,} characters"),
-    ("limits", "admission", "_DENSE_VALUE_BYTES", "limit ({mib} MiB for all bodies"),
-    ("limits", "admission", "VALUE_BYTES", "its bytes, and {} bytes for each value"),
-    ("limits", "admission", "_NUMBER_BYTES", "Smaller responses use {} bytes per number"),
-    ("limits", "admission", "LARGE_RESPONSE_BYTES", "Responses from {mb} MB"),
-    ("limits", "http.connection", "MAX_OVERHEAD_BYTES", "head of a request (431) | {kib} KiB"),
-    ("limits", "http.connection", "MAX_AHEAD_BYTES", "a connection reads ahead | {kib} KiB"),
-    ("limits", "http.connection", "INTERIM_AFTER_S", "After {word} second the server sends it an interim"),
-    ("limits", "http.connection_limits", "HEAD_S", "of a body or of a response | {:g} s"),
-    ("limits", "http.connection_limits", "STALL_S", "without any byte for {:g} s"),
-    ("limits", "http.json_reader", "WEIGHT", "a text, list, object or key as {}."),
-    ("limits", "http.json_reader", "SLICE_BYTES", "if the body is larger than {kib} KiB"),
-    ("limits", "middleware.requests", "TICK_S", "Rejections are sent every {ms} ms"),
-    ("limits", "middleware.requests", "REJECTIONS_PER_TICK", "ms, {word} at a time"),
-    ("limits", "middleware.requests", "MAX_DELAY_S", "and after at most {word} seconds"),
-    ("limits", "batches.service", "MAX_UNFINISHED", "unfinished batches of an API key | {} |"),
-    ("batch-jobs", "batches.input_lines", "MAX_LINES", "{:,} lines and"),
-    ("batch-jobs", "batches.input_lines", "MAX_INPUTS", "and {:,} texts to embed"),
-    ("batch-jobs", "batches.input_lines", "MAX_ERRORS", "the first {} errors"),
-    ("batch-jobs", "batches.line_limiter", "MAX_CONCURRENT_LINES", "{} lines at once"),
-    ("batch-jobs", "batches.line_limiter", "AHEAD_S", "so that they take {} s"),
-    ("batch-jobs", "batches.records", "MAX_HOURS", "from 1h to {}h"),
-    ("batch-jobs", "embed_jobs.input_file", "SHARD_ROWS", "shards of at most {:,} rows"),
-    ("batch-jobs", "embed_jobs.input_file", "SHARD_CHARS", "rows and {:,} characters"),
-    ("batch-jobs", "embed_jobs.input_file", "IMAGE_CHARS", "an image counts as at least {},"),
-    ("batch-jobs", "embed_jobs.input_file", "_BYTES_PER_CHAR", "a character for each {} bytes"),
-    ("batch-jobs", "embed_jobs.input_formats", "_MAX_LINE_BYTES", "a line above {mib} MiB"),
-    ("batch-jobs", "batches.file_store", "MAX_LARGE_FILES", "files and {} × `--max-file-bytes`"),
-    ("batch-jobs", "batches.file_store", "RESERVED_BYTES", "while less than {gib} GiB"),
-    ("batch-jobs", "batches.records", "MIN_EXPIRY_S", "`expires_after` ({hours} hour to"),
-    ("batch-jobs", "batches.records", "MAX_EXPIRY_S", "hour to {days} days)"),
-    ("batch-jobs", "batches.line_limiter", "QUIET_S", "from {ms} ms after the end"),
-    ("batch-jobs", "batches.batch_run", "_MAX_LOSSES", "after {word} deaths"),
-    ("batch-jobs", "batches.batch_run", "MAX_CRASHES", "running alone in {word} crashes"),
-    ("clients", "http.request_head", "MAX_PRIORITY", "-{0} to {0},"),
-    ("quality", "quality.tasks", "EXAMPLES", "mean of {word} examples per class"),
-    ("quality", "quality.tasks", "DRAWS", "over {word} draws"),
-    ("quality", "target_server", "MAX_WAIT_S", "up to {minutes} minutes"),
-    ("ray", "cluster.ray_settings", "RayServeSettings.max_queued_requests", "`--max-queued-requests` ({:,})"),
-    ("ray", "cluster.ray_settings", "RayServeSettings.max_ongoing_requests", "`--max-ongoing-requests` ({})"),
-    ("replicas", "workers.supervisor", "_METRICS_TIMEOUT_S", "does not answer within {:g} s"),
-    ("replicas", "workers.http_process", "_MAX_PAUSE_S", "the pauses grow to {:g} s"),
-    ("several-models", "models.manager", "MAX_WAITING", "At most {:,} requests wait"),
-    ("several-models", "models.manager", "RECENT_USE_S", "used it for {:g} seconds"),
-]
 WORDS = {1: "one", 2: "two", 3: "three", 5: "five", 8: "eight", 10: "ten"}
 SIZES = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "mb": 10**6, "ms": 0.001, "days": 86_400}
 
 
-@pytest.mark.parametrize(("page", "module", "name", "text"), LIMITS)
+@pytest.mark.parametrize(("page", "module", "name", "text"), table("documented_limits", "limits"))
 def test_documented_limit_is_that_of_the_code(page: str, module: str, name: str, text: str) -> None:
     value = operator.attrgetter(name)(importlib.import_module(f"penstock.server.{module}"))
     sizes = {unit: f"{value / size:g}" for unit, size in SIZES.items()}
