@@ -1,5 +1,6 @@
 """Images in the bodies of each dialect, with the clients of OpenAI and Cohere and the bodies of others."""
 
+import asyncio
 import base64
 import warnings
 from urllib.parse import quote
@@ -107,6 +108,17 @@ async def test_data_uri_is_decoded(client, engine, media: str, is_base64: bool) 
     response = await client.post("/v1/embeddings", json={"input": [{"image": uri}]})
     assert response.status_code == 200, response.text
     assert engine.calls[-1][1][0] == [ImageInput(RED)]
+
+
+@pytest.mark.parametrize(("decode", "text"), [(images._decode_base64, "AQ" * 40), (images._decode_escapes, "%41" * 40)])
+async def test_other_requests_run_between_parts_of_an_image(monkeypatch, decode, text: str) -> None:
+    monkeypatch.setattr(images, "_SLICE_CHARS", 8)
+    decoding, num_turns = asyncio.create_task(decode(text, 0)), 0
+    while not decoding.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+    assert num_turns >= len(text) // 8
+    assert len(await decoding) == {"A": 60, "%": 40}[text[0]]
 
 
 async def test_texts_and_images_keep_their_order(client, engine) -> None:

@@ -107,3 +107,6 @@ def test_each_process_has_its_share_of_the_limits() -> None:
     config = plan().config_with_share(plan().models[0])
     assert (config.max_queued_chars, config.image_memory) == (250, 500)
     assert (config.scheduler.max_queued_tokens, config.scheduler.max_queue_s) == (10_000, 2.0)
+    small = EngineConfig(model="a", max_queued_chars=3, image_memory=3, scheduler=SchedulerConfig(max_queued_tokens=3))
+    config = plan().config_with_share(ServedModel(("a",), config=small))
+    assert (config.max_queued_chars, config.image_memory, config.scheduler.max_queued_tokens) == (1, 1, 1)
