@@ -177,7 +177,7 @@ async def test_access_log_has_stage_times_without_texts_or_keys(serving, engine,
 def test_ignored_fields_are_logged_once_a_minute(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     clock, log = Clock(), request_record.IgnoredFieldsLog()
     monkeypatch.setattr(request_record, "time", SimpleNamespace(perf_counter=clock))
-    record = Mock(ignored_fields=["a", "b"], scope={"penstock.request_id": "r1"}, route="/embed")
+    record = Mock(ignored_fields=["a", "b"], request_id="r1", route="/embed")
     for clock.now_s in (0.0, 1.0, 59.9, 60.0, 61.0):
         log.observe(Mock(ignored_fields=[]))
         log.observe(record)
