@@ -353,8 +353,9 @@ async def test_idle_model_is_unloaded_after_its_ttl(engines: Engines) -> None:
     assert a.state == "ready", "another request uses it"
     a.release(-inf)
     with later(200.0):
-        await until(lambda: a.state == "unloaded")
+        await until(lambda: a.state == "unloaded" and not manager._unloads)
     assert b.state == "ready"
+    assert "b" not in manager._timers, "it has no ttl"
     await use(manager, a)
     assert a.state == "ready"
 
