@@ -116,6 +116,27 @@ def test_every_kind_of_batch_runs_once() -> None:
     assert any(batch[0].start == 0 for batch in with_past)  # beside a whole sequence
 
 
+def test_batches_fit_a_small_budget() -> None:
+    samples, batches = SampleBatches(model(), TOKENIZER), list[list[int]]()
+    run_all_kinds(
+        samples,
+        lambda chunks: batches.append([chunk.num_tokens for chunk in chunks]),
+        pool(100),
+        token_budget=40,
+        longest=30,
+        max_num_seqs=4,
+    )
+    params = samples.all_params()
+    chunks = [lengths for size in (8, 10) for _ in params for lengths in ([size], [8, size], [size])]
+    kinds = [
+        lengths
+        for sizes, together in (([1], [1, 1]), ([1, 2, 3, 15], [1, 2, 3, 15]), ([30], [30]))
+        for lengths in [*[sizes] * len(params), together]
+    ]
+    products = [[1], [1], [2], [2], [4], [4], [8], [8], [16], [8, 8], [2, 30], [8] * 4]
+    assert batches == chunks + kinds + products
+
+
 def test_warm_up_skips_batches_without_memory(caplog: pytest.LogCaptureFixture) -> None:
     def run(chunks: Sequence[PrefillChunk]) -> None:
         if sum(chunk.num_tokens for chunk in chunks) == 1024:
