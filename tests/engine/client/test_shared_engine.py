@@ -100,13 +100,14 @@ async def test_client_waits_for_the_replacement_of_a_lost_engine(
     shared: Shared, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, client = shared.attach(5), shared.clients[5]
+    assert (client.num_restarts, shared.server.num_restarts, client.host_bytes()) == (0, 0, 0)
     client.apply_status(EngineStatus(EngineState.STARTING, None, "signal 9"))
     client.apply_status(EngineStatus(EngineState.READY, f"{tmp_path}/gone/engine"))
     assert engine.state is EngineState.STARTING
     assert "before this process could connect" in caplog.text
     client.apply_status(EngineStatus(EngineState.STARTING, None, "signal 9"))
     client.apply_status(shared.server.status)
-    assert engine.state is EngineState.READY
+    assert (engine.state, client.num_restarts) == (EngineState.READY, 1)
     assert (await engine.embed(["hello"], PARAMS)).embeddings.shape == (1, 384)
     assert await engine.clear_prefixes() is None
 
