@@ -153,12 +153,12 @@ class ArrayWeights(WeightView[Array]):
 
     @staticmethod
     def dequantize(stored: Array, scale: Array, num_columns: int) -> Array:
-        """See WeightView."""
+        """Multiplies blocks of quantised weights with their scales."""
         return dequantize(stored, scale, num_columns)
 
     @staticmethod
     def are_finite(values: Array) -> bool:
-        """See WeightView; nearly always the sum is enough, which is fast."""
+        """Checks the sum first, which is fast and nearly always enough."""
         if values.dtype == np.uint16:
             return not bool((values & _BF16_INFINITY == _BF16_INFINITY).any())
         if values.dtype.kind != "f":

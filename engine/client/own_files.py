@@ -42,7 +42,7 @@ def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, forbidden: int 
 
     Args:
         path: Path of the file.
-        flags: See os.open.
+        flags: Flags of os.open, which may create the file.
         forbidden: Permissions that other users must not have.
 
     Returns:

@@ -190,11 +190,11 @@ class EngineServer:
         await self._supervisor.close()
 
     def connect(self, send: Send) -> None:
-        """See CoreClient."""
+        """Records that the engine process has loaded the model."""
         self._is_connected = True
 
     def disconnect(self, reason: str) -> None:
-        """See CoreClient."""
+        """Records why the engine process ended, and tells the clients."""
         self._is_connected, self._reason = False, reason
         self._publish()
 

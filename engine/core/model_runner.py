@@ -56,13 +56,13 @@ class DeviceForward:
 
     @property
     def is_done(self) -> bool:
-        """See Forward. Raises DeviceLostError if the device has failed."""
+        """Whether the device has reached the end of the forward. Raises DeviceLostError if it has failed."""
         self.watch.check()
         with device_errors():
             return self.ended.is_reached
 
     def outputs(self) -> BatchOutputs:
-        """See Forward. Raises only DeviceLostError: Runner.begin raises the errors of a request."""
+        """Waits for the copy of the outputs. Raises only DeviceLostError: `begin` raises the errors of a request."""
         with device_errors():
             self.ended.wait()
         return self.copy.arrived()
@@ -132,7 +132,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
 
     @property
     def has_capacity(self) -> bool:
-        """See Runner. The next forward is queued while one runs."""
+        """Whether at most one forward is in flight: the next one is queued while one runs."""
         with device_errors():
             while self._in_flight and self._in_flight[0].is_reached:
                 self._in_flight.popleft()
@@ -143,7 +143,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
         self._watch.set_wakeup_fd(fd)
 
     def begin(self, chunks: Sequence[PrefillChunk]) -> CompletedForward | DeviceForward:
-        """See Runner. On CUDA returns after queueing the work, while earlier forwards may run."""
+        """Starts a forward. On CUDA returns after queueing the work, while earlier forwards may run."""
         with device_errors():
             return self._begin(chunks)
 

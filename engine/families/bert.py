@@ -150,7 +150,7 @@ class RobertaConfig(BertConfig):
 
     @property
     def padding_id(self) -> int:
-        """See BertConfig."""
+        """Positions begin after `pad_token_id`."""
         return self.pad_token_id
 
 
@@ -170,7 +170,7 @@ class ElectraConfig(BertConfig):
 
     @property
     def embedding_width(self) -> int:
-        """See BertConfig."""
+        """`embedding_size`, which may be below the width of the model."""
         return self.embedding_size
 
 
@@ -200,12 +200,12 @@ class DistilBertConfig(BertConfig):
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
-        """See BertConfig."""
+        """Renames the keys of DistilBERT."""
         return read_config(cls, values, _DISTILBERT_KEYS)
 
     @property
     def num_token_types(self) -> int:
-        """See BertConfig."""
+        """DistilBERT has no token types."""
         return 0
 
 

@@ -34,7 +34,7 @@ class GemmaConfig(DecoderConfig):
 
     @property
     def activation(self) -> str:
-        """See DecoderConfig. "gelu" in the first files means its tanh approximation."""
+        """In the first files "gelu" means its tanh approximation."""
         return "gelu_pytorch_tanh" if self.hidden_act == "gelu" else self.hidden_act
 
 
@@ -57,22 +57,22 @@ class Gemma2Config(GemmaConfig):
 
     @property
     def scale(self) -> float:
-        """See DecoderConfig."""
+        """query_pre_attn_scalar ** -0.5."""
         return float(self.query_pre_attn_scalar**-0.5)
 
     @property
     def softcap(self) -> float | None:
-        """See DecoderConfig."""
+        """`attn_logit_softcapping` of config.json."""
         return self.attn_logit_softcapping
 
     @property
     def activation(self) -> str:
-        """See DecoderConfig. As in transformers, `hidden_act` of older files is ignored."""
+        """As in transformers, `hidden_act` of older files is ignored."""
         return self.hidden_activation
 
     @property
     def types(self) -> list[str]:
-        """See DecoderConfig. The first layer is local."""
+        """Every second layer is local, starting with the first."""
         return self.layer_types or alternating(self.num_hidden_layers, 2)
 
 
@@ -92,23 +92,23 @@ class Gemma3Config(Gemma2Config):
 
     @property
     def softcap(self) -> float | None:
-        """See DecoderConfig. As in transformers, attn_logit_softcapping is ignored."""
+        """As in transformers, attn_logit_softcapping is ignored."""
         return None
 
     @property
     def types(self) -> list[str]:
-        """See DecoderConfig. The first layer is local."""
+        """Layers are local except every `sliding_window_pattern`th."""
         return self.layer_types or alternating(self.num_hidden_layers, self.sliding_window_pattern)
 
     def window(self, layer_type: str, *, is_causal: bool) -> tuple[int, int] | None:
-        """See DecoderConfig."""
+        """Bidirectional local layers see half of the window on each side."""
         if layer_type != FULL and self.sliding_window and self.use_bidirectional_attention and not is_causal:
             return (self.sliding_window // 2, self.sliding_window // 2)
         # Not super(): a dataclass with slots is a new class, which super() without arguments does not know.
         return DecoderConfig.window(self, layer_type, is_causal=is_causal)
 
     def rope(self, layer_type: str) -> RopeSpec:
-        """See DecoderConfig. rope_scaling of older files applies to global layers only."""
+        """rope_scaling of older files applies to global layers only."""
         values = dict((self.rope_parameters or {}).get(layer_type) or {})
         if layer_type == FULL:
             values |= self.rope_scaling or {}

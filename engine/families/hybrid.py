@@ -69,7 +69,7 @@ class HybridConfig(DecoderConfig, ABC):
 
     @property
     def residual_scale(self) -> float:
-        """See ModelSpec."""
+        """Factor of the outputs of attention, mixer, MLP and experts before the residual sums."""
         return 1.0
 
 
@@ -119,17 +119,17 @@ class JambaConfig(HybridConfig):
 
     @property
     def attention_layers(self) -> frozenset[int]:
-        """See HybridConfig."""
+        """Every `attn_layer_period`th layer has attention."""
         return frozenset(range(self.attn_layer_offset, self.num_hidden_layers, self.attn_layer_period))
 
     @property
     def has_rotary(self) -> bool:
-        """See DecoderConfig."""
+        """Attention has no positions."""
         return False
 
     @property
     def mixer(self) -> MambaSpec:
-        """See HybridConfig."""
+        """The selective scan, with norms of the step, B and C."""
         rank = math.ceil(self.hidden_size / 16) if isinstance(self.mamba_dt_rank, str) else self.mamba_dt_rank
         return MambaSpec(
             prefix="mamba",
@@ -148,11 +148,11 @@ class JambaConfig(HybridConfig):
         )
 
     def has_mlp(self, index: int) -> bool:
-        """See HybridConfig. A layer has either an MLP or experts."""
+        """A layer has either an MLP or experts."""
         return self.num_experts == 1 or index % self.expert_layer_period != self.expert_layer_offset
 
     def experts(self, index: int) -> ExpertsSpec | None:
-        """See HybridConfig."""
+        """Every `expert_layer_period`th layer has experts."""
         if self.has_mlp(index):
             return None
         D, I = self.hidden_size, self.intermediate_size  # noqa: E741
@@ -184,7 +184,7 @@ class Mamba2HybridConfig(HybridConfig):
 
     @property
     def mixer(self) -> Mamba2Spec:
-        """See HybridConfig.
+        """The state space duality mixer.
 
         Raises:
             ModelLoadError: The sizes are inconsistent.
@@ -224,17 +224,17 @@ class BambaConfig(Mamba2HybridConfig):
 
     @property
     def attention_layers(self) -> frozenset[int]:
-        """See HybridConfig."""
+        """The layers in `attn_layer_indices`."""
         return frozenset(self.attn_layer_indices or ())
 
     @property
     def rotary_size(self) -> int:
-        """See DecoderConfig. As in transformers, config.json cannot change it."""
+        """As in transformers, config.json cannot change it."""
         return self.head_size // 2
 
     @property
     def gate_bias(self) -> bool:
-        """See DecoderConfig."""
+        """`mlp_bias` of config.json."""
         return self.mlp_bias
 
 
@@ -262,7 +262,7 @@ class GraniteHybridConfig(Mamba2HybridConfig):
 
     @property
     def attention_layers(self) -> frozenset[int]:
-        """See HybridConfig."""
+        """The layers that `layer_types` names; none without it."""
         types = self.layer_types or [_RECURRENT[0]] * self.num_hidden_layers
         known = (*_ATTENTION, *_RECURRENT)
         if len(types) != self.num_hidden_layers or not set(types) <= set(known):
@@ -273,31 +273,31 @@ class GraniteHybridConfig(Mamba2HybridConfig):
 
     @property
     def has_rotary(self) -> bool:
-        """See DecoderConfig."""
+        """`position_embedding_type` of config.json."""
         return self.position_embedding_type == "rope"
 
     @property
     def inner_size(self) -> int:
-        """See DecoderConfig."""
+        """`shared_intermediate_size` of config.json."""
         return self.shared_intermediate_size
 
     @property
     def scale(self) -> float:
-        """See DecoderConfig."""
+        """`attention_multiplier` of config.json."""
         return self.attention_multiplier
 
     @property
     def embedding_scale(self) -> float:
-        """See HybridConfig."""
+        """`embedding_multiplier` of config.json."""
         return self.embedding_multiplier
 
     @property
     def residual_scale(self) -> float:
-        """See ModelSpec."""
+        """`residual_multiplier` of config.json."""
         return self.residual_multiplier
 
     def experts(self, index: int) -> ExpertsSpec | None:
-        """See HybridConfig."""
+        """Every layer has the same experts; None without `num_local_experts`."""
         del index
         if not self.num_local_experts:
             return None

@@ -48,7 +48,7 @@ class Lfm2Config(DecoderConfig):
 
     @property
     def inner_size(self) -> int:
-        """See DecoderConfig."""
+        """`intermediate_size`, or its adjusted value (block_auto_adjust_ff_dim)."""
         size = self.block_ff_dim or self.intermediate_size
         if not self.block_auto_adjust_ff_dim:
             return size
@@ -59,7 +59,7 @@ class Lfm2Config(DecoderConfig):
 
     @property
     def types(self) -> list[str]:
-        """See DecoderConfig. Layers with a convolution are listed like attention; `_spec` replaces their attention."""
+        """Layers with a convolution are listed like attention; `_spec` replaces their attention."""
         return [FULL] * self.num_hidden_layers
 
     @property
@@ -79,7 +79,7 @@ class Lfm2Config(DecoderConfig):
         return frozenset(i for i, name in enumerate(types) if name == _CONVOLUTION)
 
     def norm(self, name: str, size: int) -> NormSpec:
-        """See DecoderConfig."""
+        """Norms with LFM2's names."""
         names = {
             "input_layernorm": "operator_norm",
             "self_attn.q_norm": "self_attn.q_layernorm",

@@ -31,7 +31,7 @@ class LlamaConfig(DecoderConfig):
 
     @property
     def gate_bias(self) -> bool:
-        """See DecoderConfig."""
+        """`mlp_bias` of config.json."""
         return self.mlp_bias
 
 
@@ -62,12 +62,12 @@ class Qwen2Config(DecoderConfig):
 
     @property
     def qkv_bias(self) -> bool:
-        """See DecoderConfig. Always True in Qwen2; attention_bias in Qwen3."""
+        """Always True in Qwen2; attention_bias in Qwen3."""
         return self.attention_bias or not self.reads_bias
 
     @property
     def types(self) -> list[str]:
-        """See DecoderConfig. Without layer_types, the layers after `max_window_layers` are local."""
+        """Without layer_types, the layers after `max_window_layers` are local."""
         if self.layer_types is not None:
             return self.layer_types
         first = self.max_window_layers if self.use_sliding_window and self.sliding_window else self.num_hidden_layers
@@ -99,13 +99,13 @@ class Phi3Config(DecoderConfig):
 
     @property
     def rotary_size(self) -> int:
-        """See DecoderConfig."""
+        """`partial_rotary_factor` of the columns of a head."""
         values = self.rope_scaling or self.rope_parameters or {}
         share = values.get("partial_rotary_factor", self.partial_rotary_factor)
         return int(self.head_size * (1.0 if share is None else share))
 
     def rope_spec(self, values: Mapping[str, Any], theta: float, original_positions: int | None) -> RopeSpec:
-        """See DecoderConfig. LongRoPE is named "su" or "yarn" in the first files."""
+        """LongRoPE is named "su" or "yarn" in the first files."""
         rope_type = values.get("rope_type") or values.get("type")
         if rope_type in ("su", "yarn"):
             values = {**values, "rope_type": "longrope"}

@@ -60,12 +60,12 @@ class MambaConfig(SsmConfig):
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
-        """See MambaSpec."""
+        """No norms."""
         return ()
 
     @property
     def mixer(self) -> MambaSpec:
-        """See SsmConfig."""
+        """The selective scan of every layer."""
         return MambaSpec(
             prefix="mixer",
             inner_size=self.intermediate_size or int(self.expand * self.hidden_size),
@@ -85,7 +85,7 @@ class FalconMambaConfig(MambaConfig):
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
-        """See MambaSpec."""
+        """Norms without weights of the step, B and C."""
         sizes = (self.step_rank, self.state_size, self.state_size)
         return tuple(NormSpec(name=None, size=size, eps=self.mixer_rms_eps, is_rms=True) for size in sizes)
 
@@ -106,7 +106,7 @@ class Mamba2Config(SsmConfig):
 
     @property
     def mixer(self) -> Mamba2Spec:
-        """See SsmConfig.
+        """The state space duality mixer of every layer.
 
         Raises:
             ModelLoadError: The sizes are inconsistent.

@@ -44,7 +44,7 @@ class Ministral3Config(DecoderConfig):
         return self.rope_scaling or self.rope_parameters or _ROPE
 
     def rope(self, layer_type: str) -> RopeSpec:
-        """See DecoderConfig."""
+        """Rotary positions with a default base of 1,000,000, the same in every layer."""
         del layer_type
         return self.rope_spec(self.rope_values, 1_000_000.0, self.original_max_position_embeddings)
 

@@ -45,12 +45,12 @@ class MPNetConfig(BertConfig):
 
     @property
     def padding_id(self) -> int:
-        """See BertConfig. A constant in transformers."""
+        """A constant in transformers."""
         return 1
 
     @property
     def num_token_types(self) -> int:
-        """See BertConfig."""
+        """MPNet has no token types."""
         return 0
 
 

@@ -86,7 +86,7 @@ class HubConfig(NomicBertConfig):
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
-        """See NomicBertConfig."""
+        """Also maps the activation function to its gated form."""
         config = super(HubConfig, cls).read(values)
         if config.hidden_act not in _GATED:
             raise UnsupportedModelError(

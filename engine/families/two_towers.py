@@ -123,7 +123,7 @@ class Siglip2VisionConfig(SiglipVisionConfig):
 
     @property
     def num_positions(self) -> int:
-        """See SiglipVisionConfig."""
+        """`num_patches` of config.json."""
         return self.num_patches
 
 
@@ -245,10 +245,10 @@ class _Tower(NamedTuple):
     """The family of one encoder.
 
     Attributes:
-        model_type: See Family.
-        prefix: See Family.
+        model_type: model_type of config.json.
+        prefix: Prefix of the class names in transformers.
         config: Its values; the class also says whether it reads texts or images.
-        dense: See Family.
+        dense: Returns its projection as Dense modules, by its config.json.
     """
 
     model_type: str

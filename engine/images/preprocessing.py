@@ -78,7 +78,7 @@ def area_size(height: int, width: int, spec: ImageSpec) -> tuple[int, int]:
     """Returns the height and width in pixels of whole blocks of patches: `smart_resize` of Qwen2-VL in transformers.
 
     Raises:
-        ImageError: See `preprocess`.
+        ImageError: The longer edge is too long for the shorter one.
     """
     if max(height, width) / min(height, width) > _MAX_RATIO:
         raise ImageError(f"has {width} x {height} pixels; the longer edge may be {_MAX_RATIO} times the shorter one")

@@ -328,8 +328,8 @@ class GgufModel:
         """Returns the model of a file.
 
         Raises:
-            UnsupportedModelError: Its architecture is not supported, or see `read_gguf`.
-            WeightError: See `read_gguf`.
+            UnsupportedModelError: Its architecture, version, byte order or type of weights is not supported.
+            WeightError: The file cannot be read or is damaged.
         """
         header = read_gguf(path)
         metadata = header.metadata

@@ -80,7 +80,7 @@ class _Defaults:
         values: Of the processor, by key.
         image_size: Pixels of the edges; None: images keep their proportions (naflex).
         patch_size: Pixels of the edges.
-        num_class_rows: See ImageSpec.
+        num_class_rows: Rows that the model puts before the patches.
     """
 
     values: Mapping[str, Any]

@@ -109,7 +109,7 @@ def as_load_error(found: str) -> Iterator[None]:
         found: The failed action, with the file or folder at fault.
 
     Raises:
-        ModelLoadError: See above. --log-level debug logs the traceback.
+        ModelLoadError: The context raised an unexpected error. --log-level debug logs the traceback.
     """
     try:
         yield

@@ -196,7 +196,7 @@ class PoolingMetadata:
             seq_ids: Keys of the sequences in the ChunkedPoolingManager; None for whole sequences.
             starts: Position of each chunk in its sequence; None: all begin at 0.
             total_lens: Tokens of each whole sequence; None: each sequence ends with its chunk.
-            queries: See the attribute.
+            queries: Query vectors of each sequence, [Q, W], or None; None if no sequence has query vectors.
 
         Raises:
             ValueError: The lists have different lengths, or a chunk is not within its sequence.
@@ -226,7 +226,7 @@ class PoolingMetadata:
         Args:
             seq_lens: [N], rows of each sequence.
             skips: [N], rows at the start of each sequence to leave out; None: no rows.
-            token_ids: See the attribute.
+            token_ids: [T] int64; None if no result depends on tokens.
         """
         return cls(
             params=(),

@@ -84,7 +84,7 @@ class PoolerOutput(Generic[R]):
         """Starts to copy the results to the host, with a flag for each array whether its values are finite.
 
         Args:
-            to_host: See DeviceStream.to_host.
+            to_host: Starts to copy tensors to the host and returns the copies, as DeviceStream.to_host does.
         """
         values = [array.values for array in self.arrays]
         copies = to_host([*values, *map(_is_finite, values)])

@@ -46,7 +46,7 @@ class SequencePooler(Pooler):
     """Base class of poolers that return one row per sequence."""
 
     def pool(self, hidden_states: Array, metadata: PoolingMetadata, attention_weights: Array | None = None) -> Tensor:
-        """See `Pooler.pool`."""
+        """Returns the pooled rows [N, D] float32."""
         _check_whole(metadata)
         return TensorOps().pool(as_rows(hidden_states), metadata, self.pooling_type, VectorTransform())
 
@@ -105,7 +105,7 @@ class AttentionWeightedPooler(SequencePooler):
         self.attention_head_idx = attention_head_idx
 
     def pool(self, hidden_states: Array, metadata: PoolingMetadata, attention_weights: Array | None = None) -> Tensor:
-        """See `Pooler.pool`.
+        """Returns the weighted means [N, D] float32.
 
         Raises:
             ValueError: The weights are missing, have another shape, or have too few heads.

@@ -74,7 +74,7 @@ class EngineError(Exception):
     Args:
         message: The text; with `values`, a template of str.format. A placeholder without a value is the name of a
             request field, which a dialect may replace by its own name.
-        param: See above.
+        param: Name of that request field; None if no field is at fault.
         values: Values for the template.
     """
 
@@ -191,7 +191,7 @@ class EngineUnavailableError(EngineError):
     """The engine is starting, draining or lost its worker; the same request may succeed later.
 
     Attributes:
-        reason: See EngineOverloadedError.
+        reason: Label of the metric of rejected requests.
     """
 
     def __init__(self, message: str, *, reason: str = RejectionReason.ENGINE_NOT_READY) -> None:

@@ -204,13 +204,13 @@ class ArrayHeader(msgspec.Struct, array_like=True, frozen=True):
     Token-level outputs have one part per chunk. The client joins them along the first axis.
 
     Attributes:
-        name: See OutputArray.
+        name: Name of the output, such as "embedding".
         width: Columns of the values.
         request_ids: The request of each sequence.
         indices: Index of each sequence among the inputs of its request.
         is_last: False if a later step returns more rows of the sequence.
-        row_lens: See OutputArray.
-        widths: See OutputArray.
+        row_lens: Token rows of each sequence in this frame; None for one row per sequence.
+        widths: Columns of each sequence, if they differ. Values beyond them are undefined.
     """
 
     name: str
@@ -307,8 +307,8 @@ class ClientMessageBuilder:
 
     Attributes:
         requests: Requests to submit.
-        cancels: See ClientMessage.
-        clears: See ClientMessage.
+        cancels: Ids of requests to cancel.
+        clears: Ids of requests to empty the prefix cache.
     """
 
     requests: list[SubmitRequest] = field(default_factory=list)

@@ -215,7 +215,7 @@ class PoolingParams:
 
         Raises:
             ModelNotFoundError: The model has no such adapter.
-            InvalidRequestError: See `verify`.
+            InvalidRequestError: The model or the task does not support a parameter.
         """
         task = _task_of(task)
         self.verify(task, model)

@@ -78,8 +78,8 @@ def setting(
     Args:
         default: Default value, copied if it is a dictionary. REQUIRED: no default.
         text: Help text.
-        group: See Setting.
-        metavar: See Setting.
+        group: Heading of the help text that lists the field.
+        metavar: Placeholder of the value in the help text.
         is_secret: Leave the value out of the repr.
         **rest: Further attributes of Setting.
     """

@@ -167,7 +167,7 @@ def describe_pool(sequence_pool: SequencePool, limits: SchedulerConfig, num_byte
         sequence_pool: Memory of sequences that run in chunks.
         limits: Settings of the operator.
         num_bytes: Bytes of the pool; see PoolPlan.
-        is_reserved: See make_pool.
+        is_reserved: Whether the device reserves the whole memory now.
     """
     kv, ssm = sequence_pool.kv, sequence_pool.ssm
     sizes = []

@@ -158,7 +158,7 @@ class Scheduler:
 
         Args:
             now_s: Monotonic time in seconds, as in Request.arrival_s.
-            free_tokens: See Runner.free_tokens.
+            free_tokens: Tokens of the largest forward that fits into the free memory; None if unknown.
         """
         self.needs_idle_device = False
         config = self.prefill.config

@@ -35,7 +35,7 @@ def portions(num_chars: Sequence[int], is_cancelled: IsCancelled) -> Iterator[tu
 
     Args:
         num_chars: Characters of each text.
-        is_cancelled: See `check_cancelled`.
+        is_cancelled: Whether the caller has gone; RequestCancelledError is raised then.
     """
     first = total = 0
     for last, count in enumerate(num_chars):

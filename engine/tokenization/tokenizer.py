@@ -82,8 +82,8 @@ class TokenizerPool:
         spec: The tokenizer of the model.
         vocab_size: Size of the vocabulary, for the check of token ids from callers.
         do_lower_case: Whether to lower-case texts (an option of sentence-transformers).
-        max_chars: See TokenizerJobs.
-        on_rejection: See TokenizerJobs.
+        max_chars: Limit of the characters of waiting and running jobs.
+        on_rejection: Called for every rejected request.
     """
 
     def __init__(

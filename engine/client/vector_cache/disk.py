@@ -281,7 +281,7 @@ class SharedTier:
         num_dropped: Rows that were not written: the disk was full or too slow.
 
     Raises:
-        DiskError: See DiskTier.
+        DiskError: The folder cannot be used.
     """
 
     def __init__(self, folder: Path, max_bytes: int, clock_s: Callable[[], float] = time.monotonic) -> None:

@@ -76,15 +76,15 @@ class CudaEvent(DeviceEvent):
 
     @property
     def is_reached(self) -> bool:
-        """See DeviceEvent."""
+        """Whether the device has reached the event."""
         return bool(self._event.query())
 
     def wait(self) -> None:
-        """See DeviceEvent. Releases the GIL."""
+        """Waits for the event. Releases the GIL."""
         self._event.synchronize()
 
     def elapsed_ms(self, first: DeviceEvent) -> float:
-        """See DeviceEvent. Measured on the device."""
+        """Milliseconds since an earlier event, measured on the device."""
         assert isinstance(first, CudaEvent), "both events must belong to one stream"
         return float(first._event.elapsed_time(self._event))
 
@@ -98,18 +98,18 @@ class CudaStream(DeviceStream):
         self._device = device
 
     def record_event(self) -> CudaEvent:
-        """See DeviceStream."""
+        """Records an event on the current stream."""
         return CudaEvent(torch.cuda.current_stream(self._device))
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """See DeviceStream. Copies to one block of pinned memory. torch does not reuse it before the copies end."""
+        """Copies to one block of pinned memory. torch does not reuse it before the copies end."""
         copies = views(empty_for(tensors, pin_memory=True), tensors)
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
         return copies
 
     def save(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """See DeviceStream."""
+        """Copies like `to_host`."""
         return self.to_host(tensors)
 
 
@@ -174,7 +174,7 @@ class EventWatcher:
             raise DeviceLostError(f"waiting for a forward failed: {self._error!r}") from self._error
 
     def set_wakeup_fd(self, fd: int | None) -> None:
-        """See Runner.set_wakeup_fd."""
+        """Starts or stops the thread that writes to the descriptor when the device reaches an event."""
         if self._thread is not None:
             self._events.put(None)
             self._thread.join()

@@ -132,11 +132,11 @@ class ArrayEncoder:
 
     @property
     def min_part_tokens(self) -> int:
-        """See CpuEncoder."""
+        """Tokens that a thread of the C library runs at once at least, unless a batch has fewer."""
         return self._encoder.min_part_tokens
 
     def calibrate(self) -> None:
-        """See CpuEncoder."""
+        """Measures `min_part_tokens` on this machine."""
         self._encoder.calibrate()
 
     def begin(self, batch: PackedArrays, *, need_attention: bool = False, kept: KeptRows = KeptRows.ALL) -> CpuForward:
@@ -145,7 +145,7 @@ class ArrayEncoder:
         Args:
             batch: Whole sequences, or chunks for a decoder.
             need_attention: Also return the attention weights.
-            kept: See CpuEncoder.begin.
+            kept: Rows of each sequence that are returned. ALL with adapters and attention weights.
 
         Raises:
             MemoryError: Memory is short.

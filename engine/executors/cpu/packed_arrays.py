@@ -55,8 +55,8 @@ class PackedArrays:
         Args:
             inputs: At least one. Whole sequences or chunks, not empty.
             starts: Position of each chunk in its sequence; None: all begin at 0.
-            kv_blocks: See the attribute.
-            adapters: See the attribute.
+            kv_blocks: Blocks of keys and values; None if all sequences are whole and nothing is stored.
+            adapters: [N] int32, number of each sequence's adapter, -1: no adapter; None: no sequence has one.
         """
         seq_lens = tuple(map(len, inputs))
         lengths = np.array(seq_lens, np.int32)

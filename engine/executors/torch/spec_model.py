@@ -264,7 +264,7 @@ class SpecModel(PackedModel):
             self.vocabulary_head = VocabularyHead(view, spec, info)
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
-        """See PackedModel."""
+        """Runs the layers of the spec; attention weights are those of the last layer with attention."""
         if need_attention and self.last_attention is None:
             raise UnsupportedTaskError(
                 "ATTENTION pooling needs attention weights, but the model has no attention.", param="pooling_type"

@@ -158,7 +158,7 @@ class OneByOneExperts:
         ]
 
     def add_to(self, sum_TD: Tensor, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
-        """See Experts."""
+        """Runs the experts one after the other."""
         order_A = expert_TK.flatten().argsort(stable=True)
         token_A = order_A // expert_TK.shape[1]
         weight_A1 = weight_TK.flatten()[order_A, None]
@@ -181,7 +181,7 @@ class SortedExperts:
         self._gate = Gate(activation, fusion)
 
     def add_to(self, sum_TD: Tensor, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
-        """See Experts."""
+        """Runs all experts in two grouped products."""
         expert_A, order_A = expert_TK.flatten().sort(stable=True)
         indices_X = torch.arange(len(self._both_X2ID), device=x_TD.device)
         ends_X = torch.searchsorted(expert_A, indices_X, right=True, out_int32=True)

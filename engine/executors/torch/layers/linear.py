@@ -124,7 +124,7 @@ class AdaptedRows:
     """The rows of the current batch by adapter. The model sets them before its layers run.
 
     Attributes:
-        groups: See PackedBatch.adapters.
+        groups: The rows of each adapter that the batch uses.
     """
 
     groups: Sequence[AdapterRows] = ()

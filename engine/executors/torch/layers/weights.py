@@ -66,7 +66,7 @@ class Weights(WeightView[Tensor]):
 
     @staticmethod
     def dequantize(stored: Tensor, scale: Tensor, num_columns: int) -> Tensor:
-        """See WeightView."""
+        """Multiplies blocks of quantised weights with their scales."""
         return torch.from_numpy(dequantize(stored.numpy(), scale.float().numpy(), num_columns))
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

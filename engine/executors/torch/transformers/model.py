@@ -116,7 +116,7 @@ class TransformersModel(PackedModel):
         return cls(info, network, head, sharing=sharing)
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
-        """See PackedModel."""
+        """Runs the batch padded or packed; raises UnsupportedTaskError for attention weights."""
         if need_attention:
             raise UnsupportedTaskError(
                 f"pooling_type is ATTENTION, but transformers runs {self._name} and returns no attention weights. Set "
