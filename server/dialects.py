@@ -138,7 +138,7 @@ class Dialect:
         error_type: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """Returns the error body.
+        """Returns the response with the error body of the dialect.
 
         Args:
             kind: Status, type and code.

@@ -192,11 +192,8 @@ class Router:
 class RouteTable:
     """The routes of an application by method and path, with FastAPI's matching rules.
 
-    Args:
-        root_path: Path prefix under which a proxy serves the routes, such as /penstock; "" for none.
-
     Attributes:
-        root_path: See above.
+        root_path: Path prefix under which a proxy serves the routes, such as /penstock; "" for none.
         routes: Routes with fixed paths first, so that they have precedence over paths with parameters.
         field_keys: Keys of the fields of all bodies, and UNSUPPORTED_FIELDS.
     """

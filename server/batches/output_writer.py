@@ -51,7 +51,7 @@ class OutputWriter:
 
     Args:
         batch: Its counts are updated when lines are on the disk.
-        retry_s: See RETRY_S.
+        retry_s: Seconds until the next attempt to write if the disk fails.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     """A batch. Its BatchRun changes it and stores each change.
 
     Attributes:
-        owner: See FileRecord.
+        owner: Identity of the API key; "" if the server has no keys.
         endpoint: The route of all its lines.
         input_file_id: Id of the uploaded file with the request lines.
         output_id: The output file, which grows while the batch runs.

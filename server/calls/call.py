@@ -245,7 +245,7 @@ class ModelCall:
 
         Args:
             id_prefix: Start of the id.
-            num_tokens: See `count`.
+            num_tokens: Tokens of all inputs.
         """
         return {
             "id": f"{id_prefix}-{state_of(self.request.scope).request_id}",

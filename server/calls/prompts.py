@@ -47,7 +47,7 @@ class Prompt(NamedTuple):
     Attributes:
         name: Name of the model's prompt. None: the model's default, if it has one.
         text: The prompt itself. It has precedence over `name`.
-        is_query: See RequestOptions.
+        is_query: True for queries, False for documents. None: the engine decides by the prompt.
         adapter: LoRA adapter for the purpose; None for a model without an adapter for each task.
     """
 

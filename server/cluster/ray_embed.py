@@ -126,7 +126,7 @@ def embed_on_ray(
     Args:
         shards: All shards of the input.
         config: Parameters of the job.
-        identity: See JobFolder.begin.
+        identity: All values that affect the output. A job continues only if all are equal.
         settings: Settings of the command.
 
     Raises:

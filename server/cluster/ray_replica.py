@@ -28,7 +28,7 @@ class Mount(NamedTuple):
 
     Attributes:
         names: Served names, the shown one first.
-        default_prompt_name: See the setting of the same name.
+        default_prompt_name: Prompt for texts to embed if a request names none.
         app: Name of its Ray Serve application.
         prefix: Prefix of its paths.
     """

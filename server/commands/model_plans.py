@@ -113,7 +113,7 @@ def planned(arguments: dict[str, Any], kind: type[Settings]) -> tuple[Settings, 
         kind: The settings of the command.
 
     Raises:
-        UsageError: See `load`, `read_config` and `plan_models`.
+        UsageError: A flag, a variable, the file or the table of a model is invalid.
     """
     words = arguments.pop("model", [])
     if len(words) == 1:

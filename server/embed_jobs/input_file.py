@@ -78,7 +78,7 @@ class BadRow(NamedTuple):
     """A row that cannot be read.
 
     Attributes:
-        line: See Row.
+        line: Line number in the file, or row number in Parquet, from 1.
     """
 
     line: int

@@ -32,12 +32,12 @@ class TextLines(InputFile):
     """One text per line. An empty line is an empty text."""
 
     def check_no_vectors(self) -> None:
-        """See InputFile. The field has the name that the user chose."""
+        """Raises UsageError if --field, which names the column of the texts, is `embedding`."""
         if self.field == COLUMN:
             raise UsageError(f"--field: {COLUMN!r} is the name of the output column; use another name")
 
     def rows(self) -> Iterator[Row | BadRow]:
-        """See InputFile."""
+        """Yields one row for each line. A line that is too long or not UTF-8 is a BadRow."""
         for number, line in self._lines():
             yield line if isinstance(line, BadRow) else self.row(number, line, {self.field: line})
 
@@ -73,7 +73,7 @@ class JsonLines(TextLines):
         """Does nothing: each row is checked when the file is read."""
 
     def rows(self) -> Iterator[Row | BadRow]:
-        """See InputFile."""
+        """Yields one row for each line. A blank line is a BadRow, except at the end of the file."""
         num_blank = 0  # number of blank lines directly before this line
         for number, line in self._lines():
             if isinstance(line, str) and not line.strip():
@@ -85,7 +85,7 @@ class JsonLines(TextLines):
             yield line if isinstance(line, BadRow) else self._row(number, line)
 
     def json_object(self, row: Row) -> bytes:
-        """See InputFile. Returns the bytes of the line, so that large or precise numbers do not change."""
+        """Returns the bytes of the line of a row, so that large or precise numbers do not change."""
         return row.raw.encode()
 
     def _row(self, number: int, line: str) -> Row | BadRow:
@@ -107,7 +107,7 @@ class CsvRows(InputFile):
     """
 
     def rows(self) -> Iterator[Row | BadRow]:
-        """See InputFile."""
+        """Yields one row for each record after the header."""
         names = self.names()
         blank_lines: list[int] = []
         for line, values in itertools.islice(self._records(), 1, None):
@@ -188,7 +188,7 @@ class ImageFolder(InputFile):
         self.image_folder = path
 
     def rows(self) -> Iterator[Row | BadRow]:
-        """See InputFile."""
+        """Yields one row for each image file, in the order of the paths."""
         for number, name in enumerate(self._names(), 1):
             yield self.row(number, name, {self.field: name})
 

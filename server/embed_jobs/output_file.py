@@ -104,7 +104,7 @@ def write_output(output: Path, write: Writer, source: InputFile, results: Result
 
     Args:
         output: Path of the output; its suffix has selected `write`.
-        write: See `writer_for`.
+        write: Writes the output in its format; from `writer_for`.
         source: The input. Its rows are read again.
         results: Results of the run.
 

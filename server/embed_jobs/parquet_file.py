@@ -36,11 +36,11 @@ class ParquetRows(InputFile):
     part = "column"
 
     def rows(self) -> Iterator[Row | BadRow]:
-        """See InputFile. Reads one column only."""
+        """Yields all rows, with the column of the field only."""
         return self._read([self.field])
 
     def full_rows(self) -> Iterator[Row | BadRow]:
-        """See InputFile."""
+        """Yields all rows, with all columns."""
         return self._read(None)
 
     def _read(self, columns: list[str] | None) -> Iterator[Row | BadRow]:
@@ -53,7 +53,7 @@ class ParquetRows(InputFile):
                 yield self.row(number, record[self.field], record)
 
     def names(self) -> list[str]:
-        """See InputFile."""
+        """Returns the names of the columns. Raises the errors of `schema`."""
         return list(self.schema().names)
 
     def schema(self) -> Any:

@@ -99,8 +99,8 @@ class Certificate:
     """Gives each new connection the current certificate. Open connections keep theirs.
 
     Args:
-        certificate: See load_certificate.
-        key: See load_certificate.
+        certificate: PEM file with the certificate and its chain.
+        key: PEM file with the private key, without a password; None: the key is in `certificate`.
     """
 
     def __init__(self, certificate: Path, key: Path | None) -> None:
@@ -151,7 +151,8 @@ class HttpServer(uvicorn.Server):
 
     Args:
         config: Configuration of uvicorn; its protocol must be Connection.
-        on_slow: See ConnectionLimits.
+        limits: Minimum rate and maximum duration of transfers.
+        on_slow: Called for every response that is cancelled because its client reads too slowly.
         metrics_app: Application of --metrics-port; None without that port.
         on_reload: Called after `request_reload`. The certificate is then read again too.
 

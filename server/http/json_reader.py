@@ -181,7 +181,7 @@ class JsonBody(BaseModel):
         tag: Names its dialect if bodies of several dialects share a path.
         ignored_keys: Keys that are accepted and ignored, with the reason.
         nested_keys: Fields that hold an object or a list with objects, and the keys of these objects.
-        param_names: See `field_names`.
+        param_names: Field names in engine errors, mapped to the names in this body.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -284,7 +284,7 @@ class BodyParser:
         annotation: Annotation of the route's parameter `body`: a schema, a union with a discriminator, or dict.
 
     Attributes:
-        tag_of: See `tag_rule`.
+        tag_of: Maps a body to the tag of its dialect.
         field_keys: Keys of all fields of its schemas.
     """
 

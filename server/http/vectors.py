@@ -96,7 +96,7 @@ class Encoding:
     """Encoding of the vectors of a response.
 
     Attributes:
-        format: See EncodingFormat.
+        format: JSON numbers, base64 or bytes.
         quantization: Integer type; None: floats.
         dtype: Float format in base64 and bytes.
         endianness: Byte order of base64 and bytes.
@@ -188,7 +188,7 @@ def check_encodings(
     """Raises InvalidRequestError if embeddings cannot be written in these encodings; see `check_bytes`, `check_width`.
 
     Args:
-        encodings: See `vectors_response`.
+        encodings: Encodings by name.
         num_rows: Number of inputs.
         model: The model. Its embeddings have at most `embedding_size` dimensions.
         params: Pooling parameters of the request.

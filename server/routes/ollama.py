@@ -146,7 +146,7 @@ class OllamaShowRequest(OllamaBody):
     insecure: Flag | None = Field(None, description="Accepted on /api/pull; nothing is downloaded.")
 
     def served_name(self) -> str | None:
-        """See OllamaBody. Raises InvalidRequestError if the body names no model."""
+        """Returns the name of the model without `:latest`. Raises InvalidRequestError if the body names no model."""
         name = self.model or self.name
         if not name:
             raise InvalidRequestError("model is missing or empty; name a model that is served.", param="model")

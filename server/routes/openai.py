@@ -146,7 +146,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
         return params if truncate is None else truncated(params, truncate)
 
     def field_names(self) -> Mapping[str, str]:
-        """See JsonBody. Returns the option names that the request used."""
+        """Maps the options to the names that the request uses."""
         names = dict(super().field_names())
         if not self.dimensions and self.output_dimension is not None:
             names["dimensions"] = "output_dimension"

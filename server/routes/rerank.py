@@ -121,7 +121,7 @@ class RerankRequest(PairBody):
         return wanted if wanted or self.instruct is None else self.instruct
 
     def field_names(self) -> Mapping[str, str]:
-        """See JsonBody. Returns the field name of the instruction that the request used."""
+        """Maps `instruction` to `instruct` if the request uses that name."""
         names = dict(super().field_names())
         if self.instruct is not None and self.wanted_instruction() is self.instruct:
             names["instruction"] = "instruct"

@@ -325,7 +325,7 @@ def _respond(call: ModelCall, content: Any, *, num_tokens: int, num_chars: int) 
     Args:
         call: The call that computed it.
         content: The body; `iter_json` lists its types.
-        num_tokens: See ModelCall.count.
+        num_tokens: Tokens of all inputs.
         num_chars: Characters of the inputs.
     """
     compute_ms = _elapsed_ms(call.began_s)

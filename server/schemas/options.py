@@ -113,7 +113,7 @@ class PoolingBody(RequestBody):
     )
 
     def pooling_params(self) -> PoolingParams:
-        """Returns the pooling parameters."""
+        """Returns PoolingParams with the token limit, the truncated side and the activation of the request."""
         return PoolingParams(
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             truncation_side=self.truncation_side,
@@ -145,7 +145,7 @@ class EmbeddingBody(PoolingBody):
     )
 
     def pooling_params(self) -> PoolingParams:
-        """Returns the pooling parameters."""
+        """Adds the number of dimensions and the normalisation to the parameters of PoolingBody."""
         return super().pooling_params().clone(dimensions=self.dimensions, normalize=self.normalize)
 
 

@@ -182,8 +182,8 @@ class PassedConnectionServer(HttpServer):
     Args:
         config: Configuration of uvicorn; its protocol is replaced by PassedConnection.
         end: One end of a SOCK_SEQPACKET pair; a ConnectionSender has the other one.
-        limits: See HttpServer.
-        named: See HttpServer.
+        limits: Minimum rate and maximum duration of transfers.
+        named: Further keyword arguments of HttpServer.
     """
 
     def __init__(

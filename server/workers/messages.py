@@ -127,8 +127,8 @@ class WorkerPlan:
     Attributes:
         settings: Settings of the whole server.
         connection_number: Number of its EngineClients.
-        salt: See SharedState.
-        started_s: See SharedState.
+        salt: Salt of client identities, which is equal in all processes.
+        started_s: Unix time of the start of the server.
     """
 
     settings: ServerSettings

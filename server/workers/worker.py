@@ -173,8 +173,8 @@ class WorkerServer(PassedConnectionServer):
     Args:
         link: The connection to it.
         control: The socket of the link.
-        arguments: See PassedConnectionServer.
-        named: See PassedConnectionServer.
+        arguments: Positional arguments of PassedConnectionServer.
+        named: Keyword arguments of PassedConnectionServer.
     """
 
     def __init__(self, link: SupervisorLink, control: socket.socket, *arguments: Any, **named: Any) -> None:
