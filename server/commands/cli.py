@@ -20,6 +20,7 @@ from penstock.engine.client.engine_process import EngineProcess
 from penstock.engine.protocol.setting import short_count
 
 from .. import penstock_version
+from ..models.served_model import load_failure
 from ..settings import (
     BenchSettings,
     CommandError,
@@ -29,7 +30,6 @@ from ..settings import (
     ServerSettings,
     UsageError,
     load,
-    load_failure,
 )
 from .flags import OneLineParser, add_flags, translated
 from .known_models import TASKS, as_json, as_text, find_models

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..cluster.ray_settings import RayEmbedSettings, RayServeSettings, check_flags
-from ..settings import UsageError, load, load_failure
+from ..models.served_model import load_failure
+from ..settings import UsageError, load
 from .flags import OneLineParser, add_flags
 from .model_plans import model_and_names, planned
 

@@ -33,7 +33,7 @@ from ..http.connection_limits import TransferLimits
 from ..http.http_server import RELOAD_MESSAGE, HttpServer, freeze_gc, load_certificate, raise_file_limit, uvicorn_config
 from ..middleware.auth import ApiKeys
 from ..models.manager import ModelEntry
-from ..models.served_model import ServedModel, check_prompt_name
+from ..models.served_model import ServedModel, check_prompt_name, exit_code_of
 from ..models.weight_files import WeightFiles
 from ..observability.metrics import ConnectionMetrics
 from ..settings import (
@@ -42,7 +42,6 @@ from ..settings import (
     EvalSettings,
     ServerSettings,
     UsageError,
-    exit_code_of,
     unknown_variables,
 )
 from .announcement import announcement, open_access_warning

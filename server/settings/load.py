@@ -1,7 +1,4 @@
-"""Reads settings from the command line, the environment and a file into the dataclasses that declare them.
-
-Also defines the errors of commands, each with one line and an exit code.
-"""
+"""Reads settings from the command line, the environment and a file into the dataclasses that declare them."""
 
 from __future__ import annotations
 
@@ -13,8 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from penstock.engine.model_files.model_folder import is_local
-from penstock.engine.protocol.errors import MachineError, ModelLoadError
 from penstock.engine.protocol.setting import Setting, parse_size, setting_of, shown_size
 
 ENV_PREFIX: Final = "PENSTOCK_"
@@ -197,25 +192,6 @@ def unknown_variables(kinds: Collection[type]) -> list[str]:
     """Returns the PENSTOCK_ variables of the environment that are not settings of `kinds`, such as misspelt ones."""
     known = {environment_variable(name) for kind in kinds for name in declared_settings(kind)}
     return sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
-
-
-def exit_code_of(error: Exception, model: str, revision: str | None, otherwise: int) -> int:
-    """Returns the exit code of a command that cannot load its model: 2 if a local folder is missing or broken.
-
-    Args:
-        error: The error of the load.
-        model: Local folder or hub id.
-        revision: Revision of a hub id.
-        otherwise: The code for a hub id, a machine that lacks something, or an unexpected error.
-    """
-    is_of_files = isinstance(error, ModelLoadError) and not isinstance(error, MachineError)
-    return UsageError.exit_code if is_of_files and is_local(model, revision) else otherwise
-
-
-def load_failure(error: ModelLoadError, model: str, revision: str | None) -> CommandError:
-    """Returns the error of a command that cannot load its model; see exit_code_of."""
-    code = exit_code_of(error, model, revision, CommandError.exit_code)
-    return (UsageError if code == UsageError.exit_code else CommandError)(error.message)
 
 
 def is_set(variable: str, declared: DeclaredSetting) -> bool:
