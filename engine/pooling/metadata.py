@@ -30,8 +30,8 @@ class PoolingCursor:
     Attributes:
         total_len: Tokens of the whole sequence.
         num_pooled: Tokens pooled so far.
-        global_start: First row of the chunk in the packed batch.
-        chunk_len: Tokens of the chunk.
+        global_start: First row of the chunk in the packed batch; a name of the specification.
+        chunk_len: Tokens of the chunk, for `global_end`.
     """
 
     total_len: int
@@ -60,7 +60,7 @@ class PoolingCursor:
         self.num_pooled += num_tokens
         self.chunk_len = 0
 
-    # Only library callers use the methods below.
+    # Only library callers use the methods below. The specification names them.
 
     @property
     def global_end(self) -> int:
@@ -277,7 +277,7 @@ class PoolingMetadata:
             queries=None if self.queries is None else [self.queries[i] for i in indices],
         )
 
-    # Only library callers use the methods below.
+    # Only library callers use the methods below. The specification names them.
 
     def get_incomplete_indices(self) -> list[int]:
         """Returns the sequences that continue after this batch."""

@@ -90,7 +90,7 @@ class PoolerOutput(Generic[R]):
         copies = to_host([*values, *map(_is_finite, values)])
         return OutputCopy(self, copies[: len(values)], copies[len(values) :])
 
-    # Only library callers use the methods below.
+    # Only library callers use the methods below. The specification names them.
 
     def to_numpy(self) -> list[Arrays]:
         """Returns the arrays of each sequence by name; see BatchOutputs.split."""

@@ -252,19 +252,19 @@ def _by_start(clients: list[tuple[float, int, Iterator[InputSequence]]]) -> Iter
         yield sequence
 
 
-def group_by_length(window: list[InputSequence], now_s: float, max_wait_s: float) -> list[InputSequence]:
+def group_by_length(candidates: list[InputSequence], now_s: float, max_wait_s: float) -> list[InputSequence]:
     """Orders short sequences for a batch: the first one, then sequences by similarity of their length to it.
 
     The last sequence that has waited for more than `max_wait_s`, and all before it, keep their order at the front.
 
     Args:
-        window: Sequences in the order of the queue.
+        candidates: Sequences in the order of the queue.
         now_s: Seconds, monotonic.
         max_wait_s: Seconds.
     """
     end = 1
-    for index, sequence in enumerate(window):
+    for index, sequence in enumerate(candidates):
         if now_s - sequence.request.arrival_s > max_wait_s:
             end = index + 1
-    num_tokens = window[0].num_tokens if window else 0
-    return window[:end] + sorted(window[end:], key=lambda sequence: abs(sequence.num_tokens - num_tokens))
+    num_tokens = candidates[0].num_tokens if candidates else 0
+    return candidates[:end] + sorted(candidates[end:], key=lambda sequence: abs(sequence.num_tokens - num_tokens))

@@ -20,8 +20,8 @@ from .sequence_pool import Allocation, SequencePool
 
 _FORWARD_S: Final = 1.0
 """Assumed seconds of a full forward before the first measurement."""
-_WINDOW_BATCHES: Final = 4
-"""Sequences of similar length are searched within a window of this many batches."""
+_LOOKAHEAD_BATCHES: Final = 4
+"""Sequences of similar length are searched among the first sequences of the queue, up to this many batches."""
 MAX_BUDGET_REDUCTION: Final = 32
 """Divisor. The lowest token budget is the full budget divided by this, if sequences can run in chunks."""
 _STEPS_TO_RECOVER: Final = 32
@@ -171,12 +171,12 @@ class Scheduler:
             share = max(self.waiting.tokens_per_forward(self._max_forwards), self._min_batch_tokens)
             budget.num_tokens = min(budget.num_tokens, share)
         self._expire(self.prefill.requests.values(), now_s, batch)
-        window = self._short_window(now_s, batch)
+        candidates = self._short_candidates(now_s, batch)
         if self.has_long:
-            self._add_chunks(window, batch, budget, now_s, free_tokens)
+            self._add_chunks(candidates, batch, budget, now_s, free_tokens)
         else:
             self._waits_for_memory = False
-        self._add_whole(window, batch, budget)
+        self._add_whole(candidates, batch, budget)
         batch.chunks.sort(key=lambda chunk: (chunk.start > 0, chunk.end - chunk.start))
         batch.num_deferred = self.waiting.num_seqs
         return batch
@@ -261,31 +261,40 @@ class Scheduler:
             chunks=self.prefill.statistics(),
         )
 
-    def _short_window(self, now_s: float, batch: Batch) -> list[InputSequence]:
+    def _short_candidates(self, now_s: float, batch: Batch) -> list[InputSequence]:
         """Expires and then returns the next short sequences, best first.
 
         Groups sequences of similar length within several batches, unless each of the first batch has waited too long.
         """
-        window = self._live_window(1, now_s, batch)
-        if any(now_s - sequence.request.arrival_s <= self._max_wait_s for sequence in window):
-            window = group_by_length(self._live_window(_WINDOW_BATCHES, now_s, batch), now_s, self._max_wait_s)
-        return window
+        candidates = self._live_candidates(1, now_s, batch)
+        if any(now_s - sequence.request.arrival_s <= self._max_wait_s for sequence in candidates):
+            candidates = self._live_candidates(_LOOKAHEAD_BATCHES, now_s, batch)
+            candidates = group_by_length(candidates, now_s, self._max_wait_s)
+        return candidates
 
-    def _live_window(self, num_batches: int, now_s: float, batch: Batch) -> list[InputSequence]:
+    def _live_candidates(self, num_batches: int, now_s: float, batch: Batch) -> list[InputSequence]:
         """Returns the short sequences of the next batches that have not expired."""
-        while window := self.waiting.next_sequences(num_batches * self.token_budget, num_batches * self._max_num_seqs):
-            self._expire(window, now_s, batch)
+        max_tokens = num_batches * self.token_budget
+        max_seqs = num_batches * self._max_num_seqs
+        while candidates := self.waiting.next_sequences(max_tokens, max_seqs):
+            self._expire(candidates, now_s, batch)
             if not batch.expired:
-                return window
-            if live := [sequence for sequence in window if sequence.status is Status.WAITING]:
+                return candidates
+            live = [sequence for sequence in candidates if sequence.status is Status.WAITING]
+            if live:
                 return live
         return []
 
     def _add_chunks(
-        self, window: list[InputSequence], batch: Batch, budget: ForwardBudget, now_s: float, free_tokens: int | None
+        self,
+        candidates: list[InputSequence],
+        batch: Batch,
+        budget: ForwardBudget,
+        now_s: float,
+        free_tokens: int | None,
     ) -> None:
         """Starts long sequences and adds the chunks of this batch."""
-        chunk_budget = self._chunk_budget(window, budget.num_tokens)
+        chunk_budget = self._chunk_budget(candidates, budget.num_tokens)
         if chunk_budget.num_tokens < 1 or chunk_budget.num_seqs < 1:
             return
         self._waits_for_memory = False
@@ -311,21 +320,21 @@ class Scheduler:
             chunk_budget.add(chunk.num_tokens)
             budget.add(chunk.num_tokens)
 
-    def _chunk_budget(self, window: list[InputSequence], token_budget: int) -> ForwardBudget:
+    def _chunk_budget(self, candidates: list[InputSequence], token_budget: int) -> ForwardBudget:
         """Returns the tokens and sequences that chunks may take in the next forward.
 
         Waiting short sequences take their tokens from chunks, up to half of the forward. A short sequence that does not
         fit beside the smallest chunk alternates with chunks: it runs first if the last batch had no short sequence.
         """
         config = self.prefill.config
-        short_tokens = min(sum([sequence.num_tokens for sequence in window]), token_budget // 2)
-        short_seqs = min(len(window), self._max_num_seqs // 2)
-        if window and not self._last_num_whole:
-            short_tokens = max(short_tokens, window[0].num_tokens)
+        short_tokens = min(sum([sequence.num_tokens for sequence in candidates]), token_budget // 2)
+        short_seqs = min(len(candidates), self._max_num_seqs // 2)
+        if candidates and not self._last_num_whole:
+            short_tokens = max(short_tokens, candidates[0].num_tokens)
             short_seqs = max(short_seqs, 1)
         else:
             short_tokens = min(short_tokens, token_budget - config.min_chunk_size)
-        others_wait = bool(window) or self._last_num_whole > 0
+        others_wait = bool(candidates) or self._last_num_whole > 0
         chunk_tokens = self.chunk_sizes.chunk_tokens(token_budget, config, others_wait=others_wait)
         return ForwardBudget(min(chunk_tokens, token_budget - short_tokens), self._max_num_seqs - short_seqs)
 
@@ -402,10 +411,10 @@ class Scheduler:
         request = sequence.request
         return request.arrival_s + request.priority * self.prefill.config.ageing_s, request.number, sequence.index
 
-    def _add_whole(self, window: list[InputSequence], batch: Batch, budget: ForwardBudget) -> None:
+    def _add_whole(self, candidates: list[InputSequence], batch: Batch, budget: ForwardBudget) -> None:
         """Adds the whole sequences of this batch."""
         num_chunks = len(batch.chunks)
-        for sequence in window:
+        for sequence in candidates:
             chunk = self._start_whole(sequence, budget)
             if chunk is None:
                 break
