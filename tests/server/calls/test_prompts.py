@@ -68,6 +68,8 @@ def test_instruction_replaces_that_of_the_query_prompt(make_engine) -> None:
     for arguments in ({}, {"input_type": "search_query"}, {"prompt_name": "query"}):
         options = made.embed_options(body(instruction="Find the law", **arguments))
         assert (options.prompt, options.instruction) == ("Instruct: Find the law\nQuery:", None)
+    made = call(make_engine(prompts={"web": QWEN["query"]}, default_prompt_name="web"))
+    assert made.embed_options(body(instruction="Find the law")).prompt == "Instruct: Find the law\nQuery:"
 
 
 def adapters(names: Iterable[str], folder: str | None = "lora") -> tuple[AdapterSpec, ...]:

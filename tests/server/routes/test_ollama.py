@@ -41,7 +41,7 @@ async def test_embed_returns_normalized_vectors(client: httpx.AsyncClient, engin
     plain = (await client.post("/v1/embeddings", json={"input": TEXTS})).json()
     np.testing.assert_allclose(answer["embeddings"], [row["embedding"] for row in plain["data"]], atol=1e-6)
     assert answer["prompt_eval_count"] == plain["usage"]["total_tokens"]
-    assert answer["total_duration"] > 1000
+    assert 1000 < answer["total_duration"] < 60e9
     assert answer["load_duration"] == 0
     one = (await client.post("/api/embed", json={"model": name, "input": "hello"})).json()
     np.testing.assert_allclose(one["embeddings"], answer["embeddings"][:1], atol=1e-6)
@@ -138,8 +138,7 @@ async def test_keep_alive_sets_how_long_a_model_stays(make_engine, folder: Path)
 
         assert await loaded() == []
         answer = await client.post("/api/embed", json={"model": "m", "input": "a", "keep_alive": "1h30m"})
-        assert answer.json()["load_duration"] >= 0.1e9
-        assert answer.json()["total_duration"] > answer.json()["load_duration"]
+        assert 0.1e9 <= answer.json()["load_duration"] < answer.json()["total_duration"] < 60e9
         left = datetime.fromisoformat((await loaded())[0]["expires_at"]) - datetime.now(UTC)
         assert 5300 < left.total_seconds() <= 5400
         (entry,) = app.state.context.models.entries
