@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -91,6 +93,32 @@ def test_sigterm_ends_a_command_only_while_it_runs(command: str, monkeypatch: py
     assert capsys.readouterr().err.startswith("penstock: terminated")
     assert signal.getsignal(signal.SIGTERM) is before
     assert events == ["cancelled"]
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_signal_acts_after_the_engine_process_has_started(number: int, error: type, monkeypatch) -> None:
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def start() -> Iterator[None]:
+        os.kill(os.getpid(), number)
+        events.append("started")
+        yield
+
+    monkeypatch.setattr(cli, "EngineProcess", start)
+    before = {each: signal.getsignal(each) for each in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(error), cli._engine_process(False):
+            events.append("entered")
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        monkeypatch.setattr(cli, "EngineProcess", Mock(side_effect=OSError))
+        for in_process in (True, False):
+            with cli._engine_process(in_process) as process:
+                assert process is None
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert events == ["started"]
 
 
 def test_flag_of_vllm_is_ignored_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
