@@ -25,39 +25,40 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 2048
 COUNT_BYTES: Final = 4
-"""Bytes of the number of ended connections that a process sends back on its connection socket."""
+"""Bytes of the number of closed connections that a process sends back on its connection socket."""
 _MAX_RECEIVED: Final = 64
 """Maximum number of connections to receive per event-loop iteration."""
 _MAX_ACCEPTED: Final = 64
 """Maximum number of connections to accept per event-loop iteration."""
 _RETRY_S: Final = 0.05
 """Seconds until the next attempt if no process takes a connection, or no file can be opened."""
-MAIN: Final = b"m"
-"""Message that carries a connection to --port."""
-METRICS: Final = b"s"
-"""Message that carries a connection to --metrics-port."""
+MAIN: Final = b"main"
+"""The port of a connection to --port, in the message that carries the connection."""
+METRICS: Final = b"metrics"
+"""The port of a connection to --metrics-port."""
+_PORT_BYTES: Final = len(METRICS)
 
 
 class ConnectionSender:
     """Passes connections to one HTTP process.
 
     Args:
-        end: One end of a SOCK_SEQPACKET pair; the process has the other one.
+        sock: One end of a SOCK_SEQPACKET pair; the process has the other one.
 
     Attributes:
         num_open: Open connections of the process.
     """
 
-    def __init__(self, end: socket.socket) -> None:
-        end.setblocking(False)
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
         self.num_open = 0
-        self._end = end
-        asyncio.get_running_loop().add_reader(end.fileno(), self._receive)
+        self._socket = sock
+        asyncio.get_running_loop().add_reader(sock.fileno(), self._receive)
 
-    def send(self, connection: socket.socket, kind: bytes = MAIN) -> bool:
+    def send(self, connection: socket.socket, port: bytes = MAIN) -> bool:
         """Passes a connection. It also stays open in this process. Returns False if the process accepts none now."""
         try:
-            socket.send_fds(self._end, [kind], [connection.fileno()])
+            socket.send_fds(self._socket, [port], [connection.fileno()])
         except OSError:  # its queue is full, or it has ended, which the supervisor detects separately
             return False
         self.num_open += 1
@@ -65,18 +66,18 @@ class ConnectionSender:
 
     def close(self) -> None:
         """Closes the socket."""
-        asyncio.get_running_loop().remove_reader(self._end.fileno())
-        self._end.close()
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close()
 
     def _receive(self) -> None:
         try:
-            while count := self._end.recv(COUNT_BYTES):
+            while count := self._socket.recv(COUNT_BYTES):
                 self.num_open -= int.from_bytes(count, "little")
         except BlockingIOError:
             return
         except OSError:  # HttpProcess reports why
             logger.debug("an HTTP process has ended")
-        asyncio.get_running_loop().remove_reader(self._end.fileno())
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
 
 
 class Acceptor:
@@ -84,31 +85,31 @@ class Acceptor:
 
     Args:
         listener: A bound socket. It starts to listen; connections wait until a process serves.
-        kind: Port of the connections: MAIN or METRICS.
+        port: MAIN or METRICS: the port of the connections.
     """
 
-    def __init__(self, listener: socket.socket, kind: bytes = MAIN) -> None:
+    def __init__(self, listener: socket.socket, port: bytes = MAIN) -> None:
         listener.listen(_BACKLOG)
         listener.setblocking(False)
         self._listener = listener
-        self._kind = kind
-        self._ends: list[ConnectionSender] = []
+        self._port = port
+        self._senders: list[ConnectionSender] = []
         self._waiting: socket.socket | None = None  # accepted, and no process has taken it
         self._retry: asyncio.TimerHandle | None = None
         self._is_reading = False
         self._is_failing = False  # the last attempt to accept a connection failed
         self._is_closed = False
 
-    def add(self, end: ConnectionSender) -> None:
+    def add(self, sender: ConnectionSender) -> None:
         """Passes connections to a process from now on."""
-        if end not in self._ends:
-            self._ends.append(end)
+        if sender not in self._senders:
+            self._senders.append(sender)
             self._accept()
 
-    def remove(self, end: ConnectionSender) -> None:
+    def remove(self, sender: ConnectionSender) -> None:
         """Passes no more connections to a process."""
-        if end in self._ends:
-            self._ends.remove(end)
+        if sender in self._senders:
+            self._senders.remove(sender)
 
     def close(self) -> None:
         """Stops accepting."""
@@ -116,9 +117,9 @@ class Acceptor:
         self._read(False)
         if self._retry is not None:
             self._retry.cancel()
-        for sock in (self._listener, self._waiting):
-            if sock is not None:
-                sock.close()
+        for each in (self._listener, self._waiting):
+            if each is not None:
+                each.close()
 
     def _read(self, is_wanted: bool) -> None:
         if is_wanted != self._is_reading:
@@ -148,7 +149,8 @@ class Acceptor:
                 logger.warning("connections can be accepted again")
             self._is_failing = False
             self._waiting = None
-            if any(end.send(connection, self._kind) for end in sorted(self._ends, key=lambda end: end.num_open)):
+            senders = sorted(self._senders, key=lambda sender: sender.num_open)
+            if any(sender.send(connection, self._port) for sender in senders):
                 connection.close()
                 continue
             self._waiting = connection
@@ -162,18 +164,18 @@ class Acceptor:
 
 
 class PassedConnection(Connection):
-    """A connection that reports its end.
+    """A connection that reports when it is closed.
 
     Attributes:
-        on_end: Called when it has ended.
+        on_closed: Called when it is closed.
     """
 
-    on_end: Callable[[], None]
+    on_closed: Callable[[], None]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the connection."""
+        """Handles the end of the connection."""
         super().connection_lost(exc)
-        self.on_end()
+        self.on_closed()
 
 
 class PassedConnectionServer(HttpServer):
@@ -181,21 +183,21 @@ class PassedConnectionServer(HttpServer):
 
     Args:
         config: Configuration of uvicorn; its protocol is replaced by PassedConnection.
-        end: One end of a SOCK_SEQPACKET pair; a ConnectionSender has the other one.
+        sock: One end of a SOCK_SEQPACKET pair; a ConnectionSender has the other one.
         limits: Minimum rate and maximum duration of transfers.
         named: Further keyword arguments of HttpServer.
     """
 
     def __init__(
-        self, config: uvicorn.Config, end: socket.socket, limits: TransferLimits = NO_LIMITS, **named: Any
+        self, config: uvicorn.Config, sock: socket.socket, limits: TransferLimits = NO_LIMITS, **named: Any
     ) -> None:
         super().__init__(config, limits, **named)
-        self._end = end
+        self._socket = sock
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts the application, then receives connections."""
         await super().startup(sockets=[])
-        receiver: Any = _ConnectionReceiver(self._end, self._make)
+        receiver: Any = _ConnectionReceiver(self._socket, self._make)
         self.servers.append(receiver)  # instead of a listener of uvicorn
 
     def _make(self, port: bytes) -> tuple[PassedConnection, ssl.SSLContext | None]:
@@ -209,23 +211,23 @@ class PassedConnectionServer(HttpServer):
 
 class _ConnectionReceiver:
     def __init__(
-        self, end: socket.socket, make: Callable[[bytes], tuple[PassedConnection, ssl.SSLContext | None]]
+        self, sock: socket.socket, make: Callable[[bytes], tuple[PassedConnection, ssl.SSLContext | None]]
     ) -> None:
-        end.setblocking(False)
-        self._end = end
+        sock.setblocking(False)
+        self._socket = sock
         self._make = make
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         self._openings: set[asyncio.Task[None]] = set()
-        self._num_ended = 0  # not yet reported to the accepting process
-        self._loop.add_reader(end.fileno(), self._handle)
+        self._num_closed = 0  # not yet reported to the accepting process
+        self._loop.add_reader(sock.fileno(), self._handle)
 
     def close(self) -> None:
         """Receives the connections that were already sent. The acceptor sends later ones to another process."""
         if not self._is_closed:
             self._is_closed = True
             # Sent connections stay readable, no more can be sent, and ended connections are still reported.
-            self._end.shutdown(socket.SHUT_RD)
+            self._socket.shutdown(socket.SHUT_RD)
             while self._handle():
                 pass
 
@@ -237,17 +239,17 @@ class _ConnectionReceiver:
         """Receives some connections. Returns whether there may be more."""
         for _ in range(_MAX_RECEIVED):
             try:
-                port, descriptors, _, _ = socket.recv_fds(self._end, 1, 1)
+                port, descriptors, _, _ = socket.recv_fds(self._socket, _PORT_BYTES, 1)
             except BlockingIOError:
                 return False
             except ConnectionResetError:  # the acceptor has ended without reading all reports
                 port, descriptors = b"", []
             if not port:  # closed, or the acceptor has ended, which the Channel reports
-                self._loop.remove_reader(self._end.fileno())
+                self._loop.remove_reader(self._socket.fileno())
                 return False
             if not descriptors:
                 logger.error("a connection was lost: this process has reached its limit of open files")
-                self._report_end()
+                self._report_closed()
             for descriptor in descriptors:
                 opening = self._loop.create_task(self._open(socket.socket(fileno=descriptor), port))
                 self._openings.add(opening)
@@ -256,21 +258,21 @@ class _ConnectionReceiver:
 
     async def _open(self, connection: socket.socket, port: bytes) -> None:
         protocol, context = self._make(port)
-        protocol.on_end = self._report_end
+        protocol.on_closed = self._report_closed
         try:
             connection.setblocking(False)
             await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=context)
         except OSError as error:  # the client has closed it, or does not speak TLS
             logger.debug("a connection could not be opened: %s", error)
             connection.close()
-            self._report_end()
+            self._report_closed()
 
-    def _report_end(self) -> None:
-        self._num_ended += 1
+    def _report_closed(self) -> None:
+        self._num_closed += 1
         try:
-            self._end.send(self._num_ended.to_bytes(COUNT_BYTES, "little"))
+            self._socket.send(self._num_closed.to_bytes(COUNT_BYTES, "little"))
         except BlockingIOError:
             return  # reported with the next one
         except OSError:  # SupervisorLink ends this process
             logger.debug("the accepting process has ended")
-        self._num_ended = 0
+        self._num_closed = 0

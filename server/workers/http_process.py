@@ -34,8 +34,8 @@ _SETTLED_S: Final = 60.0
 """Seconds. A process that lives longer restarts without a growing pause."""
 _METRICS_EVERY_S: Final = 6.0
 """Seconds between two GetMetrics messages, which serve as heartbeats."""
-_OWN_METRICS: Final = -1
-"""The number of heartbeat GetMetrics. Their responses are kept for the time after the process has ended."""
+_HEARTBEAT: Final = -1
+"""Request id of the GetMetrics that are heartbeats. The last response is kept after the process has ended."""
 
 
 class HttpProcess:
@@ -47,7 +47,7 @@ class HttpProcess:
         acceptors: Pass connections to it, one for each port.
         on_message: Called with this object and each message that this class does not handle.
         on_end: Called with this object when the process has ended.
-        hang_timeout_s: Seconds without an answer after which a process is killed; 0: never.
+        hang_timeout_s: Seconds without a response after which a process is killed; 0: never.
 
     Attributes:
         has_served: Whether a process has accepted connections.
@@ -76,8 +76,8 @@ class HttpProcess:
         self._channel: Channel[FromWorker] | None = None
         self._connection_sender: ConnectionSender | None = None
         self._heartbeat_task: asyncio.Task[None] | None = None
-        self._questions: dict[int, asyncio.Future[None]] = {}
-        self._number = 0
+        self._metrics_requests: dict[int, asyncio.Future[None]] = {}
+        self._last_request_id = 0
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
@@ -123,12 +123,12 @@ class HttpProcess:
         """Waits for new metrics. Keeps the last ones if the process does not answer in time."""
         if self._channel is None:
             return
-        self._number += 1
-        answer = self._questions[self._number] = asyncio.get_running_loop().create_future()
-        self.send(GetMetrics(self._number))
+        self._last_request_id += 1
+        response = self._metrics_requests[self._last_request_id] = asyncio.get_running_loop().create_future()
+        self.send(GetMetrics(self._last_request_id))
         with contextlib.suppress(TimeoutError):  # the last metrics stay
             async with asyncio.timeout(timeout_s):
-                await answer
+                await response
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):  # the pause has passed without `stop`
@@ -142,16 +142,16 @@ class HttpProcess:
     async def _run_process(self) -> str:
         plan = self._make_plan()
         try:
-            process, end, connections = await self._start()
+            process, control, connections = await self._start()
         except OSError as error:  # the machine has no process or file left
             self._end()
             return f"the error {error}"
         self._process = process
         with contextlib.suppress(OSError):  # it has ended already
-            plan.send(end)
+            plan.send(control)
         connection_sender = ConnectionSender(connections)
         channel = Channel(decode_from_worker, self._handle, self._handle_end)
-        channel.open(end)
+        channel.open(control)
         self._channel = channel
         self._connection_sender = connection_sender
         self._heartbeat = Heartbeat(self._hang_timeout_s or 10 * _METRICS_EVERY_S, self._ask_metrics, self._give_up)
@@ -167,23 +167,23 @@ class HttpProcess:
                 acceptor.remove(connection_sender)
             connection_sender.close()
             channel.close()
-            for answer in self._questions.values():
-                if not answer.done():  # the last metrics are used
-                    answer.set_result(None)
-            self._questions.clear()
+            for response in self._metrics_requests.values():
+                if not response.done():  # the last metrics are used
+                    response.set_result(None)
+            self._metrics_requests.clear()
             self._end()
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     async def _start(self) -> tuple[asyncio.subprocess.Process, socket.socket, socket.socket]:
         """Starts a process; returns it, its socket for messages and its socket for connections."""
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-            end, others_end = socket.socketpair()
-            ours.enter_context(end)
-            theirs.enter_context(others_end)
+            control, others_control = socket.socketpair()
+            ours.enter_context(control)
+            theirs.enter_context(others_control)
             connections, others_connections = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.enter_context(connections)
             theirs.enter_context(others_connections)
-            descriptors = (others_end.fileno(), others_connections.fileno())
+            descriptors = (others_control.fileno(), others_connections.fileno())
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "penstock.server.workers.worker", *map(str, descriptors)),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -191,7 +191,7 @@ class HttpProcess:
                 start_new_session=True,  # Ctrl-C in a terminal is for the supervising process, which passes it on
             )
             ours.pop_all()
-            return process, end, connections
+            return process, control, connections
 
     def _end(self) -> None:
         self.has_failed = not self.has_served
@@ -207,13 +207,14 @@ class HttpProcess:
             case MetricsReport():
                 self.metrics = message.families
                 self._heartbeat.record_pong()
-                if (answer := self._questions.pop(message.question, None)) is not None and not answer.done():
-                    answer.set_result(None)
+                response = self._metrics_requests.pop(message.request_id, None)
+                if response is not None and not response.done():
+                    response.set_result(None)
             case _:
                 self._on_message(self, message)
 
     def _ask_metrics(self) -> None:
-        self.send(GetMetrics(_OWN_METRICS))
+        self.send(GetMetrics(_HEARTBEAT))
 
     def _give_up(self) -> None:
         if self._hang_timeout_s:

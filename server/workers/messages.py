@@ -96,15 +96,18 @@ def to_metrics(families: Iterable[MetricFamily]) -> list[Metric]:
 
 
 class GetMetrics(msgspec.Struct, tag=True, frozen=True):
-    """Both: the supervisor requests the metrics of one process, a worker the metrics of all processes."""
+    """Both: the supervisor requests the metrics of one process, a worker the metrics of all processes.
 
-    question: int
+    The response has the same `request_id`.
+    """
+
+    request_id: int
 
 
 class MetricsReport(msgspec.Struct, tag=True, frozen=True):
     """Both: the response to GetMetrics."""
 
-    question: int
+    request_id: int
     families: list[MetricFamily]
 
 
@@ -153,24 +156,24 @@ class WorkerPlan:
             image_memory=max(config.image_memory // self.num_workers, 1),
         )
 
-    def send(self, end: socket.socket) -> None:
+    def send(self, sock: socket.socket) -> None:
         """Sends the plan as the first message on a socket."""
         frame = pickle.dumps(self)
-        end.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
+        sock.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
 
     @staticmethod
-    def receive(end: socket.socket) -> WorkerPlan:
+    def receive(sock: socket.socket) -> WorkerPlan:
         """Receives the first message on a socket. Raises EOFError if the other end closes it."""
-        length = int.from_bytes(_receive_exactly(end, _LENGTH_BYTES), "little")
-        plan = pickle.loads(_receive_exactly(end, length))  # noqa: S301 - sent by the parent process
+        length = int.from_bytes(_receive_exactly(sock, _LENGTH_BYTES), "little")
+        plan = pickle.loads(_receive_exactly(sock, length))  # noqa: S301 - sent by the parent process
         assert isinstance(plan, WorkerPlan)
         return plan
 
 
-def _receive_exactly(end: socket.socket, num_bytes: int) -> bytes:
+def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
     data = b""
     while len(data) < num_bytes:
-        part = end.recv(num_bytes - len(data))
+        part = sock.recv(num_bytes - len(data))
         if not part:
             raise EOFError("the supervising process has ended")
         data += part
@@ -192,9 +195,9 @@ class Channel(Generic[Message]):
         self._on_end = on_end
         self._connection: MessageConnection
 
-    def open(self, end: socket.socket) -> None:
+    def open(self, sock: socket.socket) -> None:
         """Takes over a socket and starts to receive."""
-        self._connection = MessageConnection(end)
+        self._connection = MessageConnection(sock)
         asyncio.get_running_loop().add_reader(self._connection.fileno(), self._receive)
 
     def send(self, message: FromWorker | FromSupervisor) -> None:

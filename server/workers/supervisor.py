@@ -251,7 +251,7 @@ class WorkerSupervisor:
             case GetModel():
                 self._start_task(self._models.send_model(message.model, worker.sender()))
             case GetMetrics():
-                self._start_task(self._send_metrics(worker.sender(), message.question))
+                self._start_task(self._send_metrics(worker.sender(), message.request_id))
             case _:
                 raise TypeError(f"{type(message).__name__} is not for the supervisor")
 
@@ -261,13 +261,13 @@ class WorkerSupervisor:
         if not self._is_stopping.is_set() and all(worker.has_failed for worker in self._workers):
             self._fail(NothingServedError())
 
-    async def _send_metrics(self, send: Send, question: int) -> None:
+    async def _send_metrics(self, send: Send, request_id: int) -> None:
         await asyncio.gather(*(worker.update_metrics(_METRICS_TIMEOUT_S) for worker in self._workers))
         supervisor_families = to_families(self._models.metrics.families())
         families = merge_metrics(
             supervisor_families, [self._ended_metrics, *(worker.metrics for worker in self._workers)]
         )
-        send(MetricsReport(question, families))
+        send(MetricsReport(request_id, families))
 
     def _send_all(self, message: FromSupervisor) -> None:
         for worker in self._workers:

@@ -87,12 +87,12 @@ class SupervisorLink:
         self._loading: dict[int, asyncio.Future[ModelReady]] = {}
         self._statuses: dict[int, EngineStatus] = {}
         self._clients: dict[int, EngineClient] = {}
-        self._questions: dict[int, asyncio.Future[list[MetricFamily]]] = {}
-        self._numbers = itertools.count()
+        self._metrics_requests: dict[int, asyncio.Future[list[MetricFamily]]] = {}
+        self._request_ids = itertools.count()
 
-    def open(self, end: socket.socket) -> None:
+    def open(self, sock: socket.socket) -> None:
         """Starts to receive messages."""
-        self._channel.open(end)
+        self._channel.open(sock)
 
     def report_listening(self) -> None:
         """Reports that this process accepts connections."""
@@ -125,16 +125,16 @@ class SupervisorLink:
 
     async def gather(self) -> Sequence[Metric]:
         """Returns the metrics of all processes. Raises EngineUnavailableError if they do not arrive in time."""
-        question = next(self._numbers)
-        answer = self._questions[question] = asyncio.get_running_loop().create_future()
+        request_id = next(self._request_ids)
+        response = self._metrics_requests[request_id] = asyncio.get_running_loop().create_future()
         try:
-            self._channel.send(GetMetrics(question))
+            self._channel.send(GetMetrics(request_id))
             async with asyncio.timeout(_METRICS_TIMEOUT_S):
-                return to_metrics(await answer)
+                return to_metrics(await response)
         except TimeoutError as error:
             raise EngineUnavailableError("The other processes of the server have not sent their metrics.") from error
         finally:
-            del self._questions[question]
+            del self._metrics_requests[request_id]
 
     async def close(self) -> None:
         """Disconnects from the engines."""
@@ -159,12 +159,13 @@ class SupervisorLink:
                 if (client := self._clients.get(message.model)) is not None:
                     client.apply_status(message.status)
             case GetMetrics():
-                self._channel.send(MetricsReport(message.question, to_families(self._read_metrics())))
+                self._channel.send(MetricsReport(message.request_id, to_families(self._read_metrics())))
             case Reload():
                 self._on_reload()
             case MetricsReport():
-                if (answer := self._questions.get(message.question)) is not None and not answer.done():
-                    answer.set_result(message.families)
+                response = self._metrics_requests.get(message.request_id)
+                if response is not None and not response.done():
+                    response.set_result(message.families)
 
 
 class WorkerServer(PassedConnectionServer):

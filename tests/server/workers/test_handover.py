@@ -27,7 +27,7 @@ class Process:
     def __init__(self, resources: contextlib.ExitStack) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.setblocking(False)
-        self.sender, self.end = ConnectionSender(ours), resources.enter_context(theirs)
+        self.sender, self.socket = ConnectionSender(ours), resources.enter_context(theirs)
         self._resources = resources
         resources.callback(self.sender.close)
 
@@ -35,7 +35,7 @@ class Process:
         connections = []
         with contextlib.suppress(BlockingIOError):
             while True:
-                descriptors = socket.recv_fds(self.end, 1, 1)[1]
+                descriptors = socket.recv_fds(self.socket, 1, 1)[1]
                 connections += [self._resources.enter_context(socket.socket(fileno=fd)) for fd in descriptors]
         return connections
 
@@ -82,7 +82,7 @@ async def test_process_with_the_fewest_connections_gets_the_next(server: Server,
     assert [len(each) for each in connections] == [10, 10, 10]
     ports = {connection.getpeername()[1] for each in connections for connection in each}
     assert ports == {client.getsockname()[1] for client in clients}
-    processes[1].end.send((6).to_bytes(COUNT_BYTES, "little"))  # six connections have ended
+    processes[1].socket.send((6).to_bytes(COUNT_BYTES, "little"))  # six connections are closed
     await until(lambda: num_open() == [10, 4, 10])
     for _ in range(6):
         server.connect()
@@ -92,10 +92,10 @@ async def test_process_with_the_fewest_connections_gets_the_next(server: Server,
 
 async def test_ended_and_full_processes_get_no_connections(server: Server, resources) -> None:
     ended, full, good = (Process(resources) for _ in range(3))
-    ended.end.close()
+    ended.socket.close()
     with contextlib.suppress(BlockingIOError):
         while True:
-            full.sender._end.send(b"0")  # until the queue of the socket is full
+            full.sender._socket.send(b"0")  # until the queue of the socket is full
     for process in (ended, full, good):
         server.acceptor.add(process.sender)
     for _ in range(5):
@@ -142,13 +142,13 @@ async def passed_connection_server(
             await serving
 
 
-def connect(sender: ConnectionSender, kind: bytes, resources: contextlib.ExitStack) -> socket.socket:
+def connect(sender: ConnectionSender, port: bytes, resources: contextlib.ExitStack) -> socket.socket:
     """Sends a connection to a server, and returns the end of its client, which has sent a request."""
     client, connection = socket.socketpair()
     client.setblocking(False)
     client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     with connection:
-        assert sender.send(connection, kind)
+        assert sender.send(connection, port)
     return resources.enter_context(client)
 
 
