@@ -172,13 +172,8 @@ class AsyncEngine:
         return self._group.num_restarts
 
     @property
-    def placements(self) -> list[str]:
-        """Placement of each replica as text; empty if the only replica uses the whole machine."""
-        return self._group.placements
-
-    @property
     def replicas(self) -> list[ReplicaStatus]:
-        """Status of each replica if there are several; otherwise empty."""
+        """Status of each replica; empty if the only one uses the whole machine."""
         return self._group.replicas
 
     @property

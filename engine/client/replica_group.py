@@ -126,10 +126,10 @@ def close_admission(admission: QueueAdmission, state: EngineState) -> None:
 
 
 class ReplicaStatus(NamedTuple):
-    """One of several replicas.
+    """A replica with its own device or cores.
 
     Attributes:
-        placement: Its device or cores, such as "cuda:1".
+        placement: Its device or cores, such as "cuda:1" or "cores 0-7".
         state: State of its engine process.
         num_restarts: Number of restarts of its core.
         stats: Its counters, and its numbers of requests and tokens.
@@ -215,17 +215,11 @@ class ReplicaGroup:
         return sum(supervisor.num_restarts for supervisor in self._supervisors)
 
     @property
-    def placements(self) -> list[str]:
-        """Placement of each replica as text, such as "cores 0-7". Empty if there is one replica on all cores."""
-        is_bound = len(self._configs) > 1 or self._configs[0].cores is not None
-        return [placement_of(config) for config in self._configs] if is_bound else []
-
-    @property
     def replicas(self) -> list[ReplicaStatus]:
-        """Status of each replica; empty if there is only one."""
-        stats = self._dispatcher.stats.replicas
-        if not stats:
+        """Status of each replica; empty if there is one replica on all cores."""
+        if len(self._configs) == 1 and self._configs[0].cores is None:
             return []
+        stats = self._dispatcher.stats.replicas or [self._dispatcher.stats]
         return [
             ReplicaStatus(placement_of(config), supervisor.state, supervisor.num_restarts, replica_stats)
             for config, supervisor, replica_stats in zip(self._configs, self._supervisors, stats, strict=True)

@@ -46,13 +46,11 @@ class EngineClient:
     Attributes:
         state: State of the engine process.
         num_restarts: Number of reconnections to a new engine process.
-        placements: See ReplicaGroup; empty, because the supervising process reports it.
-        replicas: Empty, like placements.
+        replicas: See ReplicaGroup; empty, because the supervising process reports them.
     """
 
     def __init__(self, number: int, dispatcher: Dispatcher, on_unreadable: Callable[[], None]) -> None:
         self.num_restarts = 0
-        self.placements: list[str] = []
         self.replicas: list[ReplicaStatus] = []
         self._has_connected = False
         self._number = number
@@ -125,8 +123,7 @@ class EngineServer:
         ready: The first ModelReady message of the engine.
         status: For the EngineClients of the HTTP processes.
         queue_s: Always 0: the HTTP processes count the queued requests.
-        placements: See ReplicaGroup; empty, because there is one replica.
-        replicas: Empty, like placements.
+        replicas: See ReplicaGroup; empty, because there is one replica.
     """
 
     def __init__(
@@ -138,7 +135,6 @@ class EngineServer:
         log_format: str,
         process: EngineProcess | None = None,
     ) -> None:
-        self.placements: list[str] = []
         self.replicas: list[ReplicaStatus] = []
         self.queue_s = 0.0
         self.ready: ModelReady | None = None

@@ -46,14 +46,6 @@ class KvCachePool:
         """Returns the number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def allocate(self) -> int:
-        """Allocates one block.
-
-        Raises:
-            PoolExhaustedError: No block is free.
-        """
-        return self.allocate_many(1)[0]
-
     def allocate_many(self, count: int) -> list[int]:
         """Allocates `count` blocks, in ascending order.
 
@@ -119,6 +111,16 @@ class KvCachePool:
     def _check_range(self, block: int) -> None:
         if type(block) is not int or not 0 <= block < self.num_blocks:
             raise InvalidSlotError(f"{block!r} is not a block; blocks are numbered 0 to {self.num_blocks - 1}.")
+
+    # Only library callers use the methods below.
+
+    def allocate(self) -> int:
+        """Allocates one block.
+
+        Raises:
+            PoolExhaustedError: No block is free.
+        """
+        return self.allocate_many(1)[0]
 
 
 _KEY_SIZE: Final = 16

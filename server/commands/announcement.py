@@ -47,7 +47,7 @@ def _lines(entry: ModelEntry, config: EngineConfig) -> list[str]:
     if entry.engine is None:
         why = "could not be loaded; see above" if entry.error is not None else "is loaded when a request names it"
         return [f"  {entry.name}: {why}"]
-    info, placements = entry.engine.info, entry.engine.placements
+    info, placements = entry.engine.info, [replica.placement for replica in entry.engine.replicas]
     return [
         f"  {entry.name}: {_sizes(info)}",
         f"    on {_device(info, config)}, in {_dtype(info, config)}; tasks: {', '.join(info.tasks)}",

@@ -282,11 +282,13 @@ def _collect_engines(engines: Sequence[tuple[AsyncEngine, str]]) -> Iterable[Met
 
 def _cores(engine: AsyncEngine, model: str) -> list[_Core]:
     """Returns the cores of an engine, labelled with their index if there are several."""
-    replicas = enumerate(engine.replicas)
-    several = [
-        _Core((model, str(number)), replica.state, replica.num_restarts, replica.stats) for number, replica in replicas
+    replicas = engine.replicas
+    if len(replicas) < 2:
+        return [_Core((model,), engine.state, engine.num_restarts, engine.stats())]
+    return [
+        _Core((model, str(number)), replica.state, replica.num_restarts, replica.stats)
+        for number, replica in enumerate(replicas)
     ]
-    return several or [_Core((model,), engine.state, engine.num_restarts, engine.stats())]
 
 
 class VectorCacheMetrics(Collector):

@@ -145,7 +145,7 @@ def _health(request: Request, *, can_serve: bool) -> Response:
     replicas = {
         name: [{"state": replica.state, "place": replica.placement} for replica in engine.replicas]
         for engine, name in models.named_engines()
-        if engine.replicas
+        if len(engine.replicas) > 1
     }
     response = json_response(body | {"replicas": replicas} if replicas else body)
     response.status_code = 200 if can_serve else 503
@@ -176,7 +176,9 @@ async def server_info(request: Request) -> Response:
         name: {field: {"value": value, "source": source} for field, value, source in resolved_table(engine.info)}
         for engine, name in context.models.named_engines()
     }
-    places = {name: engine.placements for engine, name in context.models.named_engines()}
+    places = {
+        name: [replica.placement for replica in engine.replicas] for engine, name in context.models.named_engines()
+    }
     system = {"python": platform.python_version(), "platform": platform.platform(), "cpu_cores": os.cpu_count()}
     settings = _without_secrets(context.settings)
     return json_response(

@@ -83,7 +83,6 @@ class FakeEngine:
         self.state = EngineState.READY
         self.num_restarts = 0
         self.replicas: list[ReplicaStatus] = []
-        self.placements: list[str] = []
         self.queue_s = 2.5
         self.calls: list[tuple[str, tuple[object, ...]]] = []
         self.chat_template: str | None = CHAT_TEMPLATE

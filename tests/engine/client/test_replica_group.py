@@ -143,7 +143,7 @@ async def started(cores: list[FakeRunningCore], count: int = 2) -> tuple[Replica
 async def test_first_replica_decides_the_arithmetic_of_all(running_cores: list[FakeRunningCore]) -> None:
     cores = running_cores
     single, dispatcher = make_group(1)
-    assert (single.replicas, single.placements) == ([], ["cores 0"])
+    assert [(each.placement, each.stats) for each in single.replicas] == [("cores 0", dispatcher.stats)]
     assert dispatcher.replicas[0].stats is dispatcher.stats
     group, _ = make_group(3)
     starting = asyncio.create_task(group.start())
@@ -160,8 +160,8 @@ async def test_first_replica_decides_the_arithmetic_of_all(running_cores: list[F
     assert not starting.done()
     cores[1].ready(20)
     assert (await starting).info.max_model_len == 16  # the smallest length
-    assert group.placements == ["cores 0", "cores 1", "cores 2"]
-    assert [(each.placement, each.state) for each in group.replicas] == [(place, "ready") for place in group.placements]
+    places = ["cores 0", "cores 1", "cores 2"]
+    assert [(each.placement, each.state) for each in group.replicas] == [(place, "ready") for place in places]
     await group.close()
     assert all(core.is_closed for core in cores)
 

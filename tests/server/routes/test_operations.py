@@ -121,9 +121,10 @@ async def test_server_info_has_settings_without_secrets(serving: Serving, engine
     assert settings["pooler_config"]["pooling_type"] is None
     assert info["models"]["fake-model"]["vocab_size"] == {"value": "1000", "source": "test"}
     assert info["places"] == {"fake-model": []}
-    engine.placements = ["cores 0-3", "cores 4-7"]
+    engine.replicas = [ReplicaStatus("cores 0-3", EngineState.READY, 0, DispatcherStats())]
     async with serving(engine, operator_routes=True) as client:
-        assert (await client.get("/server_info")).json()["places"] == {"fake-model": engine.placements}
+        assert (await client.get("/server_info")).json()["places"] == {"fake-model": ["cores 0-3"]}
+        assert "replicas" not in (await client.get("/health")).json()
 
 
 @pytest.mark.parametrize(("held", "has_cache", "count"), [(7, True, 7), (0, True, 0), (None, False, 0)])
