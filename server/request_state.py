@@ -1,4 +1,4 @@
-"""What the layers of the server store about one request, in its ASGI scope.
+"""The state of one HTTP request, which the layers of the server share. Stored in the ASGI scope.
 
 Each field names the layer that sets it. `state_of` returns the state of a request.
 """
