@@ -242,7 +242,7 @@ class JsonBody(BaseModel):
             if value is None or getattr(self, field) is None:  # chats in `input` are moved to `messages`
                 continue
             entries = value if isinstance(value, list) else [value]
-            if not entries or isinstance(entries[0], str | int):  # a list of texts or of token ids
+            if not entries or isinstance(entries[0], int):  # a list of token ids
                 continue
             names = {name for entry in entries if isinstance(entry, dict) for name in entry if entry[name] is not None}
             for name in sorted(names.difference(known)):

@@ -167,7 +167,7 @@ async def test_only_misspelt_keys_are_rejected(client: httpx.AsyncClient, key: s
 
 # [path, body with an object that has an unknown key, name of the key in the header]
 NESTED = [
-    ("/v1/embeddings", {"input": [{"text": "a"}, {"text": "b", "foo": 1}]}, "input[].foo"),
+    ("/v1/embeddings", {"input": ["a", {"text": "b", "foo": 1}]}, "input[].foo"),
     ("/v2/embed", {"inputs": [{"content": "a", "foo": 1}]}, "inputs[].foo"),
     ("/v1/rerank", {"query": {"text": "a", "foo": 1}, "documents": [{"text": "b", "any": 1}]}, "query.foo"),
     ("/score", {"text_1": "a", "text_2": [{"text": "b", "foo": 1}]}, "text_2[].foo"),
