@@ -1,17 +1,30 @@
 import asyncio
 import signal
 import socket
-from unittest.mock import Mock
+from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from penstock.engine import EngineConfig
+from penstock.engine.protocol.errors import ModelLoadError
+from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
+from penstock.server.workers import supervisor as supervisor_module
 from penstock.server.workers.http_process import HttpProcess
-from penstock.server.workers.messages import WorkerListening, to_families, to_metrics
+from penstock.server.workers.messages import (
+    EngineChanged,
+    ModelLoaded,
+    ModelNotLoaded,
+    WorkerListening,
+    to_families,
+    to_metrics,
+)
 from penstock.server.workers.supervisor import (
     NothingServedError,
+    SupervisedModels,
     WorkerSupervisor,
     cumulative,
     merge_metrics,
@@ -71,6 +84,32 @@ async def test_server_continues_while_one_process_serves(deaths: list[int]) -> N
     supervisor._handle_signal(15)
     await asyncio.wait_for(running, 120)
     assert (supervisor.failures, supervisor.signals) == ([], [15])
+
+
+async def test_loaded_and_failed_models_are_reported(make_engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Any, dict[str, Any]]] = []
+
+    def engine_server(config: EngineConfig, on_status: Any, **named: Any) -> Any:
+        engine = make_engine(name=config.model)
+        engine.ready, engine.status = "ready", "status"
+        engine.start = AsyncMock(side_effect=ModelLoadError("no weights") if config.model == "bad" else None)
+        made.append((on_status, named))
+        return engine
+
+    monkeypatch.setattr(supervisor_module, "EngineServer", engine_server)
+    sent: list[Any] = []
+    models = [ServedModel((name,), config=EngineConfig(model=name)) for name in ("good", "bad")]
+    settings, process, nothing = ServerSettings(log_level="debug", log_format="json"), Mock(), Mock()
+    supervised = SupervisedModels(settings, models, process, send_all=sent.append, on_ready=nothing, on_failure=nothing)
+    for number in (0, 1):
+        await supervised.send_model(number, sent.append)
+    made[1][0]("new")
+    expected = [EngineChanged(0, "status"), ModelLoaded(0, "ready"), ModelNotLoaded(1, "ModelLoadError", "no weights")]
+    assert sent == [*expected, EngineChanged(1, "new")]
+    await supervised.manager.unload(supervised.manager.entries[0])
+    await supervised.send_model(0, sent.append)
+    logs = {"log_level": "DEBUG", "log_format": "json"}
+    assert [named for _, named in made] == [{**logs, "process": each} for each in (process, None, None)]
 
 
 async def test_second_ctrl_c_reaches_the_processes() -> None:
