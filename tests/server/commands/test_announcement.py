@@ -14,6 +14,8 @@ from penstock.server.models.manager import ModelEntry
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, load
 
+from ..bodies import table
+
 
 @pytest.fixture
 def info(make_engine, tmp_path: Path) -> ModelInfo:
@@ -49,25 +51,7 @@ def test_models_without_engine_are_announced_with_the_reason() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "sources", "settings", "text"),
-    [
-        ({"num_lanes": 1}, {}, {"devices": ["cpu"]}, "on cpu (--devices) by torch, 1 lane, in "),
-        ({"num_lanes": 2}, {}, {}, "by torch, 2 lanes, in float32"),
-        ({"kernels": "native, avx2", "num_lanes": 2}, {}, {}, "by the C library (avx2), 2 lanes, in float32"),
-        (
-            {"device": "cuda:0"},
-            {},
-            {},
-            "on cuda:0 (auto: there is a CUDA device) by torch, in float32 (auto: float32 on a GPU);",
-        ),
-        (
-            {"arithmetic": "bfloat16"},
-            {"arithmetic": "a"},
-            {},
-            "in float32 (auto: float32 on a CPU), products in bfloat16 (a);",
-        ),
-        ({"dtype": "int8", "arithmetic": "float32"}, {"arithmetic": "a"}, {}, "on a CPU), attention in float32 (a);"),
-        ({"arithmetic": "float32"}, {"dtype": "measured: x", "arithmetic": "a"}, {}, "in float32 (measured: x); tasks"),
-    ],
+    table("commands", "announced devices"),
 )
 def test_device_and_dtype_are_announced_with_the_reason(
     info: ModelInfo, fields: dict[str, Any], sources: dict[str, str], settings: dict[str, Any], text: str

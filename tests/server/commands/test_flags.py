@@ -7,26 +7,12 @@ import pytest
 from penstock.server.commands.flags import translated
 from penstock.server.settings import UsageError
 
+from ..bodies import table
+
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [
-        ('serve a_model --port 8001 --hf-overrides {"a_b":1} --no-access-log', None),
-        (
-            "serve a --max_model_len 5 --served_model_name=a_b,c --api-key k_1",
-            "serve a --max-model-len 5 --served-model-name=a_b,c --api-key k_1",
-        ),
-        ("serve --dtype half half", "serve --dtype float16 half"),
-        ("serve --dtype bfloat16 --dtype", None),
-        ("serve --data-parallel-size 2", "serve --data-parallel 2"),
-        ("serve --enforce-eager M", "serve --no-cuda-graphs M"),
-        ("serve --no_enforce_eager", "serve --cuda-graphs"),
-        ("serve M --lora-modules a=/x b=/y --port 1", "serve M --adapter a=/x --adapter b=/y --port 1"),
-        (
-            "serve --other.key 1 --other.key=2 -- --max_model_len",
-            "serve --other.key 1 --other.key=2 -- --max-model-len",
-        ),
-    ],
+    table("commands", "translated"),
 )
 def test_flags_of_vllm_are_translated(words: str, expected: str | None) -> None:
     assert translated(words.split()) == ((expected or words).split(), [])
@@ -72,13 +58,7 @@ def test_flags_without_effect_are_dropped_with_a_warning() -> None:
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [
-        ("--runner", "generate"),
-        ("--tensor-parallel-size", "2"),
-        ("--tensor-parallel-size", "two"),
-        ("--cpu-offload-gb", "4"),
-        ("--load-format", "dummy"),
-    ],
+    table("commands", "unsupported"),
 )
 def test_unsupported_values_are_rejected(flag: str, value: str) -> None:
     with pytest.raises(UsageError, match=rf"^{flag}: {value!r} is not supported"):

@@ -56,16 +56,7 @@ async def test_older_route_embeds_one_prompt(client: httpx.AsyncClient, engine) 
 
 @pytest.mark.parametrize(
     ("body", "limit", "rejects"),
-    [
-        ({}, -1, False),
-        ({"truncate": False}, -1, True),
-        ({"options": {"num_ctx": 64}}, -1, False),
-        ({"options": {"num_ctx": 63}}, 63, False),
-        ({"options": {"num_ctx": 1}}, 1, False),
-        ({"options": {"num_ctx": 0}}, -1, False),
-        ({"options": {"num_ctx": True}}, -1, False),
-        ({"options": {"num_ctx": "many"}}, -1, False),
-    ],
+    table("options", "ollama truncation"),
 )
 async def test_num_ctx_and_truncate_set_the_limit(serving, engine, body: dict, limit: int, rejects: bool) -> None:
     async with serving(engine, default_prompt_name="query") as client:

@@ -8,29 +8,9 @@ from penstock.server.commands.model_plans import planned
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, UsageError, public_values
 
-TEI = {
-    "MODEL_ID": "BAAI/bge-m3",
-    "REVISION": "main",
-    "DTYPE": "float16",
-    "POOLING": "last-token",
-    "MAX_BATCH_TOKENS": "1024",
-    "MAX_BATCH_REQUESTS": "8",
-    "MAX_CLIENT_BATCH_SIZE": "64",
-    "MAX_CONCURRENT_REQUESTS": "512",
-    "AUTO_TRUNCATE": "true",
-    "DEFAULT_PROMPT": "query: ",
-    "TOKENIZATION_WORKERS": "3",
-    "HOSTNAME": "pod-7f9c",
-    "PORT": "80",
-    "PAYLOAD_LIMIT": "2000000",
-    "API_KEY": "secret",
-    "HF_TOKEN": "secret",
-    "JSON_OUTPUT": "true",
-    "PROMETHEUS_PORT": "9000",
-    "CORS_ALLOW_ORIGIN": "https://a.example",
-    "SERVED_MODEL_NAME": "bge",
-    "UDS_PATH": "/tmp/x",
-}
+from ..bodies import table
+
+TEI = table("compat_variables", "tei")
 
 
 @pytest.fixture
@@ -151,19 +131,7 @@ def test_lists_of_infinity_name_several_models(plan: Any) -> None:
 
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
-    [
-        ("MAX_BATCH_TOKENS", "0", "MAX_BATCH_TOKENS: must be at least 1 (got '0')"),
-        ("POOLING", "max", "POOLING: must be one of cls, mean, last-token, splade (got 'max')"),
-        ("DENSE_PATH", "2_Dense_512", "DENSE_PATH: is not supported"),
-        ("API_KEY", "a,b", "API_KEY: has a comma"),
-        ("PORT", "tcp://10.0.0.1:80", "PORT: must be a whole number"),
-        ("INFINITY_PRELOAD_ONLY", "true", "INFINITY_PRELOAD_ONLY: is not supported"),
-        ("INFINITY_DEVICE_ID", "0,x", "INFINITY_DEVICE_ID: must be numbers of CUDA devices, such as 0,1 (got '0,x')"),
-        ("INFINITY_DEVICE_ID", ",", "INFINITY_DEVICE_ID: must be numbers of CUDA devices"),
-        ("INFINITY_DEVICE", "mps", "INFINITY_DEVICE: must be one of cpu, cuda, auto"),
-        ("INFINITY_EMBEDDING_DTYPE", "int8", "INFINITY_EMBEDDING_DTYPE: must be one of float32"),
-        ("INFINITY_ENGINE", "neuron", "INFINITY_ENGINE: must be one of torch, optimum, ctranslate2"),
-    ],
+    table("compat_variables", "impossible"),
 )
 def test_impossible_value_is_an_error(plan: Any, variable: str, value: str, message: str) -> None:
     server = "infinity" if variable.startswith("INFINITY_") else "tei"
