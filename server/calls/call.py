@@ -104,8 +104,10 @@ class ModelCall:
     """The call of one model by a route, for one HTTP request.
 
     Attributes:
-        target: Engine, name and default prompt of the model.
+        engine: Engine of the model.
+        info: Description of the model.
         name: Name of the model in the response.
+        default_prompt_name: Prompt for texts to embed if a request names none.
         adapter: LoRA adapter that the request names; None: none.
         began_s: time.perf_counter() when the handler began.
         truncated: Counts the inputs that were truncated.
@@ -115,21 +117,21 @@ class ModelCall:
         "adapter",
         "began_s",
         "context",
+        "default_prompt_name",
         "engine",
         "info",
         "name",
         "request",
-        "target",
         "truncated",
     )
 
     def __init__(self, request: Request, context: ServerContext, target: ModelTarget, began_s: float) -> None:
         self.request = request
         self.context = context
-        self.target = target
         self.engine = target.engine
         self.info = target.engine.info
         self.name = target.name
+        self.default_prompt_name = target.default_prompt_name
         self.adapter = target.adapter
         self.began_s = began_s
         self.truncated = TruncatedInputs()
@@ -215,7 +217,7 @@ class ModelCall:
 
         Without these fields, the default prompt of the model is used. Raises the errors of `prompt_for` and `options`.
         """
-        default_name = self.target.default_prompt_name
+        default_name = self.default_prompt_name
         if default_name is None and body.model_fields_set.isdisjoint(body.prompt_fields):
             return self.options(priority=priority)
         fields = {name: getattr(body, name) for name in body.prompt_fields}

@@ -275,7 +275,7 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     load_s = time.perf_counter() - call.began_s
     params = body.pooling_params(call.info)
     call.reserve(size_of_numbers(len(body.input) * vector_width(call.info, params)))
-    options = call.options(call.target.default_prompt_name)
+    options = call.options(call.default_prompt_name)
     result = await call.engine.embed(body.input, params, options)
     num_tokens = call.count(PoolingTask.EMBED, result)
     return call.respond(
@@ -293,7 +293,7 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
 async def embeddings(body: OllamaEmbeddingRequest, request: Request) -> Response:
     """Embeds one text. New clients use /api/embed."""
     call = await _start(request, body)
-    options = call.options(call.target.default_prompt_name)
+    options = call.options(call.default_prompt_name)
     result = await call.engine.embed([body.prompt], body.pooling_params(call.info), options)
     call.count(PoolingTask.EMBED, result)
     return json_response({"embedding": result.embeddings[0]})

@@ -115,7 +115,7 @@ async def embed(body: EmbedBody, request: Request) -> Response:
     check_count(request, body.inputs, "inputs")
     call = await ModelCall.start(request, body.model, EMBEDDERS)
     params = body.pooling_params()
-    options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
+    options = call.options(body.prompt_name or call.default_prompt_name, priority=body.priority)
     call.reserve(size_of_numbers(len(body.inputs) * vector_width(call.info, params)), param="inputs")
     result = await call.engine.embed(body.inputs, params, options)
     num_tokens = call.count(PoolingTask.EMBED, result)
@@ -135,7 +135,7 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
     info, params = call.info, body.pooling_params()
     if info.multi_vector is None and info.token_heads is None:
         params = params.clone(normalize=False)
-    options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
+    options = call.options(body.prompt_name or call.default_prompt_name, priority=body.priority)
     options = call.reserve_rows(options, param="inputs")
     result = await call.engine.token_embed(body.inputs, params, options)
     num_tokens = call.count(PoolingTask.TOKEN_EMBED, result)
@@ -151,7 +151,7 @@ async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response
     """Embeds each input into a sparse vector over the vocabulary. Needs a sparse model (SPLADE, bge-m3)."""
     check_count(request, body.inputs, "inputs")
     call = await ModelCall.start(request, body.model, EMBEDDERS)
-    options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
+    options = call.options(body.prompt_name or call.default_prompt_name, priority=body.priority)
     call.reserve(size_of_sparse(len(body.inputs)), param="inputs")
     result = await call.engine.sparse_embed(body.inputs, body.pooling_params(), options)
     call.reserve(size_beyond_expected(result.vectors), param="inputs")
@@ -165,7 +165,7 @@ async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
     source, sentences = body.inputs.source_sentence, body.inputs.sentences
     check_count(request, sentences, "inputs.sentences")
     call = await ModelCall.start(request, body.model, EMBEDDERS)
-    prompt_name = body.prompt_name or call.target.default_prompt_name or call.info.default_prompt_name
+    prompt_name = body.prompt_name or call.default_prompt_name or call.info.default_prompt_name
     options = call.options(prompt_name, priority=body.priority)
     if call.info.kind is not ModelKind.EMBEDDING:
         raise UnsupportedTaskError(f"{call.info.name} is a {call.info.kind.value}; similarity needs embeddings.")
