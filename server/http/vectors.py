@@ -2,17 +2,6 @@
 
 JSON numbers are written by orjson from the array itself. base64 and bytes are little-endian float32 unless the request
 names another `embed_dtype` or `endianness`.
-
-Embeddings become int8, uint8 or packed bits independently of the other vectors of a request:
-
-* `int8`: the vector is scaled to length 1. Then components from -r to r map linearly to -127..127, with r =
-    min(8 / sqrt(D), 1), which is 8 standard deviations of a component; larger components are clipped. r depends only
-    on D, so cosine, dot product and Euclidean distance rank integers as they rank unit vectors, without calibration.
-    With 8, no component of the measured models is clipped (the largest was at 7.1), and the steps are smaller than
-    with r = 1. A scale per vector is finer, but changes the order of dot products.
-    `uint8` is the same number plus 128.
-* `ubinary`: one bit per component, 1 if it is above 0, packed into bytes with the first component in the highest bit.
-    `binary` is that byte minus 128, as in sentence-transformers, Cohere, Jina and Voyage.
 """
 
 from __future__ import annotations
@@ -23,8 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache, partial
-from typing import Any, Final, Literal
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 from fastapi import Request, Response
@@ -35,13 +24,8 @@ from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..admission import has_large_response
 from .json_responses import IncrementalResponse, LazyRows, json_array, json_response
+from .quantization import EmbedDtype, Endianness, Quantization, Rows, check_width, convert, quantize_rows
 
-Rows = NDArray[np.float32] | Sequence[NDArray[np.float32]]
-Quantization = Literal["int8", "uint8", "binary", "ubinary"]
-
-_SIGN_BIT: Final = 0x80
-_RANGE: Final = 8.0
-_BITS_PER_BYTE: Final = 8
 MAX_METADATA_ROWS: Final = 512  # Python's http.client accepts headers of up to 64 KiB; a row takes about 110 bytes.
 BYTES_RESPONSE: Final[dict[str, Any]] = {
     "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
@@ -64,31 +48,6 @@ class EncodingFormat(StrEnum):
     BASE64 = "base64"
     BYTES = "bytes"
     BYTES_ONLY = "bytes_only"
-
-
-class EmbedDtype(StrEnum):
-    """Number formats in base64 and bytes."""
-
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-    FP8_E4M3 = "fp8_e4m3"
-    FP8_E5M2 = "fp8_e5m2"
-
-
-class Endianness(StrEnum):
-    """Byte order of base64 and bytes."""
-
-    NATIVE = "native"
-    BIG = "big"
-    LITTLE = "little"
-
-
-_BYTE_ORDERS: Final[dict[Endianness, Literal["=", ">", "<"]]] = {
-    Endianness.NATIVE: "=",
-    Endianness.BIG: ">",
-    Endianness.LITTLE: "<",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +185,7 @@ def encode_rows(rows: Rows, encoding: Encoding) -> list[Any]:
         return [base64_row(row) for row in wire_rows(rows, encoding)]
     if encoding.quantization is None:
         return [np.ascontiguousarray(row) for row in rows]
-    return list(_quantized(rows, encoding.quantization))
+    return list(quantize_rows(rows, encoding.quantization))
 
 
 def lazy_rows(rows: Rows, encoding: Encoding) -> list[LazyRows]:
@@ -237,12 +196,11 @@ def lazy_rows(rows: Rows, encoding: Encoding) -> list[LazyRows]:
         return [LazyRows(row, lambda part: _base64(part, encoding), start=b'"', end=b'"') for row in rows]
     if (kind := encoding.quantization) is None:
         return [json_array(row) for row in rows]
-    convert = partial(_quantized_part, kind=kind)
-    return [json_array(row, convert) for row in rows]
+    return [json_array(row, partial(_quantized_part, kind=kind)) for row in rows]
 
 
 def _quantized_part(part: NDArray[np.float32], *, kind: Quantization) -> NDArray[Any]:
-    return _quantized([part], kind)[0]
+    return quantize_rows([part], kind)[0]
 
 
 def _base64(part: NDArray[np.float32], encoding: Encoding) -> bytes:
@@ -264,86 +222,7 @@ def base64_row(row: NDArray[Any]) -> str:
 def wire_rows(rows: Rows, encoding: Encoding) -> list[NDArray[Any]]:
     """Converts rows to contiguous arrays with the bytes of the response. bfloat16 and fp8 have integer dtypes."""
     if encoding.quantization is not None:
-        return [np.ascontiguousarray(row) for row in _quantized(rows, encoding.quantization)]
-    converted = [_as_dtype(row, encoding.dtype) for row in ([rows] if isinstance(rows, np.ndarray) else rows)]
-    swapped = [
-        np.ascontiguousarray(part, part.dtype.newbyteorder(_BYTE_ORDERS[encoding.endianness])) for part in converted
-    ]
-    return list(swapped[0]) if isinstance(rows, np.ndarray) else swapped
-
-
-def _quantized(rows: Rows, kind: Quantization) -> Sequence[NDArray[Any]]:
+        return [np.ascontiguousarray(row) for row in quantize_rows(rows, encoding.quantization)]
     if isinstance(rows, np.ndarray):
-        return list(quantize(rows, kind))
-    return [quantize(np.atleast_2d(row), kind).reshape(*row.shape[:-1], -1) for row in rows]
-
-
-def _as_dtype(rows: NDArray[np.float32], dtype: EmbedDtype) -> NDArray[Any]:
-    match dtype:
-        case EmbedDtype.FLOAT32:
-            return rows.astype(np.float32, copy=False)
-        case EmbedDtype.FLOAT16:
-            return rows.astype(np.float16)
-        case EmbedDtype.BFLOAT16:
-            return _bfloat16(rows)
-        case EmbedDtype.FP8_E4M3:
-            return _float8(rows, num_mantissa_bits=3)
-        case EmbedDtype.FP8_E5M2:
-            return _float8(rows, num_mantissa_bits=2)
-
-
-def _bfloat16(rows: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Returns float32 rounded to bfloat16 (ties to even), as bit patterns."""
-    bits = np.ascontiguousarray(rows, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def _float8(rows: NDArray[np.float32], *, num_mantissa_bits: int) -> NDArray[np.uint8]:
-    """Returns float32 rounded to float8 (ties to even), as bit patterns. Larger numbers become the largest code."""
-    middles = _float8_middles(num_mantissa_bits)
-    sizes = np.abs(rows)
-    below, at_most = np.searchsorted(middles, sizes, "left"), np.searchsorted(middles, sizes, "right")
-    codes = np.where(below % 2 == 0, below, at_most)
-    return (codes | np.where(np.signbit(rows), _SIGN_BIT, 0)).astype(np.uint8)
-
-
-@cache
-def _float8_middles(num_mantissa_bits: int) -> NDArray[np.float32]:
-    """Returns the midpoints between neighbouring positive finite float8 numbers, in ascending order."""
-    num_codes = 0x7F if num_mantissa_bits == 3 else 0x7C  # e4m3 has no infinity, and one NaN; e5m2 is as IEEE 754.
-    codes = np.arange(num_codes)
-    exponents, mantissas = codes >> num_mantissa_bits, codes & ((1 << num_mantissa_bits) - 1)
-    bias = (1 << (6 - num_mantissa_bits)) - 1
-    significands = mantissas / (1 << num_mantissa_bits) + (exponents > 0)
-    values = np.ldexp(significands, np.maximum(exponents, 1) - bias).astype(np.float32)
-    middles: NDArray[np.float32] = ((values[:-1] + values[1:]) / 2).astype(np.float32)
-    return middles
-
-
-def quantize(rows: NDArray[np.float32], kind: Quantization, *, param: str = "embedding_type") -> NDArray[Any]:
-    """Returns the rows as integers: int8 and uint8 as [N, D], binary and ubinary as [N, D / 8].
-
-    Args:
-        rows: [N, D] float32, normalised or not.
-        kind: int8, uint8, binary or ubinary.
-        param: Name of the request field that names the type; see `check_width`.
-    """
-    check_width(rows.shape[1], kind, param=param)
-    if kind in ("binary", "ubinary"):
-        packed: NDArray[np.uint8] = np.packbits(rows > 0, axis=1)
-        return packed if kind == "ubinary" else (packed ^ 0x80).view(np.int8)
-    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-    scale = 127 / min(1.0, _RANGE / math.sqrt(rows.shape[1]))
-    steps = np.rint(rows / np.maximum(lengths, np.finfo(np.float32).tiny) * scale)
-    signed: NDArray[np.int8] = np.clip(steps, -127, 127).astype(np.int8)
-    return signed if kind == "int8" else signed.view(np.uint8) ^ 0x80
-
-
-def check_width(width: int, kind: Quantization, *, param: str = "embedding_type") -> None:
-    """Raises InvalidRequestError if vectors of this width cannot be packed eight components to a byte."""
-    if kind in ("binary", "ubinary") and width % _BITS_PER_BYTE:
-        raise InvalidRequestError(
-            f"{param} is {kind!r}, which packs 8 dimensions into a byte, but the embeddings have {width} dimensions; "
-            "request a multiple of 8 dimensions, or use int8 or float.",
-            param=param,
-        )
+        return list(convert(rows, encoding.dtype, encoding.endianness))
+    return [convert(row, encoding.dtype, encoding.endianness) for row in rows]

@@ -27,7 +27,8 @@ from ..calls.call import EMBEDDERS, ModelCall, check_count
 from ..calls.images import ImageSize, image_usage, read_images
 from ..dialects import COHERE, keys_ignored_by
 from ..errors import COHERE_TAG
-from ..http.vectors import base64_row, check_width, quantize, vector_width
+from ..http.quantization import check_width, quantize
+from ..http.vectors import base64_row, vector_width
 from ..request_state import state_of
 from ..routing import BatchUse, Router
 from ..schemas.encodings import QUANTIZATIONS, EmbeddingType, EmbeddingTypes

@@ -40,7 +40,8 @@ from ..dialects import TEI, VLLM, keys_ignored_by
 from ..errors import COHERE_TAG, DEFAULT_TAG, TEI_TAG, quote_names
 from ..http.json_reader import by_keys
 from ..http.json_responses import json_response
-from ..http.vectors import BYTES_RESPONSE, Encoding, Rows, check_bytes, check_width, vector_width, vectors_response
+from ..http.quantization import Rows, check_width
+from ..http.vectors import BYTES_RESPONSE, Encoding, check_bytes, vector_width, vectors_response
 from ..routing import BatchUse, Router, respond_as
 from ..schemas.chat import ChatFields, InputFields
 from ..schemas.encodings import EncodingOptions

@@ -10,7 +10,8 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..http.vectors import EmbedDtype, Encoding, EncodingFormat, Endianness, Quantization
+from ..http.quantization import EmbedDtype, Endianness, Quantization
+from ..http.vectors import Encoding, EncodingFormat
 from .options import Listed
 
 EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]

@@ -19,7 +19,8 @@ from penstock.server.http.json_responses import (
     json_bytes,
     json_response,
 )
-from penstock.server.http.vectors import EmbedDtype, Encoding, EncodingFormat, lazy_rows, vectors_response
+from penstock.server.http.quantization import EmbedDtype
+from penstock.server.http.vectors import Encoding, EncodingFormat, lazy_rows, vectors_response
 from penstock.server.settings import ServerSettings
 
 HEAD = {"id": "i", "object": "list", "created": 1, "model": "m", "usage": {"prompt_tokens": 1, "total_tokens": 1}}

@@ -7,7 +7,8 @@ import httpx
 import numpy as np
 import pytest
 
-from penstock.server.http.vectors import EmbedDtype, Encoding, quantize, wire_rows
+from penstock.server.http.quantization import EmbedDtype, quantize
+from penstock.server.http.vectors import Encoding, wire_rows
 
 TEXTS = ["hello world", "goodbye"]
 QUANTIZED = {"int8": np.int8, "uint8": np.uint8, "binary": np.int8, "ubinary": np.uint8}
