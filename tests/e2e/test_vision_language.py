@@ -91,24 +91,15 @@ def test_qwen3_vl_embeddings_equal_transformers(
     for side, left in (("left", "river wall"), ("right", "dam gate")):
         found = embed([words], truncate_prompt_tokens=limit, truncation_side=side)
         assert np.abs(found - vector(chat(left))).max() < TOLERANCE
-    no_space = server.post("/v1/embeddings", {"input": words, "truncate_prompt_tokens": limit - 2})
-    assert no_space.status_code == 400
-    assert "prompt and special tokens take" in no_space.text
     assert embed([[5] * limit], truncate_prompt_tokens=limit).shape == expected[:1].shape
 
     scored = server.post("/v1/rerank", {"query": "A dam.", "documents": inputs[1:]}).json()["results"]
     scores = {row["index"]: row["relevance_score"] for row in scored}
     assert np.abs([scores[i] for i in range(4)] - expected[1:] @ expected[0]).max() < TOLERANCE
 
-    for body, message in (
-        ({"input": "<|image_pad|>"}, "stands for an image"),
-        ({"input": ["a", {"image": URIS[0], "text": "<|image_pad|>"}]}, "Input 1 contains the token"),
-        ({"input": ["a", {"image": data_uri(IMAGES[0].resize((4000, 8)))}]}, "input[1].image has 4000 x 8 pixels"),
-        ({"input": [{"image": URIS[0]}], "truncate_prompt_tokens": 12}, "images of input 0 have 12 tokens"),
-    ):
-        rejected = server.post("/v1/embeddings", body)
-        assert rejected.status_code == 400, rejected.text
-        assert message in rejected.text
+    rejected = server.post("/v1/embeddings", {"input": ["a", {"image": data_uri(IMAGES[0].resize((4000, 8)))}]})
+    assert rejected.status_code == 400
+    assert "input[1].image has 4000 x 8 pixels" in rejected.text
     server.stop()
 
 
