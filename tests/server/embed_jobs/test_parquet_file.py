@@ -9,10 +9,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from penstock.server.embed_jobs import output_file, parquet_file
 from penstock.server.embed_jobs.input_file import stat_digest
 from penstock.server.embed_jobs.input_formats import open_input
 from penstock.server.embed_jobs.job_folder import Shard
-from penstock.server.embed_jobs.parquet_file import ParquetRows, parquet_inputs
+from penstock.server.embed_jobs.parquet_file import ColumnError, ColumnType, ParquetRows, parquet_inputs
 from penstock.server.settings import CommandError, UsageError
 
 ROWS = [
@@ -130,6 +131,38 @@ def test_value_without_parquet_type_fails_before_the_run(run, rows: list, part: 
     assert part in str(error.value)
     assert not fake.calls
     run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+
+
+def test_column_may_have_64_levels() -> None:
+    for value, deeper in (([], lambda inner: [inner]), ({}, lambda inner: {"a": inner})):
+        for _ in range(63):
+            value = deeper(value)
+        ColumnType("k", 1).add(value, 1)
+        with pytest.raises(ColumnError, match="more than 64 levels"):
+            ColumnType("k", 1).add(deeper(value), 1)
+
+
+def test_row_without_a_python_value_is_named_nearly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_file, "PARQUET_ROWS_AT_ONCE", 2)
+    late = pa.array([0, 0, 0, 0, 0, 2**60], pa.timestamp("ms"))  # beyond the years of datetime
+    source = ParquetRows(write(tmp_path / "a.parquet", range(6), at=late), "text")
+    assert len(list(source.rows())) == 6
+    with pytest.raises(CommandError, match=r"a\.parquet, row 5 or one soon after it: it cannot be read as Parquet"):
+        list(source.full_rows())
+
+
+@pytest.mark.parametrize(("name", "text"), [("in.jsonl", '{"text": "%s"}\n'), ("in.csv", "%s\n")])
+def test_rows_of_parquet_are_written_in_bounded_groups(run, name: str, text: str, tmp_path: Path, monkeypatch) -> None:
+    source, output = tmp_path / name, tmp_path / "out.parquet"
+    source.write_text("text\n" * (name == "in.csv") + "".join(text % ("a" * 30) for _ in range(10)))
+    num_chars = len(text % ("a" * 30)) - 1
+    pairs = [2] * 5
+    for max_rows, max_chars, sizes in ((4, 10**6, [4, 4, 2]), (9, 2 * num_chars, pairs), (9, num_chars + 1, pairs)):
+        monkeypatch.setattr(output_file, "ROWS_AT_ONCE", max_rows)
+        monkeypatch.setattr(output_file, "CHARS_AT_ONCE", max_chars)
+        run(source, output, overwrite=True)
+        groups = parquet.read_metadata(output)
+        assert [groups.row_group(i).num_rows for i in range(groups.num_row_groups)] == sizes
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
