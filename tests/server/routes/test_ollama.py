@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from datetime import UTC, datetime
 from pathlib import Path
 from unittest.mock import Mock
@@ -13,6 +14,7 @@ import pytest
 from penstock.server.app import create_app
 from penstock.server.models import weight_files
 from penstock.server.models.served_model import ServedModel
+from penstock.server.routes.ollama import _seconds
 from penstock.server.settings import ServerSettings
 
 from ..bodies import table
@@ -54,10 +56,13 @@ async def test_older_route_embeds_one_prompt(client: httpx.AsyncClient, engine) 
     assert engine.calls[-1][1][1].normalize is False
 
 
-@pytest.mark.parametrize(
-    ("body", "limit", "rejects"),
-    table("options", "ollama truncation"),
-)
+def test_durations_of_go_are_seconds() -> None:
+    given = ["1h30m", "1.5m2s", "250ms", "3us", "7µs", "9ns", "7", "0", 2.5, "-1m", "-0.5", -1]
+    expected = [5400, 92, 0.25, 3e-6, 7e-6, 9e-9, 7, 0, 2.5, *[math.inf] * 3]
+    assert list(map(_seconds, given)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("body", "limit", "rejects"), table("options", "ollama truncation"))
 async def test_num_ctx_and_truncate_set_the_limit(serving, engine, body: dict, limit: int, rejects: bool) -> None:
     async with serving(engine, default_prompt_name="query") as client:
         response = await client.post("/api/embed", json={"model": "alias", "input": "a", **body})
