@@ -8,6 +8,7 @@ import pytest
 
 from penstock.engine.async_engine import RequestOptions
 from penstock.engine.protocol.errors import DeadlineExceededError
+from penstock.server.http.request_head import canonical_path
 
 from ..bodies import FORWARDS
 
@@ -157,3 +158,21 @@ async def test_time_before_the_engine_counts_for_the_deadline(serving, engine) -
                 response = await client.post(path, json=body, headers=headers)
                 assert response.status_code == status
                 assert response.json()["message"] == "The deadline of 0.1 s passed before the result."
+
+
+@pytest.mark.parametrize(
+    ("path", "root_path", "expected"),
+    [
+        *(("/", "", "/"), ("//", "", "/"), ("/a/", "", "/a"), ("/a//", "", "/a"), ("/a", "", "/a")),
+        *(
+            ("/\u00e9", "", "/\u00e9"),
+            ("/a\n", "", "/a%0A"),
+            ("/v1/version", "", "/v1/version"),
+            ("/v1/v3/a", "", "/v1/v3/a"),
+        ),
+        *(("/v1/v2/rerank/", "", "/v2/rerank"), ("/v2/v1/a", "", "/v1/a"), ("/p/v1/v1/a", "/p", "/v1/a")),
+        *(("/p", "/p", "/"), ("/p/", "/p", "/"), ("/p/a", "/p", "/a"), ("/pq", "/p", "/pq"), ("/a", "/p", "/a")),
+    ],
+)
+def test_aliases_of_a_path_are_one_path(path: str, root_path: str, expected: str) -> None:
+    assert canonical_path(path, root_path) == expected
