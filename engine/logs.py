@@ -105,7 +105,8 @@ class BackgroundHandler(logging.Handler):
         with self._changed:
             self._is_writing = True
             lines, num_dropped = self._waiting, self._num_dropped
-            self._waiting, self._num_dropped = [], 0
+            self._waiting = []
+            self._num_dropped = 0
             return lines, num_dropped
 
     def _blocks(self, lines: Sequence[str]) -> Iterator[tuple[bytes, int]]:

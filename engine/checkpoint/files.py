@@ -116,7 +116,8 @@ class Checkpoint(Generic[StoredT]):
 
     def close(self) -> None:
         """Closes the mapped file as soon as no tensor uses it."""
-        self._open, self._bytes_read = None, 0
+        self._open = None
+        self._bytes_read = 0
 
     def _file(self, path: Path) -> TensorFile[StoredT]:
         if self._open is None or self._open[0] != path:

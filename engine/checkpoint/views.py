@@ -293,7 +293,8 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         model = GgufModel.read(path)
-        self._path, self._tensors = path, model.header.tensors
+        self._path = path
+        self._tensors = model.header.tensors
         self._names = model.weight_names()
 
     def keys(self) -> list[str]:

@@ -100,7 +100,8 @@ class CoreSupervisor:
     def _make_core(self) -> ProcessCore | ThreadCore:
         if self._start_message.config.in_process:
             return ThreadCore(self._start_message, self._core_loaded, self._replica.receive, self._core_ended)
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         return ProcessCore(self._start_message, self._core_loaded, self._replica.receive, self._core_ended, process)
 
     def pin_model(self, info: ModelInfo) -> None:

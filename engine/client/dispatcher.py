@@ -496,7 +496,8 @@ class Replica:
         return self._outgoing
 
     def _flush(self) -> None:
-        outgoing, self._outgoing = self._outgoing, ClientMessageBuilder()
+        outgoing = self._outgoing
+        self._outgoing = ClientMessageBuilder()
         if outgoing.is_empty or self._send is None:
             return
         try:

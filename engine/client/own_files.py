@@ -93,7 +93,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def _new_secret(path: Path) -> bytes:
-    secret, new = secrets.token_bytes(SECRET_BYTES), path.with_suffix(".new")
+    secret = secrets.token_bytes(SECRET_BYTES)
+    new = path.with_suffix(".new")
     new.unlink(missing_ok=True)
     file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)
     try:

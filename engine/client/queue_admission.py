@@ -104,7 +104,9 @@ class QueueAdmission:
         self._max_request_tokens = max_request_tokens or max_tokens
         self._max_queue_s = max_queue_s
         self._rates = rates
-        share, in_time, flag = RejectionReason.CLIENT_SHARE, RejectionReason.QUEUE_SECONDS, "--max-queue-s"
+        share = RejectionReason.CLIENT_SHARE
+        in_time = RejectionReason.QUEUE_SECONDS
+        flag = "--max-queue-s"
         # Resource   Counts                                      Limit
         # _tokens    tokens                                      --max-queued-tokens
         # _work      tokens, at most `_largest` of a request     --max-queue-s times the measured tokens per second

@@ -47,7 +47,8 @@ def replica_configs(config: EngineConfig) -> list[EngineConfig]:
     counts = Counter(devices)
     if any(each.startswith("cuda") for each in devices):
         return [replace(config, device=each, num_engines=config.num_engines * counts[each]) for each in devices]
-    num_usable, nodes = usable_cores(), cores_by_node()
+    num_usable = usable_cores()
+    nodes = cores_by_node()
     if len(devices) > num_usable:
         raise ModelLoadError(f"{len(devices)} replicas need {len(devices)} cores; this process may use {num_usable}.")
     parts = [part for device, count in counts.items() for part in split_cores(_cores_of(device, nodes, count), count)]
@@ -244,7 +245,8 @@ class ReplicaGroup:
         states = [supervisor.state for supervisor in self._supervisors]
         self.state = next(state for state in CLOSED_MESSAGES if state in states)
         close_admission(self._dispatcher.admission, self.state)
-        if (cache := self._dispatcher.cache) is None or self._loaded is None:
+        cache = self._dispatcher.cache
+        if cache is None or self._loaded is None:
             return
         if EngineState.STARTING in states:
             cache.record_files(self._loaded.folder)
@@ -309,7 +311,9 @@ class ReplicaBalancer:
         shares = even_shares([replica.stats.num_tokens for replica in live], sum(num_tokens), min_share)
         chosen = [(replica, share) for replica, share in zip(live, shares, strict=True) if share]
         last = chosen[-1][0]
-        start, seen, due = 0, 0, 0.0
+        start = 0
+        seen = 0
+        due = 0.0
         for replica, share in chosen:
             due += share
             end = start

@@ -71,7 +71,8 @@ class CoreLink:
         self._on_unreadable = on_unreadable
         self.connection = MessageConnection.open(address)
         self._timer: asyncio.TimerHandle | None = None
-        self._loop, self._descriptor = asyncio.get_running_loop(), self.connection.fileno()
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = self.connection.fileno()
         self._loop.add_reader(self._descriptor, self.receive)
 
     def send(self, message: Start | Attach | Stop) -> None:

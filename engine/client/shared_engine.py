@@ -96,7 +96,8 @@ class EngineClient:
         except (FileNotFoundError, NotADirectoryError, ConnectionError) as error:
             logger.warning("the engine ended before this process could connect to it: %s", error)
             return False
-        self._address, self._link = address, link
+        self._address = address
+        self._link = link
         link.send(Attach(self._number))
         self._dispatcher.replicas[0].connect(link.connection.send)
         self.num_restarts += self._has_connected
@@ -191,7 +192,8 @@ class EngineServer:
 
     def disconnect(self, reason: str) -> None:
         """Records why the engine process ended, and tells the clients."""
-        self._is_connected, self._reason = False, reason
+        self._is_connected = False
+        self._reason = reason
         self._publish()
 
     def receive(self, message: FromCore, frames: Sequence[Frame]) -> None:

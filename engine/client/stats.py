@@ -103,7 +103,8 @@ class DispatcherStats:
         if load is not None:
             self.token_budget = load.token_budget
         if load is not None and self.num_requests:  # without requests there may be no further step
-            self.num_waiting, self.num_waiting_tokens = load.num_waiting, load.num_waiting_tokens
+            self.num_waiting = load.num_waiting
+            self.num_waiting_tokens = load.num_waiting_tokens
         if not message.num_tokens:
             return
         self.num_batched_tokens_total += message.num_tokens

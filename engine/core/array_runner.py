@@ -186,7 +186,8 @@ class ArrayRunner(PoolingRunner[Floats]):
 
     def take_times(self) -> list[ForwardTime]:
         """Returns the times of the forwards whose `outputs` were called since the last call. Overlaps count once."""
-        times, self._times = self._times, []
+        times = self._times
+        self._times = []
         return times
 
     def _begin(self, chunks: Sequence[PrefillChunk], batch: PackedArrays, start: _ForwardStart) -> ArrayForward:

@@ -56,7 +56,8 @@ class Bucket(NamedTuple):
 
     def seq_lens(self) -> tuple[int, ...]:
         """Returns `num_seqs` lengths that sum up to `num_tokens`, the longest first."""
-        lengths, left = [], self.num_tokens
+        lengths = []
+        left = self.num_tokens
         for _ in range(self.num_seqs):
             lengths.append(min(self.max_seqlen, left))
             left -= lengths[-1]

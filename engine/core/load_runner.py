@@ -53,7 +53,8 @@ def _load(info: ModelInfo, config: EngineConfig) -> Runner:
     if info.model_type in STATIC_MODEL_TYPES:
         return _load_static(info, config)
     name = config.name or config.model
-    device, dtype = "cpu", _dtype(config)
+    device = "cpu"
+    dtype = _dtype(config)
     why = f"--device {config.device} needs it"
     if config.device != "cpu" and (config.device != "auto" or may_have_gpu()):
         _enable_expandable_segments()

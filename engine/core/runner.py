@@ -291,7 +291,8 @@ def num_long_tokens(chunks: Sequence[PrefillChunk]) -> int:
 def _token_bytes(info: ModelInfo) -> int:
     """Estimates the bytes per token of a forward: the rows of a layer and of its MLP."""
     config = config_parts(info.config)[-1]
-    hidden, inner = config.get("hidden_size"), config.get("intermediate_size")  # `inner` is a list if layers differ
+    hidden = config.get("hidden_size")
+    inner = config.get("intermediate_size")  # `inner` is a list if layers differ
     hidden = hidden if isinstance(hidden, int) and hidden > info.hidden_size else info.hidden_size
     width = 8 * hidden + 4 * (inner if isinstance(inner, int) and inner > 0 else 4 * hidden)
     return width * (2 if info.dtype in _HALF_TYPES else 4)

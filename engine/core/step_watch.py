@@ -84,7 +84,8 @@ class StepWatch:
     @contextmanager
     def during(self, step: Step) -> Iterator[None]:
         """Watches a call of the engine thread. Calls may be nested: the innermost one is watched."""
-        outer, self._current = self._current, step
+        outer = self._current
+        self._current = step
         try:
             yield
         finally:
@@ -93,7 +94,8 @@ class StepWatch:
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Stops watching the current call while the engine thread waits for requests or forwards."""
-        outer, self._current = self._current, None
+        outer = self._current
+        self._current = None
         try:
             yield
         finally:

@@ -83,7 +83,8 @@ class Waker:
 
     def _resume(self) -> float | None:
         """Watches paused files again after their pause. Returns the seconds until the next pause ends, or None."""
-        now_s, paused = time.monotonic(), self._paused
+        now_s = time.monotonic()
+        paused = self._paused
         self._paused = [entry for entry in paused if entry[0] > now_s]
         for until_s, file, on_readable in paused:
             if until_s <= now_s:

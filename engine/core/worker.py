@@ -160,7 +160,8 @@ class ClientConnections:
         """Sends a message. If it concerns several clients, each gets its part."""
         parts = split(message, frames) if self._is_shared else {0: (message, frames)}
         for client, (part, part_frames) in parts.items():
-            if (connection := self._connections.get(client)) is not None:
+            connection = self._connections.get(client)
+            if connection is not None:
                 connection.send(encode(part), part_frames)
 
     def close(self, linger_s: float) -> None:
@@ -185,7 +186,8 @@ class ClientConnections:
 
     def _receive(self, connection: MessageConnection) -> None:
         try:
-            messages, self._early = self._early or connection.receive(), []
+            messages = self._early or connection.receive()
+            self._early = []
         except EOFError:
             self._disconnect(connection)
             return

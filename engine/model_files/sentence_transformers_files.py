@@ -143,7 +143,8 @@ def read_modules(root: Path) -> SentenceTransformersFiles | None:
     routes = read_routes(root, _checked_folder(root, entries[0].get("path", "")))
     files = _read_chain(root, [*routes.document, *entries[1:]])
     if routes.query != routes.document:
-        files.query, files.default_is_query = _read_chain(root, [*routes.query, *entries[1:]]), routes.default_is_query
+        files.query = _read_chain(root, [*routes.query, *entries[1:]])
+        files.default_is_query = routes.default_is_query
         if files.query.static_kind is None:
             raise _unsupported(
                 root,
@@ -171,7 +172,8 @@ def _read_chain(root: Path, entries: list[dict[str, Any]]) -> SentenceTransforme
             )
         kind, folder = _kind(entry), _checked_folder(root, entry.get("path", ""))
         if position == 0 and kind in _STATIC_KINDS:
-            files.transformer_folder, files.static_kind = folder, _STATIC_KINDS[kind]
+            files.transformer_folder = folder
+            files.static_kind = _STATIC_KINDS[kind]
             if files.static_kind == STATIC:
                 files.pooling = (PoolingType.MEAN,)
         elif position == 0:
@@ -198,7 +200,8 @@ def _read_chain(root: Path, entries: list[dict[str, Any]]) -> SentenceTransforme
             raise _unsupported(root, f"lists the module {entry['type']} ({folder}); penstock supports {_KNOWN_MODULES}")
     files.dense = tuple(_read_dense(root, folder, entry["type"], files.transformer_folder) for folder, entry in folders)
     if own_class == _JINA_V5 and len(entries) == 1:  # its Transformer also pools and normalises
-        files.pooling, files.has_normalize = (PoolingType.LAST,), True
+        files.pooling = (PoolingType.LAST,)
+        files.has_normalize = True
     _read_settings(root, files)
     is_pylate = files.settings.get("model_type") == "ColBERT" or "query_prefix" in files.settings
     if files.pooling is None and (is_pylate or any(e["type"].startswith("pylate.") for _, e in folders)):

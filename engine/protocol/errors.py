@@ -79,7 +79,8 @@ class EngineError(Exception):
     """
 
     def __init__(self, message: str, *, param: str | None = None, **values: object) -> None:
-        self._template, self._values = message, values
+        self._template = message
+        self._values = values
         self.param = param
         self.message = self._format({})
         super().__init__(self.message)

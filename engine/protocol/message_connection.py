@@ -146,7 +146,8 @@ class MessageConnection:
             whole = data if has_own_buffer else memoryview(bytes(data[begin : begin + num_bytes]))
             messages.append((whole[parts[0]], [whole[part] for part in parts[1:]]))
             if has_own_buffer:
-                self._buffer, self._num_held = bytearray(_BUFFER_BYTES), 0
+                self._buffer = bytearray(_BUFFER_BYTES)
+                self._num_held = 0
                 return
             begin += num_bytes
             num_bytes, parts = layout(data[begin:end])

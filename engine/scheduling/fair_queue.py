@@ -232,11 +232,14 @@ class FairQueue:
         return self.num_tokens // (_NUM_ROUNDS * max_forwards)
 
     def _client(self, name: str) -> _Client:
-        if (client := self._clients.get(name)) is None:
+        client = self._clients.get(name)
+        if client is None:
             if len(self._clients) >= self._max_clients:
                 clients = {n: c for n, c in self._clients.items() if c.is_waiting or c.start > self._virtual_time}
-                self._clients, self._max_clients = clients, 2 * len(clients) + 64
-            self._clients[name] = client = _Client(self._virtual_time, next(self._numbers))
+                self._clients = clients
+                self._max_clients = 2 * len(clients) + 64
+            client = _Client(self._virtual_time, next(self._numbers))
+            self._clients[name] = client
         return client
 
 
@@ -245,7 +248,8 @@ def _by_start(clients: list[tuple[float, int, Iterator[InputSequence]]]) -> Iter
     heapq.heapify(clients)
     while clients:
         start, number, sequences = clients[0]
-        if (sequence := next(sequences, None)) is None:
+        sequence = next(sequences, None)
+        if sequence is None:
             heapq.heappop(clients)
             continue
         heapq.heapreplace(clients, (start + sequence.num_tokens, number, sequences))

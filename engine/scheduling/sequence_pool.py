@@ -192,7 +192,9 @@ class SequencePool:
             ValueError: `num_tokens` is less than 1, or there are more keys than full blocks.
         """
         self._check_new(owner, num_tokens, keys)
-        kv, ssm, prefixes = self.kv, self.ssm, self.prefixes
+        kv = self.kv
+        ssm = self.ssm
+        prefixes = self.prefixes
         if ssm is not None and not ssm.num_free:
             return None
         keys = () if prefixes is None else keys

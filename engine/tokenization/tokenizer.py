@@ -419,7 +419,8 @@ class TokenizerJobs:
             del future  # the traceback of its error refers to this frame
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         if self._is_closed:
             return
         short = [job for job in waiting if job.num_chars <= LONG_JOB]

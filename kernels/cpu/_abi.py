@@ -172,7 +172,8 @@ def load(path: str, sources: str | None) -> ctypes.CDLL:
     try:
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
+            function.restype = result
+            function.argtypes = arguments
         is_stale = sources is not None and library.penstock_sources() != sources.encode()
     except AttributeError:
         is_stale = True

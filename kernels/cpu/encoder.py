@@ -94,7 +94,9 @@ class CpuForward:
             MemoryError: There was not enough memory.
         """
         if self._handle is not None:
-            handle, self._handle, self._is_done = self._handle, None, True
+            handle = self._handle
+            self._handle = None
+            self._is_done = True
             self._library.end(handle)
         return self._outputs
 

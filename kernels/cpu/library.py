@@ -189,9 +189,11 @@ class CpuLibrary:
             *map(address_of, (weights, bias, scales, sums)),
         )
         arrays: tuple[Array, ...] = (weights, bias)
-        struct.weights, struct.bias = address_of(weights), address_of(bias)
+        struct.weights = address_of(weights)
+        struct.bias = address_of(bias)
         if form is Format.INT8:
-            struct.scales, struct.sums = address_of(scales), address_of(sums)
+            struct.scales = address_of(scales)
+            struct.sums = address_of(sums)
             arrays = (*arrays, scales, sums)
         return PackedProduct(struct, arrays)
 
@@ -204,7 +206,8 @@ class CpuLibrary:
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if size > len(self._arena):
             self._arena = aligned(max(size, _ARENA_BYTES), np.uint8)
-        weights, self._arena = self._arena[:num_bytes], self._arena[size:]
+        weights = self._arena[:num_bytes]
+        self._arena = self._arena[size:]
         return weights
 
     def product(self, packed: PackedProduct, x_RD: Floats, add: Floats | None = None) -> Floats:

@@ -206,7 +206,8 @@ def unpack(packed: bytes) -> Arrays:
     offset = 1
     for _ in range(packed[0]):
         end = offset + 1 + packed[offset]
-        name, num_axes = packed[offset + 1 : end].decode(), packed[end]
+        name = packed[offset + 1 : end].decode()
+        num_axes = packed[end]
         shapes[name] = struct.unpack_from(f"<{num_axes}I", packed, end + 1)
         offset = end + 1 + 4 * num_axes
     values = np.frombuffer(packed, np.float32, offset=offset + -offset % _ALIGNMENT)

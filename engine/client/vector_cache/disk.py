@@ -145,7 +145,8 @@ class DiskTier:
     def _open(self, folder: Path, max_bytes: int) -> None:
         folder.mkdir(0o700, exist_ok=True)
         check_own(folder)
-        data, page = folder / "data.mdb", os.sysconf("SC_PAGE_SIZE")
+        data = folder / "data.mdb"
+        page = os.sysconf("SC_PAGE_SIZE")
         readers = open_own(folder / "lock.mdb")
         try:
             if os.fstat(readers).st_size < _READERS_BYTES:
@@ -199,7 +200,8 @@ class DiskTier:
                 continue
             if len(sealed) > left:
                 yield batch
-                left, batch = max_transaction_bytes, []
+                left = max_transaction_bytes
+                batch = []
             left -= len(sealed)
             batch.append((key, sealed))
         if batch:
@@ -228,7 +230,8 @@ class DiskTier:
                 rows = transaction.cursor(self._rows)
                 rows.first()
                 for _ in range(math.ceil(num_rows * min((used - max_used_bytes) / used, _TRANSACTION_SHARE))):
-                    number, key = rows.key(), rows.value()[:KEY_BYTES]
+                    number = rows.key()
+                    key = rows.value()[:KEY_BYTES]
                     if transaction.get(key, db=self._numbers) == number:
                         transaction.delete(key, db=self._numbers)
                     rows.delete()
@@ -349,7 +352,9 @@ class SharedTier:
                 if not self._waiting:
                     return
                 self._wake.wait_for(lambda: self._is_ending, _WRITE_DELAY_S)
-                waiting, self._waiting, self._num_waiting_bytes = self._waiting, {}, 0
+                waiting = self._waiting
+                self._waiting = {}
+                self._num_waiting_bytes = 0
             self._write_rows(list(waiting.items()))
 
     def _write_rows(self, rows: Sequence[tuple[bytes, bytes]]) -> None:

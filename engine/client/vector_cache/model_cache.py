@@ -186,7 +186,8 @@ class ModelCache:
         except (UnknownIdentityError, OSError) as error:
             logger.warning("vectors of %s are not cached: %s", info.name, error)
             return
-        stamps, self._file_stamps = self._file_stamps, set()
+        stamps = self._file_stamps
+        self._file_stamps = set()
         has_changed = not has_one_core and self._identity not in (None, identity)
         if stamps - {_stamp(model), None} or has_changed:
             logger.warning("vectors of %s are not cached: its files have changed while it was loaded", info.name)

@@ -41,11 +41,11 @@ def resolve_device(config: EngineConfig) -> tuple[str, str]:
     index = int(device.partition(":")[2] or 0)
     if device != "cpu" and index >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        remedy = (
-            f"set cuda:0{f' to cuda:{count - 1}' if count > 1 else ''}."
-            if count
-            else "install a CUDA build of torch and a driver, or set --device cpu."
-        )
+        if count:
+            last = f" to cuda:{count - 1}" if count > 1 else ""
+            remedy = f"set cuda:0{last}."
+        else:
+            remedy = "install a CUDA build of torch and a driver, or set --device cpu."
         reason = "" if count else why_unusable()
         raise MachineError(
             f"--device is {device}, but torch {torch.__version__} finds {count} CUDA devices; {remedy}"

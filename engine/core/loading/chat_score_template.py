@@ -59,7 +59,8 @@ def chat_score_template(render: Render, chat: PairChat, prompt: str | None, name
 
 def _derived(rendered: Rendered, prompt: str | None) -> ScoreTemplate:
     pair = _without_instruction(_MARKS)
-    bare, instructed = rendered(pair), rendered(_MARKS)
+    bare = rendered(pair)
+    instructed = rendered(_MARKS)
     for key, mark in pair.items():
         if bare.count(mark) != 1:
             raise _NotAPromptError(f"inserts the {key} {bare.count(mark)} times")
@@ -70,7 +71,8 @@ def _derived(rendered: Rendered, prompt: str | None) -> ScoreTemplate:
     position = instructed.index(_MARKS["instruction"])
     start = _num_shared(bare, instructed[:position])
     end = _num_shared(bare[start:][::-1], instructed[position + 1 :][::-1])
-    default, given = bare[start : len(bare) - end], instructed[start : len(instructed) - end]
+    default = bare[start : len(bare) - end]
+    given = instructed[start : len(instructed) - end]
     if any(mark in default + given for mark in pair.values()):
         raise _NotAPromptError("moves the query or the document if there is an instruction")
     template = ScoreTemplate(

@@ -41,7 +41,8 @@ class _Trial(NamedTuple):
     @classmethod
     @torch.inference_mode()
     def of(cls, model: PackedModel, tokenizer: TokenizerSpec) -> _Trial:
-        results, logs = [], 0.0
+        results = []
+        logs = 0.0
         for lengths in _LENGTHS:
             prompt = TokenizedInput(np.resize(np.array(tokenizer.sample_ids, np.int32), lengths[0]))
             batch = PackedBatch.build([prompt] * len(lengths), torch.device("cpu"))

@@ -63,7 +63,9 @@ def choose_kernels(info: ModelInfo, config: EngineConfig) -> tuple[ModelInfo, Cp
 
 def _with_arithmetic(info: ModelInfo, config: EngineConfig, library: CpuLibrary) -> ModelInfo:
     """Chooses the type of the weights unless the operator sets it, and the arithmetic of bfloat16."""
-    is_open, dtype, sources = config.dtype == "auto", info.dtype, dict(info.sources)
+    is_open = config.dtype == "auto"
+    dtype = info.dtype
+    sources = dict(info.sources)
     if dtype == "float32" and not is_open:
         return info
     if config.arithmetic is not None and not is_open:

@@ -72,7 +72,9 @@ def build_gguf_tokenizer(path: Path) -> LoadedTokenizer:
 
 def _finished(name: str, backend: Tokenizer, metadata: Metadata, options: Metadata) -> LoadedTokenizer:
     """Adds the special tokens, and the steps of a class of transformers."""
-    known, tokens, types = CLASSES[name], metadata[f"{_PREFIX}tokens"], metadata[f"{_PREFIX}token_type"]
+    known = CLASSES[name]
+    tokens = metadata[f"{_PREFIX}tokens"]
+    types = metadata[f"{_PREFIX}token_type"]
     assert known.build is not None
     added = [
         AddedToken(token, special=type_ in _SPECIAL, normalized=False, lstrip=token == "<mask>")
@@ -120,7 +122,8 @@ def _word_piece_options(metadata: Metadata) -> dict[str, Any]:
 
 
 def _unigram(metadata: Metadata) -> Tokenizer:
-    tokens, scores = metadata[f"{_PREFIX}tokens"], metadata[f"{_PREFIX}scores"]
+    tokens = metadata[f"{_PREFIX}tokens"]
+    scores = metadata[f"{_PREFIX}scores"]
     return Tokenizer(Unigram(list(zip(tokens, scores, strict=True)), metadata[f"{_PREFIX}unknown_token_id"], False))
 
 

@@ -61,7 +61,8 @@ def input_prompts(
     if family.pages is not None:
         text, image = _page_prompts(info, family.pages, image_text, special_tokens)
     elif not family.has_chat:
-        text, image = PromptTemplate(instructed="{instruction}"), PromptTemplate()
+        text = PromptTemplate(instructed="{instruction}")
+        image = PromptTemplate()
     else:
         text = image = PromptTemplate() if info.input_chat is None else _chat_prompt(info, info.input_chat, template)
     return InputPrompts(
@@ -145,7 +146,8 @@ def _chat_prompt(info: ModelInfo, chat: PairChat, template: ChatTemplate | None)
         return renderer.render([{"role": role, "content": content} for role, content in contents.items()], options)
 
     try:
-        plain, instructed = rendered({"user": _CONTENT}), rendered({"system": _INSTRUCTION, "user": _CONTENT})
+        plain = rendered({"user": _CONTENT})
+        instructed = rendered({"system": _INSTRUCTION, "user": _CONTENT})
     except InvalidRequestError as error:
         raise _unsupported(info, str(error)) from error
     before, found, after = plain.partition(_CONTENT)

@@ -79,7 +79,8 @@ def _bert(tokenizer: Tokenizer, values: Values) -> None:
 
 
 def _cls_sep(tokenizer: Tokenizer, values: Values) -> None:
-    cls, sep = values["cls_token"], values["sep_token"]
+    cls = values["cls_token"]
+    sep = values["sep_token"]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{cls}:0 $A:0 {sep}:0",
         pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
@@ -150,7 +151,9 @@ def _qwen2(tokenizer: Tokenizer, values: Values) -> None:
 def _llama(tokenizer: Tokenizer, values: Values) -> None:
     _bpe(tokenizer, affix=None, fuse_unk=True, byte_fallback=True)
     has_prefix = values["add_prefix_space"] is not False
-    scheme = "never" if not has_prefix else "always" if values["legacy"] else "first"
+    scheme = "never"
+    if has_prefix:
+        scheme = "always" if values["legacy"] else "first"
     tokenizer.normalizer = None
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
     tokenizer.decoder = decoders.Sequence([*_spaces(), *([decoders.Strip(content=" ", left=1)] if has_prefix else [])])
@@ -204,8 +207,11 @@ def _bpe(
     if not isinstance(model, BPE) or model.continuing_subword_prefix:
         raise NotBuiltHereError("its vocabulary is not plain BPE")
     model.continuing_subword_prefix = model.end_of_word_suffix = affix
-    model.fuse_unk, model.byte_fallback, model.unk_token = fuse_unk, byte_fallback, unk_token
-    model.dropout, model.ignore_merges = None, False
+    model.fuse_unk = fuse_unk
+    model.byte_fallback = byte_fallback
+    model.unk_token = unk_token
+    model.dropout = None
+    model.ignore_merges = False
 
 
 def _xlm_roberta(tokenizer: Tokenizer, values: Values) -> None:
@@ -218,7 +224,8 @@ def _xlm_roberta(tokenizer: Tokenizer, values: Values) -> None:
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme)]
     )
     tokenizer.decoder = decoders.Metaspace(replacement="▁", prepend_scheme=scheme)
-    bos, eos = values["bos_token"], values["eos_token"]
+    bos = values["bos_token"]
+    eos = values["eos_token"]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[bos, "$A", eos], pair=[bos, "$A", eos, eos, "$B", eos], special_tokens=_ids(tokenizer, bos, eos)
     )
@@ -246,7 +253,8 @@ def bare_texts() -> processors.PostProcessor:
 
 
 def _ids(tokenizer: Tokenizer, *tokens: str) -> list[tuple[str, int]]:
-    return [(token, token_id) for token in tokens if (token_id := tokenizer.token_to_id(token)) is not None]
+    pairs = ((token, tokenizer.token_to_id(token)) for token in tokens)
+    return [(token, token_id) for token, token_id in pairs if token_id is not None]
 
 
 _BERT_TOKENS: Final = {

@@ -81,7 +81,7 @@ class LoadedTokenizer:
     def all_special_ids(self) -> set[int]:
         """The ids of all special tokens."""
         tokens = {*self.special_tokens_map.values(), *self.extra_special_tokens}
-        return {token_id for token in tokens if (token_id := self.backend.token_to_id(token)) is not None}
+        return {token_id for token_id in map(self.backend.token_to_id, tokens) if token_id is not None}
 
 
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -139,7 +139,8 @@ def read_tokenizer(info: ModelInfo, folder: Path) -> LoadedTokenizer:
         raise NotBuiltHereError("mistral_common is installed, and transformers would use it")
     try:
         data = (folder / "tokenizer.json").read_bytes()
-        backend, file = Tokenizer.from_buffer(data), msgspec.json.decode(data, type=_File)
+        backend = Tokenizer.from_buffer(data)
+        file = msgspec.json.decode(data, type=_File)
     except FileNotFoundError:
         raise NotBuiltHereError("there is no tokenizer.json") from None
     except Exception as error:  # the tokenizers library raises Exception for an unreadable file
@@ -149,7 +150,8 @@ def read_tokenizer(info: ModelInfo, folder: Path) -> LoadedTokenizer:
     name = class_name(info.model_type, declared, is_byte_level=b'"ByteLevel"' in data)
     if (known := CLASSES.get(name)) is None:
         raise NotBuiltHereError(f"its class is {name}")
-    truncation, padding = backend.truncation or {}, backend.padding or {}
+    truncation = backend.truncation or {}
+    padding = backend.padding or {}
     tokens: dict[str, str | None] = {"pad_token": padding["pad_token"]} if padding else {}
     tokens.update(known.tokens)
     tokens.update({key: _text(settings[key]) for key in _NAMED if key in settings})

@@ -58,7 +58,8 @@ class Embedding:
             self._positions_QE = weights.table(spec.token_types, spec.num_token_types, spec.size, dtype=torch.float32)
         if spec.positions is not None:
             position_PE = weights.table(spec.positions, spec.num_positions, spec.size, dtype=torch.float32)
-            type_YE, self._positions_QE = self._positions_QE, position_PE
+            type_YE = self._positions_QE
+            self._positions_QE = position_PE
             if type_YE is not None:
                 self._positions_QE = (type_YE[:, None] + position_PE[None]).flatten(0, 1)
         sum_dtype = None if self._positions_QE is None else torch.float32

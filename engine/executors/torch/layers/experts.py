@@ -177,7 +177,8 @@ class SortedExperts:
     """
 
     def __init__(self, stack: ExpertStack, activation: str, *, fusion: Fusion = Fusion.NONE) -> None:
-        self._both_X2ID, self._down_XDI = stack.both, stack.down
+        self._both_X2ID = stack.both
+        self._down_XDI = stack.down
         self._gate = Gate(activation, fusion)
 
     def add_to(self, sum_TD: Tensor, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
