@@ -96,6 +96,21 @@ def test_self_signed_certificate_needs_ca_file(serve: Serve, certificate: tuple[
 
 
 @pytest.mark.parametrize(
+    ("url", "address", "host", "path"),
+    [
+        ("http://a", ("a", 80), "a", ""),
+        ("https://user:word@a/v1/", ("a", 443), "a", ""),
+        ("http://[::1]:81/v1/x", ("::1", 81), "[::1]:81", "/v1/x"),
+        ("https://a:82/x/v1", ("a", 82), "a:82", "/x"),
+    ],
+)
+def test_url_has_an_address_and_a_base_path(url: str, address: tuple[str, int], host: str, path: str) -> None:
+    server = TargetServer(url, TargetSettings())
+    assert (server.address[:2], server.headers["Host"], server.base_path) == (address, host, path)
+    assert (server.address.tls is not None) is url.startswith("https:")
+
+
+@pytest.mark.parametrize(
     ("url", "settings", "message"),
     [
         ("localhost:8000", {}, "URL: must begin with http:// or https:// and name a host"),
@@ -167,7 +182,8 @@ def test_wait_ends_before_it_exceeds_the_maximum(serve: Serve, monkeypatch: pyte
         (Answered({"message": "b"}, 404), "returned 404: b$"),
         (Answered({"error": "c", "error_type": "Validation"}, 413), "returned 413: c$"),
         (Answered({"detail": [1]}, 422), r'returned 422: {"detail": \[1\]}$'),
-        (Answered(b"x" * 400, 500), r"returned 500: x{297}\.\.\.$"),
+        (Answered(b"x" * 300, 500), r"returned 500: x{300}$"),
+        (Answered(b"x" * 301, 500), r"returned 500: x{297}\.\.\.$"),
         (Answered(b"<html>"), "returned no JSON object; check the URL"),
         (Answered([1]), "returned no JSON object; check the URL"),
     ],
