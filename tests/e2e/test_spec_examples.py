@@ -51,7 +51,7 @@ def client(embedder: Server) -> Any:
         yield client
 
 
-def test_embeddings_are_normalized_unless_rejected(client: Any) -> None:
+def test_embeddings_are_normalized_unless_normalize_is_false(client: Any) -> None:
     """The example passes normalize=True, which the openai client sends in extra_body only."""
     texts = ["Hello my name is", "The best thing about vLLM"]
     unit, raw = (embed(client, E5, texts, dimensions=384, extra_body={"normalize": flag}) for flag in (True, False))
@@ -70,7 +70,7 @@ def test_matryoshka_embedding_is_a_normalized_prefix(client: Any) -> None:
         embed(client, JINA, ["a"], dimensions=100)
 
 
-def test_classification_is_softmax_unless_rejected(classifier: Server) -> None:
+def test_classes_are_softmax_unless_activation_is_off(classifier: Server) -> None:
     body = {"model": APEACH, "input": ["Hello, my name is", "The president of the United States is"]}
     answer = classifier.post("/classify", body).json()
     assert [row["index"] for row in answer["data"]] == [0, 1]

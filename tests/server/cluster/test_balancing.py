@@ -30,6 +30,8 @@ def test_sent_requests_count_until_the_next_report() -> None:
     assert choose(loads, reports, 6) == "aaabab"
     reports["a"] = LoadReport(0, 600, 100)
     assert loads.order(reports)[0] == "a"
+    stats = {"busy": {"queued_tokens": 15, "request_tokens": 10, "other": ""}, "new": {}}
+    assert loads.order({name: LoadReport.of(each) for name, each in stats.items()}) == ["new", "busy"]
 
 
 @pytest.mark.parametrize(

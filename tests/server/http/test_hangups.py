@@ -10,12 +10,17 @@ import pytest
 from penstock.server.http import connection
 from penstock.server.http.connection import MAX_AHEAD_BYTES, PARSE_BYTES
 
-from ...waiting import until
+from ...waiting import later, loop_iterations, until
 from ..conftest import FakeEngine
 from .sockets import read_answer, request, reset, served
 
 SENT = request("/v1/embeddings", {"input": "a"})
-LONGER_THAN_A_CHECK_S = 0.05
+
+
+async def pass_checks() -> None:
+    """Lets the timers of the next 0.5 s fire: the watch of the client, and checks of half-closed connections."""
+    with later(0.5):
+        await loop_iterations()
 
 
 @pytest.fixture
@@ -32,7 +37,7 @@ async def test_disconnect_is_seen_in_a_later_request(engine: FakeEngine, gate: a
             gate.clear()
             writer.write(SENT)
             await until(lambda number=number: len(engine.calls) == number)
-            await asyncio.sleep(LONGER_THAN_A_CHECK_S)
+            await pass_checks()
             gate.set()
             assert (await read_answer(reader)).status == 200
         gate.clear()
@@ -48,11 +53,11 @@ async def test_disconnect_cancels_pipelined_requests(engine: FakeEngine, gate: a
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(SENT * 3)
         await engine.entered.wait()
-        await asyncio.sleep(LONGER_THAN_A_CHECK_S)
+        await pass_checks()
         reset(writer)
         await until(lambda: engine.was_cancelled and not server.server_state.tasks)
         gate.set()
-        await asyncio.sleep(LONGER_THAN_A_CHECK_S)
+        await loop_iterations()
         assert len(engine.calls) == 1
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -64,7 +69,9 @@ async def test_half_closed_client_gets_its_response(engine: FakeEngine, gate: as
         writer.write(request("/v1/embeddings", {"input": "a"}, version=version))
         writer.write_eof()
         await engine.entered.wait()
-        await asyncio.sleep(LONGER_THAN_A_CHECK_S)
+        (half_closed,) = server.server_state.connections
+        await until(lambda: half_closed._has_received_eof)
+        await pass_checks()
         gate.set()
         answer = await read_answer(reader)
         assert (answer.status, answer.headers["connection"]) == (200, "close")
@@ -104,7 +111,7 @@ async def test_slow_response_sends_one_interim_response(engine: FakeEngine, gate
         await engine.entered.wait()
         writer.write_eof()
         assert (await read_answer(reader)).status == 100
-        await asyncio.sleep(0.3)
+        await pass_checks()
         assert not engine.was_cancelled
         gate.set()
         assert (await read_answer(reader)).status == 200
@@ -112,14 +119,13 @@ async def test_slow_response_sends_one_interim_response(engine: FakeEngine, gate
         writer.close()
 
 
-@pytest.mark.parametrize("wait_s", [0.0, 0.2])  # before and after the interim response
-async def test_closed_connection_cancels_the_request(engine: FakeEngine, gate, monkeypatch, wait_s: float) -> None:
-    monkeypatch.setattr(connection, "INTERIM_AFTER_S", 0.1)
+@pytest.mark.parametrize("interim_after_s", [0.1, 0.0])
+async def test_closed_connection_cancels_the_request(engine: FakeEngine, gate, monkeypatch, interim_after_s) -> None:
+    monkeypatch.setattr(connection, "INTERIM_AFTER_S", interim_after_s)
     async with served(engine) as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(SENT)
         await engine.entered.wait()
-        await asyncio.sleep(wait_s)
         writer.close()
         await until(lambda: engine.was_cancelled)
         await until(lambda: not server.server_state.connections)
