@@ -1,3 +1,4 @@
+import asyncio
 import csv
 import itertools
 import json
@@ -6,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +15,7 @@ import pytest
 from pyarrow import parquet
 
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.errors import EngineOverloadedError
+from penstock.engine.protocol.errors import EngineOverloadedError, MachineError, WeightError
 from penstock.server.embed_jobs import input_file as input_module, progress as progress_module, run as run_module
 from penstock.server.embed_jobs.parquet_file import PARQUET_ROWS_AT_ONCE
 from penstock.server.embed_jobs.progress import Progress
@@ -154,6 +155,43 @@ def test_requests_are_bounded_in_rows_and_characters(
         assert sum(map(len, texts)) <= max_chars
     for before, after in itertools.pairwise(requests):
         assert len(before) == max_rows or sum(map(len, before)) + len(after[0]) > max_chars
+
+
+@pytest.mark.parametrize(("batch_size", "max_chars", "num_rows"), [(6, 10**6, 6), (200, 39, 3), (200, 40, 4)])
+def test_rows_in_flight_are_bounded(
+    run, lines: Path, fake, batch_size, max_chars, num_rows, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(run_module, "REQUEST_ROWS", 1)
+    monkeypatch.setattr(run_module, "IN_FLIGHT_CHARS", max_chars)  # the first rows have 13 characters
+    running, most = 0, []
+
+    async def embed(inputs, params, options):
+        nonlocal running
+        running += len(inputs)
+        most.append(running)
+        await asyncio.sleep(0.001)
+        running -= len(inputs)
+        return await type(fake).embed(fake, inputs, params, options)
+
+    fake.embed = embed
+    run(lines, tmp_path / "out.npy", batch_size=batch_size)
+    assert max(most[:10]) == num_rows
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(WeightError("no weights"), UsageError), (MachineError("x"), CommandError)]
+)
+def test_model_that_cannot_be_loaded_is_an_error(lines: Path, error, kind, monkeypatch, tmp_path: Path) -> None:
+    start = AsyncMock(side_effect=error)
+    monkeypatch.setattr(run_module.AsyncEngine, "start", start)
+    monkeypatch.setattr(run_module, "configure_logging", lambda *_: None)
+    settings = EmbedSettings(output=str(tmp_path / "out.npy"), log_level="debug", log_format="json")
+    with pytest.raises(CommandError, match=f"^{error}$") as failed:
+        run_module.embed_file(str(lines), settings, str(tmp_path), "shown")
+    assert type(failed.value) is kind
+    (config,) = start.call_args.args
+    assert (config.model, config.name) == (str(tmp_path), "shown")
+    assert start.call_args.kwargs == {"log_level": "DEBUG", "log_format": "json"}
 
 
 def test_columns_of_csv_files_are_kept(run, fake, tmp_path: Path) -> None:
