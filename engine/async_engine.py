@@ -214,8 +214,12 @@ class AsyncEngine:
             self._images.close()
 
     async def clear_prefixes(self) -> int | None:
-        """Clears the prefix cache; see Dispatcher.clear_prefixes."""
-        return await self._dispatcher.clear_prefixes()
+        """Clears the prefix cache. Returns the number of blocks; None without a cache.
+
+        Raises:
+            EngineUnavailableError: No engine process is running, or one ends.
+        """
+        return await self._dispatcher.backend.clear_prefixes()
 
     async def embed(
         self, inputs: Sequence[Input], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS

@@ -255,17 +255,6 @@ class Dispatcher:
             return False
         return True
 
-    async def clear_prefixes(self) -> int | None:
-        """Clears the prefix caches of all replicas.
-
-        Returns:
-            Number of cleared blocks; None if the replicas have no prefix cache.
-
-        Raises:
-            EngineUnavailableError: No replica is running, or one ended.
-        """
-        return await self.backend.clear_prefixes()
-
 
 class Timing(NamedTuple):
     """The times of a run.
@@ -424,7 +413,14 @@ class Replica:
             self._next_message().cancels.append(run.request_id)
 
     async def clear_prefixes(self) -> int | None:
-        """Clears the prefix cache of this replica; see Dispatcher.clear_prefixes."""
+        """Clears the prefix cache of this replica.
+
+        Returns:
+            Number of cleared blocks; None if the replica has no prefix cache.
+
+        Raises:
+            EngineUnavailableError: The replica is not running, or ends.
+        """
         self._check_live()
         request_id = next(self._ids)
         clearing: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()

@@ -289,7 +289,7 @@ class ReplicaBalancer:
             del runs  # the traceback of an error in them refers to this frame
 
     async def clear_prefixes(self) -> int | None:
-        """Clears the prefix caches of all running replicas; see Dispatcher.clear_prefixes."""
+        """Clears the prefix caches of all running replicas, and returns the sum; see Replica.clear_prefixes."""
         cleared = await asyncio.gather(*(replica.clear_prefixes() for replica in self._live()))
         counts = [count for count in cleared if count is not None]
         return sum(counts) if counts else None

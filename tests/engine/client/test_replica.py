@@ -80,7 +80,7 @@ async def test_request_that_cannot_be_sent_fails(dispatcher: Dispatcher) -> None
         raise OverflowError("no message can hold it")
 
     dispatcher.replicas[0].connect(reject)
-    for call in (run(dispatcher, 5), dispatcher.clear_prefixes()):
+    for call in (run(dispatcher, 5), dispatcher.backend.clear_prefixes()):
         with pytest.raises(errors.ModelExecutionError, match="could not be sent"):
             await asyncio.wait_for(call, 120)
     assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (0, 0)
@@ -103,13 +103,13 @@ async def test_unsent_requests_of_a_lost_core_are_dropped(
 
 
 async def test_lost_core_fails_the_clearing_of_prefixes(dispatcher: Dispatcher, core: FakeCore) -> None:
-    clearing = asyncio.create_task(dispatcher.clear_prefixes())
+    clearing = asyncio.create_task(dispatcher.backend.clear_prefixes())
     await loop_iterations()
     core.replica.disconnect("signal 9")
     with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
         await clearing
     with pytest.raises(errors.EngineUnavailableError, match="not running"):
-        await dispatcher.clear_prefixes()
+        await dispatcher.backend.clear_prefixes()
 
 
 async def test_request_records_its_queue_and_inference_time(dispatcher: Dispatcher, core: FakeCore) -> None:
