@@ -33,13 +33,15 @@ _MAX_CHARS_PER_CALL: Final = 250_000
 def portions(num_chars: Sequence[int], is_cancelled: IsCancelled) -> Iterator[tuple[int, int]]:
     """Yields the bounds of consecutive groups of texts with limited characters. Checks for cancellation in between.
 
+    A text above the limit is alone in its group.
+
     Args:
         num_chars: Characters of each text.
         is_cancelled: Whether the caller has gone; RequestCancelledError is raised then.
     """
     first = total = 0
     for last, count in enumerate(num_chars):
-        if total and total + count > _MAX_CHARS_PER_CALL:
+        if last > first and total + count > _MAX_CHARS_PER_CALL:
             yield first, last
             first, total = last, 0
             check_cancelled(is_cancelled)

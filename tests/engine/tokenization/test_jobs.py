@@ -112,6 +112,7 @@ def test_portions_are_bounded_and_stop_when_cancelled() -> None:
     counts = [100_000, 100_000, 100_000, 900_000, 0, 5]
     assert list(portions(counts, lambda: False)) == [(0, 2), (2, 3), (3, 4), (4, 6)]
     assert list(portions([], lambda: False)) == [(0, 0)]
+    assert list(portions([0, 900_000, 0], lambda: False)) == [(0, 1), (1, 2), (2, 3)]
     parts = portions(counts, lambda: True)
     assert next(parts) == (0, 2)
     with pytest.raises(RequestCancelledError):
