@@ -98,7 +98,7 @@ class InputEncoder:
         if positions is not None:
             truncation = replace(truncation, positions=positions)
         tokenized = await self._tokenizer.encode(
-            self._texts(inputs),
+            self._texts(inputs, options),
             truncation,
             prompt=self._prompt(options, is_query=params.is_query),
             skip_prompt=not self._info.include_prompt,
@@ -124,7 +124,7 @@ class InputEncoder:
         *,
         param: str | None,
     ) -> list[TokenizedInput]:
-        self._check_inputs(inputs, param)
+        self._check_inputs(inputs, param, options)
         truncation = self._truncation(params, param=param)
         tokenized = await encoder.encode(
             inputs,
@@ -146,7 +146,7 @@ class InputEncoder:
         *,
         param: str | None,
     ) -> list[TokenizedInput]:
-        self._check_inputs(inputs, param)
+        self._check_inputs(inputs, param, options)
         texts = {index: item for index, item in enumerate(inputs) if index not in images}
         encoded: dict[int, TokenizedInput] = {}
         if texts:
@@ -187,8 +187,9 @@ class InputEncoder:
     ) -> list[TokenizedInput]:
         """Returns each pair, such as a query and a document, as one sequence."""
         truncation = self._truncation(params, param=param)
-        if self._prompt_encoder is not None:
+        if options.max_passages == 1:  # `passages` has checked its pairs
             self._check_pairs(pairs)
+        if self._prompt_encoder is not None:
             tokenized = await self._prompt_encoder.pairs(pairs, truncation, options.instruction)
         else:
             texts = self._text_pairs(pairs)
@@ -201,12 +202,15 @@ class InputEncoder:
     ) -> Passages:
         """Splits documents into passages that fit beside their query or, for embedding tasks, alone.
 
-        Reports the truncated documents and, for pairs, the truncated queries. `encode` and `pairs` report none of
-        the passages.
+        Checks the texts, and reports the truncated documents and, for pairs, the truncated queries. `encode` and
+        `pairs` do neither for the passages.
 
         Raises:
+            InvalidRequestError: A query or a document is empty or a media file.
             RequestTooLongError: A document does not fit into its passages and must not be truncated.
         """
+        paired = queries if len(queries) == len(documents) else [queries[0]] * len(documents)
+        self._check_pairs(list(zip(paired, documents, strict=True)))
         truncation = replace(self._truncation(params, param=None), may_truncate=True)
         without_document = await self._without_document(queries, params, options, truncation)
         sizes = [truncation.max_num_tokens - len(tokens) for tokens in without_document]
@@ -258,7 +262,7 @@ class InputEncoder:
 
     async def join(self, late: LateChunking, inputs: Sequence[Input], options: RequestOptions) -> JoinedText:
         """Returns all inputs as one sequence; see LateChunking.join."""
-        texts = self._texts(inputs)
+        texts = self._texts(inputs, options)
         prompt = self._prompt(options) if isinstance(texts[0], str) else ""
         parts, is_whole = await self._tokenizer.encode_parts(texts, late.truncation, prompt=prompt)
         prompt_ids = await self._prompt_ids(prompt)
@@ -270,7 +274,7 @@ class InputEncoder:
         if options.max_passages == 1:
             options.report_truncated(sum(tokens.is_truncated for tokens in tokenized))
 
-    def _texts(self, inputs: Sequence[Input]) -> list[Text]:
+    def _texts(self, inputs: Sequence[Input], options: RequestOptions) -> list[Text]:
         """Returns inputs that are all texts.
 
         Raises InvalidRequestError if there is no input, or an input is empty, an image or a media file.
@@ -281,22 +285,21 @@ class InputEncoder:
         for index, item in enumerate(inputs):
             if isinstance(item, ImageInput | MixedInput):
                 raise self._image_error(item, index)
-            if isinstance(item, str):
+            if isinstance(item, str) and options.max_passages == 1:
                 self._check_text(item, index, "input")
             texts.append(item)
         return texts
 
-    def _check_inputs(self, inputs: Sequence[Input], param: str | None) -> None:
+    def _check_inputs(self, inputs: Sequence[Input], param: str | None, options: RequestOptions) -> None:
         """Raises InvalidRequestError if there is no input, or a text is empty or a media file."""
         if not inputs:
             raise InvalidRequestError("Give at least one input.", param="input")
         for index, item in enumerate(inputs):
-            if isinstance(item, str):
+            if isinstance(item, str) and options.max_passages == 1:
                 self._check_text(item, index, param or "input")
 
     def _text_pairs(self, pairs: Sequence[tuple[TextOrImage, TextOrImage]]) -> list[tuple[str, str]]:
-        """Returns pairs that are all pairs of texts. Raises the errors of `_texts`."""
-        self._check_pairs(pairs)
+        """Returns pairs that are all pairs of texts. Raises InvalidRequestError for an image."""
         texts: list[tuple[str, str]] = []
         for index, (left, right) in enumerate(pairs):
             if not isinstance(left, str) or not isinstance(right, str):

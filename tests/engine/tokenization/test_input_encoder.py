@@ -150,5 +150,5 @@ async def test_passages_leave_space_for_the_prompt(pool: TokenizerPool) -> None:
     encoder, params = encoder_of(pool), PARAMS.resolved(PoolingTask.EMBED, INFO)
     for prompt, size in ((None, 99), ("dam dam dam ", 96)):
         options = RequestOptions(prompt=prompt, max_passages=10)
-        passages = await encoder.passages([], ["a " * 200], params, options)
+        passages = await encoder.passages(["b"], ["a " * 200], params, options)
         assert [len(text.split()) for text in passages.texts] == [size, size, 200 - 2 * size]

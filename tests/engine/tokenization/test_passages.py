@@ -116,6 +116,10 @@ async def check_rejections(engine: AsyncEngine, size: int) -> None:
         await engine.score([QUERY], documents, uncut, RequestOptions(max_passages=2))
     with pytest.raises(RequestTooLongError, match="maximum context length"):
         await engine.score(["water " * 60], documents, uncut, RequestOptions(max_passages=20))
+    uri, options = "data:image/png;base64,x", RequestOptions(max_passages=20)
+    await engine.score([QUERY], [f"{words(0, size)} {uri}"], PoolingParams(), options)  # a passage begins with it
+    with pytest.raises(InvalidRequestError, match="Input 1 is a data URI"):
+        await engine.score([QUERY], [LONG, uri], PoolingParams(), options)
 
 
 async def test_cross_encoder_scores_the_best_passage(save_bert: Callable[..., Path]) -> None:
