@@ -239,7 +239,7 @@ async def test_lost_replica_fails_only_its_requests(two: Dispatcher, cores: list
     await task
     for core in cores:
         core.replica.disconnect("signal 9")
-    for call in (run(two, 3), two.clear_prefixes()):
+    for call in (run(two, 3), two.backend.clear_prefixes()):
         with pytest.raises(errors.EngineUnavailableError, match="not running"):
             await call
 
@@ -248,7 +248,7 @@ async def test_lost_replica_fails_only_its_requests(two: Dispatcher, cores: list
 async def test_prefixes_of_all_replicas_are_cleared(
     two: Dispatcher, cores: list[FakeCore], counts: tuple[int | None, int | None], total: int | None
 ) -> None:
-    clearing = asyncio.create_task(two.clear_prefixes())
+    clearing = asyncio.create_task(two.backend.clear_prefixes())
     await loop_iterations()
     for core, num_blocks in zip(cores, counts, strict=True):
         assert not clearing.done()
