@@ -60,7 +60,7 @@ class CoreLink:
 
     Attributes:
         on_message: Called for every message of the core; may be replaced.
-        connection: The connection.
+        connection: The socket to the engine process, which the event loop watches.
 
     Raises:
         OSError: The core has ended.

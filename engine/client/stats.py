@@ -97,7 +97,7 @@ class DispatcherStats:
         self.num_rejected_total += 1
 
     def count(self, message: StepResults) -> None:
-        """Counts a step."""
+        """Adds the tokens and seconds of a step to the counters, and takes over the state of the queue."""
         self.cache_use = message.cache_use
         load = message.load
         if load is not None:

@@ -20,7 +20,7 @@ class _Part(NamedTuple):
     """The forward of one part of a batch.
 
     Attributes:
-        forward: The forward.
+        forward: The started forward of one runner.
         indices: Indices of its sequences in the batch.
     """
 

@@ -68,7 +68,7 @@ class _Map(NamedTuple):
         name: Name in ADAPTED_MAPS.
         linear: The whole map.
         first_row: First row of the part.
-        num_rows: Its rows.
+        num_rows: Number of rows of the part.
     """
 
     layer: int

@@ -342,8 +342,8 @@ class _Source:
     """The values of a file.
 
     Attributes:
-        path: The file.
-        values: Its values.
+        path: The file of the image processor.
+        values: The parsed JSON object.
     """
 
     path: Path

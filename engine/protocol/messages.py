@@ -91,11 +91,11 @@ class ClientMessage(msgspec.Struct, tag=True):
     ClientMessageBuilder.pack.
 
     Attributes:
-        connection_number: The number of the connection.
+        connection_number: Number of the sending client; 0: the process that started the core.
         params: The distinct parameters of the requests.
         clients: The distinct `client` and `namespace` of the requests; see SubmitRequest.
-        requests: The requests.
-        inputs: Their inputs.
+        requests: One header for each request.
+        inputs: The inputs of all requests, in order.
         query_shapes: Rows and columns of each query (TokenizedInput.query_vectors).
         grids: Patches, rows and columns of patches, and bytes of a patch, of each image (TokenizedInput.images).
         cancels: Ids of requests to cancel.

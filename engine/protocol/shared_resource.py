@@ -159,6 +159,6 @@ class Reservation:
         return rejection
 
     def release(self) -> None:
-        """Releases everything."""
+        """Returns the whole amount to the resource."""
         self._resource.add(self._client, -self.amount)
         self.amount = 0

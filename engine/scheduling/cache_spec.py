@@ -50,8 +50,8 @@ class CacheSpec:
     """The layers that keep keys and values, or states, from chunk to chunk, in model order. A hybrid has both kinds.
 
     Attributes:
-        kv_layers: Attention layers.
-        ssm_layers: SSM layers.
+        kv_layers: Sizes of the keys and values of each attention layer.
+        ssm_layers: Sizes of the states of each recurrent layer.
         shares_prefixes: Whether equal prefixes have equal keys and values. False if rotary positions depend on the
             length of the whole text.
     """

@@ -31,7 +31,7 @@ class PromptEncoder:
 
     Args:
         prompts: Prompts of the model.
-        tokenizer: Its tokenizer.
+        tokenizer: Tokenizes the texts around images.
         images: Decodes images.
     """
 

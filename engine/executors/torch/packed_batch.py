@@ -78,7 +78,7 @@ class SsmStates:
 
     @classmethod
     def allocate(cls, spec: CacheSpec, num_slots: int, dtype: torch.dtype, device: torch.device) -> SsmStates:
-        """Allocates the slots."""
+        """Returns states of zeros for `num_slots` sequences in every layer."""
         return cls(
             [torch.zeros((num_slots, *layer.conv_shape), dtype=dtype, device=device) for layer in spec.ssm_layers],
             [torch.zeros((num_slots, *layer.ssm_shape), device=device) for layer in spec.ssm_layers],
@@ -220,7 +220,7 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T, the rows of all sequences."""
         return self.input_ids.shape[0]
 
     @classmethod

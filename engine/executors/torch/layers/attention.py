@@ -405,14 +405,14 @@ class Distances:
 
 
 def weights_width(spec: DisentangledSpec) -> int:
-    """Returns D."""
+    """Returns D, the width of the distance embeddings."""
     projection = spec.key or spec.query
     assert projection is not None
     return projection.in_features
 
 
 class DistanceTerms:
-    """The terms of one layer."""
+    """The terms of the attention scores of one layer that depend on distances between tokens."""
 
     def __init__(self, weights: Weights, distances: Distances, num_heads: int, scale: float) -> None:
         self._distances = distances

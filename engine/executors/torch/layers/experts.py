@@ -78,7 +78,7 @@ class SparseExperts:
         experts: Weights of each expert: gate and up [2 * I, D], and down [D, I]. On a GPU an ExpertStack is used
             without a copy.
         activation: Activation of the gate, name as in config.json.
-        top_k: K.
+        top_k: K, the experts that run for each token.
         renormalise: Whether the weights of a token's K experts sum to 1. Otherwise the weights of all X experts do.
         mlp: A shared MLP. Its output is added to that of the experts; None: no shared MLP.
         fusion: Fusion of the gates on a GPU.

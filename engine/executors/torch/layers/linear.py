@@ -107,7 +107,7 @@ class Gate:
 
     @property
     def is_fused(self) -> bool:
-        """Whether it is one kernel."""
+        """Whether one kernel computes the activation and the product of gate and up."""
         return self._kernel is not None
 
     def __call__(self, both_T2O: Tensor) -> Tensor:

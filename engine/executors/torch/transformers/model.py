@@ -61,7 +61,7 @@ class TransformersModel(PackedModel):
 
     Args:
         info: The model.
-        network: Its network.
+        network: The model of transformers, without or with a classification head.
         head: Maps the pooled rows of a sequence classifier to logits; None if the network does so, or has no classes.
         position_offset: Added to the positions of packed batches; None: batches are padded.
         sharing: Sequences that may share a padded forward.
