@@ -7,16 +7,16 @@ import logging
 import threading
 import weakref
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from penstock.engine.protocol.errors import StorageError
-from penstock.server.batches.batch_run import _MAX_REJECTED, _retry_delay_s
+from penstock.engine.protocol.errors import ConflictError, StorageError
+from penstock.server.batches.batch_run import _MAX_REJECTED, BatchRun, _retry_delay_s
 from penstock.server.batches.input_lines import BatchInput, CheckResult
 from penstock.server.batches.internal_client import RouteResponse
 from penstock.server.batches.output_writer import OutputWriter
-from penstock.server.batches.records import BatchStatus
+from penstock.server.batches.records import BatchRecord, BatchStatus
 from penstock.server.batches.store import Store
 
 from ...waiting import until
@@ -52,6 +52,24 @@ def test_rejected_line_waits_longer_each_time(monkeypatch, header: bytes | None,
         monkeypatch.setattr("random.uniform", lambda least, most: {1.0: least, 1.25: most}[jitter])  # noqa: B023
         assert [_retry_delay_s(response, number) for number in range(8)] == [jitter * delay for delay in delays]
     assert _retry_delay_s(response, 10**6) == 1.25 * 30
+
+
+@pytest.mark.parametrize("status", BatchStatus)
+async def test_only_a_batch_that_runs_is_cancelled(status: BatchStatus) -> None:
+    names = "id", "owner", "endpoint", "input_file_id", "output_id", "error_id", "completion_window"
+    batch = BatchRecord(**dict.fromkeys(names, "x"), metadata=None, output_expires_s=1, created_at=2, expires_at=3)
+    batch.status = status
+    save = AsyncMock()
+    run = BatchRun(batch, Mock(), Mock(store=Mock(save=save), now=lambda: 9))
+    if status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING):
+        await run.cancel()
+        assert batch.status is BatchStatus.CANCELLING
+        assert save.await_count == (status is not BatchStatus.CANCELLING)
+        await run.cancel()  # again
+    else:
+        with pytest.raises(ConflictError, match=status):
+            await run.cancel()
+        assert (batch.status, save.await_count) == (status, 0)
 
 
 async def test_restarted_batch_runs_only_unanswered_lines(running, tmp_path: Path) -> None:

@@ -95,6 +95,25 @@ def test_sigterm_ends_a_command_only_while_it_runs(command: str, monkeypatch: py
     assert events == ["cancelled"]
 
 
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("embed in.txt --output out.npy", ""),
+        ("bench http://x", "table\n"),
+        ("eval http://x data", '{"folder": "data"}\n{"scores": {}}\n'),
+    ],
+)
+def test_completed_command_has_code_0(command: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    sweep = Mock(results=[1], report=lambda: "table")
+    monkeypatch.setattr("penstock.server.embed_jobs.run.embed_file", Mock())
+    monkeypatch.setattr("penstock.server.bench.sweep.Sweep", Mock(return_value=sweep))
+    evaluate = Mock(side_effect=lambda url, folders, settings: iter([{"folder": str(*folders)}, {"scores": {}}]))
+    monkeypatch.setattr("penstock.server.quality.evaluate.evaluate", evaluate)
+    assert cli.main(command.split()) == 0
+    assert capsys.readouterr().out == shown
+    assert sweep.draw.called is command.startswith("bench")
+
+
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_signal_acts_after_the_engine_process_has_started(number: int, error: type, monkeypatch) -> None:
     events: list[str] = []

@@ -62,14 +62,16 @@ async def sent(
 @pytest.mark.parametrize(
     "value",
     [
-        *('é"\n\x01😀' * 20_000, ["x" * 40_000, "é" * 700, "z"] * 40),
+        *('é"\n\x01😀' * 20_000, ["x" * 40_000, "é" * 700, "z"] * 40, ["x" * 40_000] * 70),
         {"a": "😀" * 40_000, "b": [{"c": "x" * 40_000}]},
         *({}, [], {"a": []}, [[]], {"a": {}, "b": [1, "x", None, {"c": [True]}]}, "text", 1.5, None),
         *(list(range(1000)), ["x"] * 1000, [{"a": 1}] * 1000, [None, 1], [[1, 2], [3]], {"": [{"b": {"c": [1]}}]}),
     ],
 )
 def test_parts_join_to_the_json_of_a_value(value: Any) -> None:
-    assert b"".join(iter_json(value)) == json_bytes(value) == orjson.dumps(value)
+    parts = list(iter_json(value))
+    assert b"".join(parts) == json_bytes(value) == orjson.dumps(value)
+    assert max(map(len, parts)) <= 4 * PART_BYTES
 
 
 def test_array_with_gaps_is_written_as_its_copy() -> None:
