@@ -93,10 +93,14 @@ async def test_unknown_key_is_ignored_with_a_warning(client: httpx.AsyncClient, 
         plain, warned = await client.post(path, json=body), await client.post(path, json={**body, "unknown_key": 1})
         assert "x-ignored-fields" not in plain.headers
         assert (warned.status_code, warned.headers["x-ignored-fields"]) == (200, "unknown_key"), path
+    many = {f"{'k' * 36}_{number:03}": 1 for number in range(32)}
+    response = await client.post("/v1/embeddings", json={"input": "a", **many})
+    assert response.headers["x-ignored-fields"].split(",") == [f"{'k' * 36}_{number:03}" for number in range(32)]
+    assert (await client.post("/v1/embeddings", json={"input": "a", **many, "one_more": 1})).status_code == 400
     assert len(caplog.messages) == 1  # one line a minute
     assert "unknown_key" in caplog.text
     metrics = (await client.get("/metrics")).text
-    assert f'penstock_ignored_fields_total{{model="fake-model"}} {float(len(BODIES))}' in metrics
+    assert f'penstock_ignored_fields_total{{model="fake-model"}} {float(len(BODIES) + 32)}' in metrics
     assert "unknown_key" not in metrics
 
 
