@@ -29,7 +29,7 @@ def sleeping_app(seconds_per_token, settings, mount):
     from penstock.server.cluster.ray_replica import build_app
 
     def begin(self, chunks):
-        ids = [np.asarray(chunk.sequence.prompt.token_ids, np.int32) for chunk in chunks]
+        ids = [np.asarray(chunk.sequence.tokens.token_ids, np.int32) for chunk in chunks]
         num_tokens = sum(map(len, ids))
         time.sleep(seconds_per_token * num_tokens)
         self._times.append(ForwardTime(0, num_tokens, seconds_per_token * num_tokens))
