@@ -8,7 +8,7 @@ from penstock.engine.families.vision_language import VISION_LANGUAGE
 from penstock.engine.model_files.image_models import TWO_TOWER_TYPES
 from penstock.engine.model_files.reranker import find_preset
 from penstock.server.commands import cli
-from penstock.server.commands.known_models import TASKS, find_models
+from penstock.server.commands.known_models import TASKS, KnownModel, as_text, find_models
 
 from ...engine.executors.families import CAUSAL, ENCODERS
 from ...engine.executors.torch.test_transformers import EMBEDDERS
@@ -61,6 +61,26 @@ def test_command_lists_all_models(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     for model in MODELS:
         assert sum(line.endswith(f"  penstock serve {model.name}") for line in wide) == 1
         assert narrow.count(f"penstock serve {model.name}") == 1
+
+
+def test_facts_of_models_are_aligned_or_wrapped() -> None:
+    facts = {"family": "bert", "num_parameters": 22_700_000, "max_tokens": 256, "licence": "MIT", "tested": "weights"}
+    embedder = KnownModel(name="o/a", tasks=("embed", "sparse"), dimensions=384, note="a note", **facts)
+    table, _, tested = as_text([embedder, KnownModel(name="o/b", tasks=("rerank",), **facts)], 200).partition("\n\n")
+    assert table.splitlines() == [
+        "task           parameters  dimensions  max tokens  languages  licence  family  tested   command",
+        "embed, sparse  22.7M       384         256         English    MIT      bert    weights  penstock serve o/a",
+        "    a note",
+        "rerank         22.7M       -           256         English    MIT      bert    weights  penstock serve o/b",
+    ]
+    assert max(map(len, tested.splitlines())) in range(100, 121)
+    assert as_text([embedder], 60).splitlines()[:4] == [
+        "penstock serve o/a",
+        "    embed, sparse; 22.7M parameters; 384 dimensions; 256",
+        "    tokens; languages: English; MIT; family bert; tested:",
+        "    weights; a note",
+    ]
+    assert [as_text([embedder], width).startswith("task ") for width in (105, 106)] == [False, True]
 
 
 def test_task_and_word_select_models(capsys: pytest.CaptureFixture[str]) -> None:
