@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -119,6 +120,29 @@ def test_every_field_of_a_body_is_described(full_document: dict) -> None:
     for name in names:
         for field, schema in full_document["components"]["schemas"][name]["properties"].items():
             assert "$ref" in schema or '"description"' in json.dumps(schema), (name, field)
+
+
+def integers_of(schema: dict) -> Iterator[dict]:
+    """Yields the schemas of integers in a schema of a field."""
+    if schema.get("type") == "integer":
+        yield schema
+    for inner in (*schema.get("anyOf", ()), schema.get("items", {})):
+        yield from integers_of(inner) if inner else ()
+
+
+async def test_integers_of_bodies_are_bounded(client: httpx.AsyncClient, full_document: dict) -> None:
+    operations = [operation for item in full_document["paths"].values() for operation in item.values()]
+    names = set(re.findall(r"schemas/(\w+)", json.dumps([operation.get("requestBody") for operation in operations])))
+    for name in names - {"BatchRequest"}:
+        for field, schema in full_document["components"]["schemas"][name]["properties"].items():
+            least = 1 if "dimension" in field or field == "truncate_prompt_tokens" else 0
+            expected = (-999, 999) if field == "priority" else (least, 2**53 - 1)
+            for integer in integers_of(schema):
+                assert (integer.get("minimum"), integer.get("maximum")) == expected, (name, field)
+    for field, values in {"priority": (-1000, 1000), "top_n": (-1, 2**53), "max_tokens_per_doc": (-1, 2**53)}.items():
+        for value in values:
+            response = await client.post("/v2/rerank", json={"query": "a", "documents": ["b"], field: value})
+            assert (response.status_code, field in response.text) == (400, True), value
 
 
 def test_every_component_is_used(full_document: dict) -> None:
