@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -70,14 +71,16 @@ class CombinedEmbedder:
             if token_ids is not None:
                 options.report_rows(sum(map(len, token_ids)), params.dimensions or self._width)
             outputs = await request.run(tokenized, params)
-        return CombinedResult(
-            num_tokens=[len(tokens) for tokens in tokenized],
-            embeddings=np.stack([o["embedding"] for o in outputs]) if PoolingTask.EMBED in wanted else None,
-            sparse=[SparseVector.of(o["sparse"]) for o in outputs] if PoolingTask.SPARSE_EMBED in wanted else None,
-            vectors=None if token_ids is None else [o["token_embeddings"] for o in outputs],
-            token_ids=token_ids,
-            patches=None if token_ids is None else [*map(self._encoder.patch_grid, tokenized, token_ids)],
-        )
+        result = CombinedResult(num_tokens=[len(tokens) for tokens in tokenized])
+        if PoolingTask.EMBED in wanted:
+            result = replace(result, embeddings=np.stack([output["embedding"] for output in outputs]))
+        if PoolingTask.SPARSE_EMBED in wanted:
+            result = replace(result, sparse=[SparseVector.of(output["sparse"]) for output in outputs])
+        if token_ids is not None:
+            vectors = [output["token_embeddings"] for output in outputs]
+            patches = list(map(self._encoder.patch_grid, tokenized, token_ids))
+            result = replace(result, vectors=vectors, token_ids=token_ids, patches=patches)
+        return result
 
     @property
     def _width(self) -> int:

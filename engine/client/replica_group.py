@@ -86,7 +86,8 @@ def _devices(config: EngineConfig) -> tuple[str, ...]:
         num_devices = len(config.devices)
         if (count or num_devices) % num_devices:
             raise ModelLoadError(f"--data-parallel is {count}; it must be a multiple of the {num_devices} --devices.")
-        return tuple(device for device in config.devices for _ in range((count or num_devices) // num_devices))
+        num_each = (count or num_devices) // num_devices
+        return tuple(device for device in config.devices for _ in range(num_each))
     if count is None or count == 1:
         return (config.device,)
     if config.device.startswith("cuda:"):

@@ -56,10 +56,11 @@ class _CompositeForward:
 
 def _at(arrays: Sequence[HostArray], indices: list[int]) -> tuple[HostArray, ...]:
     """Returns the results of a part of a batch as results of the batch. `indices`: the sequences of the part."""
-    return tuple(
-        replace(array, indices=indices if array.indices is None else [indices[i] for i in array.indices])
-        for array in arrays
-    )
+    moved = []
+    for array in arrays:
+        own = range(len(indices)) if array.indices is None else array.indices
+        moved.append(replace(array, indices=[indices[i] for i in own]))
+    return tuple(moved)
 
 
 class CompositeRunner(Runner):

@@ -166,7 +166,8 @@ class EngineCore:
         self._scheduler, info = make_scheduler(
             self._config, self._runner.info, sequence_pool, self._runner.max_forwards, self._runner.limits
         )
-        if without_weights := [adapter.name for adapter in info.adapters if not adapter.is_served]:
+        without_weights = [adapter.name for adapter in info.adapters if not adapter.is_served]
+        if without_weights:
             logger.warning(
                 "%s names LoRA adapters whose weights are not known (%s; %s). Requests cannot select them.",
                 *(info.name, ", ".join(without_weights), info.sources.get("adapters")),
@@ -432,12 +433,11 @@ class EngineCore:
 
     def _deliver(self, batch: Batch, forwards: list[ChunkOutputs], started_s: float, ended_s: float) -> None:
         """Finishes a batch and sends the results of its forwards. A result with NaN or inf fails its request."""
-        num_tokens = sum(chunk.num_tokens for chunks, _ in forwards for chunk in chunks)
-        num_seqs = sum(len(chunks) for chunks, _ in forwards)
+        ran = [chunk for chunks, _ in forwards for chunk in chunks]
+        num_tokens = sum(chunk.num_tokens for chunk in ran)
         num_images = 0
         if self._reads_images:
-            ran = (chunk for chunks, _ in forwards for chunk in chunks if not chunk.start)
-            num_images = sum(len(chunk.sequence.tokens.images) for chunk in ran)
+            num_images = sum(len(chunk.sequence.tokens.images) for chunk in ran if not chunk.start)
         with self._lock:
             # `not_finite` is lazy: a cancellation below also excludes later sequences of the same request.
             for sequence in chain.from_iterable(not_finite(chunks, outputs) for chunks, outputs in forwards):
@@ -454,7 +454,7 @@ class EngineCore:
             for forward_time in self._runner.take_times():
                 self._scheduler.chunk_sizes.record(*forward_time)
             cache = self._scheduler.cache_use(batch)
-            load = self._scheduler.load(num_seqs, batch.num_deferred, num_images)
+            load = self._scheduler.load(len(ran), batch.num_deferred, num_images)
             self._has_freed_memory = False
         headers, frames = pack_results(arrays)
         # The time of overlapping batches counts from the end of the previous one, so that the sum is the device's time.

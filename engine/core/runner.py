@@ -260,14 +260,17 @@ class PoolingRunner(Runner, Generic[R]):
         """Returns the pooling metadata of a batch. `in_chunks`: whether a sequence of the batch has an allocation."""
         sequences = [chunk.sequence for chunk in chunks]
         params = [sequence.request.params for sequence in sequences]
-        queries = [sequence.tokens.query_vectors for sequence in sequences]
+        vectors = [sequence.tokens.query_vectors for sequence in sequences]
+        queries = vectors if any(query is not None for query in vectors) else None
+        if not in_chunks:
+            return PoolingMetadata.for_batch(batch, params, queries=queries)
         metadata = PoolingMetadata.for_batch(
             batch,
             params,
-            seq_ids=sequences if in_chunks else None,
-            starts=[chunk.start for chunk in chunks] if in_chunks else None,
-            total_lens=[sequence.num_tokens for sequence in sequences] if in_chunks else None,
-            queries=queries if any(query is not None for query in queries) else None,
+            seq_ids=sequences,
+            starts=[chunk.start for chunk in chunks],
+            total_lens=[sequence.num_tokens for sequence in sequences],
+            queries=queries,
         )
         return self._pooling_states.with_cursors(metadata)
 

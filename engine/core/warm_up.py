@@ -108,23 +108,19 @@ def warm_up(
         if tokenizer.input_prompts is None:
             tokens = TokenizedInput.of_image(image, info.image_spec.num_class_rows)
         else:
-            tiles, token_id = tokenizer.input_prompts.tiles, tokenizer.input_prompts.placeholder_id
+            tiles = tokenizer.input_prompts.tiles
+            token_id = tokenizer.input_prompts.placeholder_id
             num_rows = info.image_spec.num_tokens(image) if tiles is None else tiles.num_rows
             placeholders = np.full(num_rows, token_id, np.int32)
             tokens = TokenizedInput(np.concatenate([tokens.token_ids, placeholders, tokens.token_ids]), images=(image,))
     first, *others = info.tasks
-    requests = [
-        Request(0, PoolingParams(use_activation=False if task in _CLASS_TASKS else None).resolved(task, info))
-        for task in (first, first, *(task for task in others if task is not PoolingTask.SCORE))
-    ]
-    outputs = execute(
-        [
-            PrefillChunk(
-                InputSequence(sequence_id=i, tokens=tokens, num_tokens=len(tokens), request=request), 0, len(tokens)
-            )
-            for i, request in enumerate(requests)
-        ]
-    )
+    others = [task for task in others if task is not PoolingTask.SCORE]
+    chunks = []
+    for number, task in enumerate((first, first, *others)):
+        params = PoolingParams(use_activation=False if task in _CLASS_TASKS else None).resolved(task, info)
+        sequence = InputSequence(sequence_id=number, tokens=tokens, num_tokens=len(tokens), request=Request(0, params))
+        chunks.append(PrefillChunk(sequence, 0, len(tokens)))
+    outputs = execute(chunks)
     if not outputs.is_finite.all():
         found = f"{info.name} returns NaN or infinite values for a plain input; the search for damaged weights"
         with needs_torch(found, "it reads weights of every dtype"):

@@ -118,7 +118,7 @@ class TokenizedText:
     """The tokens of one text and their positions in it.
 
     Attributes:
-        token_ids: Ids of the tokens in the vocabulary, special tokens included.
+        token_ids: Ids of the tokens in the vocabulary.
         tokens: Tokens of the vocabulary, such as "##ing".
         offsets: First character and end of each token in the text; (0, 0) for special tokens.
         is_special: Whether a token is a special token around the text.

@@ -168,7 +168,8 @@ class FairQueue:
         request.due = math.ceil(due / self._forward_tokens) * self._forward_tokens
         request.number = next(self._numbers)
         short = request.sequences
-        if long := [sequence for sequence in short if sequence.is_long]:
+        long = [sequence for sequence in short if sequence.is_long]
+        if long:
             client.long.add(long)
             self.num_long += len(long)
             short = [sequence for sequence in short if not sequence.is_long]

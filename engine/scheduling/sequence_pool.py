@@ -119,7 +119,9 @@ class SequencePool:
     ) -> None:
         self.kv = kv
         self.ssm = ssm
-        self.prefixes = PrefixCache(kv) if enable_prefix_caching and kv is not None and ssm is None else None
+        self.prefixes: PrefixCache | None = None
+        if enable_prefix_caching and kv is not None and ssm is None:
+            self.prefixes = PrefixCache(kv)
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
         self._allocations: dict[Hashable, Allocation] = {}

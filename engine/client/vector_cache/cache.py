@@ -125,7 +125,8 @@ class VectorCache:
 
     async def find(self, keys: Sequence[bytes]) -> CacheHits:
         """Returns the outputs of the keys in the cache."""
-        rows = {key: row for key in keys if (row := self._memory.get(key)) is not None}
+        found = ((key, self._memory.get(key)) for key in keys)
+        rows = {key: row for key, row in found if row is not None}
         num_in_memory = len(rows)
         if self._shared is not None and num_in_memory < len(keys):
             others = [key for key in keys if key not in rows]

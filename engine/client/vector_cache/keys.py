@@ -119,8 +119,11 @@ def add_files(digest: blake2b, info: ModelInfo, is_wanted: Callable[[], bool] = 
 def stamp_of(folder: Path) -> bytes:
     """Returns a digest that changes when a file of a folder, or a GGUF file, changes. Raises OSError as `stat` does."""
     digest = blake2b()
-    files = (file for name in _FILES for pattern in (name, f"*/{name}") for file in folder.glob(pattern))
-    for path in [folder] if folder.is_file() else sorted(files):
+    paths = [folder]
+    if not folder.is_file():
+        patterns = [pattern for name in _FILES for pattern in (name, f"*/{name}")]
+        paths = sorted(path for pattern in patterns for path in folder.glob(pattern))
+    for path in paths:
         status = path.stat()
         digest.update(f"{path}\0{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}\0".encode())
     return digest.digest()
@@ -139,9 +142,10 @@ def _files(info: ModelInfo) -> list[Path]:
     if Path(info.path).is_file():
         return [Path(info.path)]
     models = [part for part in (info, info.query_model, info.image) if part is not None]
-    folders = [
-        Path(os.path.normpath(Path(m.path, name))) for m in models for name in ("", *(d.folder for d in m.dense))
-    ]
+    folders = []
+    for model in models:
+        names = ("", *(dense.folder for dense in model.dense))
+        folders += [Path(os.path.normpath(Path(model.path, name))) for name in names]
     folders += [Path(adapter.folder) for adapter in info.adapters if adapter.folder is not None]
     files = [file for folder in folders for pattern in _FILES for file in sorted(folder.glob(pattern))]
     return [file for file in dict.fromkeys(files) if file.is_file()]
