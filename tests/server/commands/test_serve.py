@@ -63,6 +63,17 @@ def test_settings_unsupported_by_several_processes_are_rejected(config, plan, se
         serve.check_workers(load(ServerSettings, {"api_workers": 2, **settings}), plans)
 
 
+@pytest.mark.parametrize(("max_loaded", "num_engines"), [(None, 3), (2, 2), (5, 3)])
+def test_machine_is_shared_by_the_engines_in_memory(max_loaded: int | None, num_engines: int, monkeypatch) -> None:
+    served = Mock(side_effect=UsageError("no more is needed"))
+    monkeypatch.setattr(serve, "served_models", served)
+    monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
+    plans = [ServedModel((name,), config=EngineConfig(model=name)) for name in "abc"]
+    with pytest.raises(UsageError):
+        serve.serve(ServerSettings(max_loaded_models=max_loaded), plans)
+    assert served.call_args.args[2] == num_engines
+
+
 @pytest.mark.parametrize(
     ("given", "device"),
     [({"devices": ("cuda:1",)}, "cuda:1"), ({"devices": ("cpu",)}, "cpu"), ({"device": "cpu"}, "cpu")],
