@@ -72,7 +72,9 @@ async def test_batch_answers_every_line_of_its_file(client, engine) -> None:
     batch = await finished(client, batch)
     assert batch["status"] == "completed"
     assert batch["request_counts"] == {"total": 250, "completed": 250, "failed": 0}
-    assert batch["usage"]["input_tokens"] == batch["usage"]["total_tokens"] == 250 * 4
+    usage = {"input_tokens": 250 * 4, "output_tokens": 0, "total_tokens": 250 * 4}
+    details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+    assert batch["usage"] == {**usage, **details}
     assert (batch["model"], batch["error_file_id"], batch["errors"]) == ("fake-model", None, None)
     assert all(batch[f"{name}_at"] for name in ("in_progress", "finalizing", "completed"))
     answers = await content(client, batch["output_file_id"])
