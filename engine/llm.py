@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import threading
 import weakref
 from collections import deque
@@ -58,8 +59,13 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="penstock-llm", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="penstock-llm", daemon=True)
+        self._last_task: asyncio.Task[None] | None = None
         self._thread.start()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Runs `work` on the loop and returns its result; an interrupted wait cancels it.
@@ -81,11 +87,25 @@ class LoopThread:
         """Ends the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.close()
+
+    def stop_after(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work` and ends the thread. In the thread itself it returns earlier, because waiting would block both.
+
+        The garbage collector calls finalizers in any thread.
+        """
+        if threading.current_thread() is self._thread:
+            self._last_task = self._loop.create_task(work)
+            self._last_task.add_done_callback(lambda _: self._loop.stop())
+        else:
+            self.run(work)
+            self.stop()
 
 
 class LLM:
     """A model with its engine process. Several threads may use it at the same time.
+
+    The limits of the queue (`max_queued_chars`, and `max_queued_tokens` and `max_queue_s` of `scheduler`) do not apply:
+    each call waits for its results and has at most two slices of its inputs in the queue.
 
     Args:
         model: Local folder or hub id.
@@ -120,11 +140,12 @@ class LLM:
         pooler = pooler_config or PoolerConfig()
         pooler = pooler if isinstance(pooler, PoolerConfig) else PoolerConfig.from_dict(pooler)
         config = EngineConfig(model=model, hf_overrides=hf_overrides or {}, pooler_config=pooler, **settings)
-        # The caller waits for all results and there are no other callers, so that no wait is too long.
-        scheduler = replace(config.scheduler, max_queue_s=math.inf)
+        # Callers wait for all results, and have their inputs in memory already.
+        scheduler = replace(config.scheduler, max_queue_s=math.inf, max_queued_tokens=sys.maxsize)
+        config = replace(config, scheduler=scheduler, max_queued_chars=sys.maxsize)
         self._loop = LoopThread()
         try:
-            self._engine = self._loop.run(AsyncEngine.start(replace(config, scheduler=scheduler), log_level=log_level))
+            self._engine = self._loop.run(AsyncEngine.start(config, log_level=log_level))
         except BaseException:  # stop the thread, also after an interrupt
             self._loop.stop()
             raise
@@ -302,8 +323,7 @@ class LLM:
 
 
 def _close(engine: AsyncEngine, loop: LoopThread) -> None:
-    loop.run(engine.close())
-    loop.stop()
+    loop.stop_after(engine.close())
 
 
 def _params(params: PoolingParams | None, truncate_prompt_tokens: int | None) -> PoolingParams:
@@ -374,7 +394,7 @@ def _sides(values: Any) -> list[Any]:
 
 
 def _inputs(prompts: Any) -> list[Any]:
-    if _is_single(prompts) or (len(prompts) and isinstance(prompts[0], int)):
+    if _is_single(prompts) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
         return [_input(prompts, 0)]
     return [_input(prompt, index) for index, prompt in enumerate(prompts)]
 

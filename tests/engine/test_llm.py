@@ -1,6 +1,7 @@
 """LLM runs vLLM's offline examples with the results of sentence-transformers and transformers."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,8 @@ import torch
 import transformers
 from sentence_transformers import SentenceTransformer
 
-from penstock.engine import LLM, EngineError, PoolerConfig, PoolingParams
-from penstock.engine.llm import in_slices
+from penstock.engine import LLM, EngineError, PoolerConfig, PoolingParams, SchedulerConfig
+from penstock.engine.llm import LoopThread, in_slices
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
 PROMPTS = ["Hello my name is", "The best thing about water", "A dam."]
@@ -42,7 +43,8 @@ def test_prompt_may_be_text_ids_or_dict(llm: LLM) -> None:
     ids = llm.encode("a dam", pooling_task="token_embed")
     assert ids[0].num_tokens == text.num_tokens == 4
     forms = [101, 1037, 5477, 102]
-    for prompt in (forms, [forms], {"prompt_token_ids": forms}, [np.array(forms)], {"prompt": "a dam"}):
+    array = np.array(forms)
+    for prompt in (forms, array, [forms], {"prompt_token_ids": forms}, [array], {"prompt": "a dam"}):
         (output,) = llm.embed(prompt)  # type: ignore[arg-type]
         np.testing.assert_allclose(output.outputs.embedding, text.outputs.embedding, atol=1e-6)
     assert len(llm.embed(["a dam", forms, {"prompt": "b"}])) == 3
@@ -136,9 +138,27 @@ def test_class_probabilities_equal_transformers(save_bert: Callable[..., Path]) 
             assert output.outputs.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
 
 
+def test_finalizer_in_the_loops_own_thread_ends_it() -> None:
+    loop, ended = LoopThread(), threading.Event()
+
+    async def work() -> None:
+        ended.set()
+
+    async def finalize() -> None:
+        loop.stop_after(work())
+
+    loop.run(finalize())
+    loop._thread.join(60)
+    assert ended.is_set()
+    assert not loop._thread.is_alive()
+
+
 def test_settings_reach_the_engine(minilm_folder: Path) -> None:
-    with LLM(str(minilm_folder), pooler_config={"pooling_type": "CLS"}, max_model_len=16, device="cpu") as llm:
+    settings: dict[str, Any] = {"max_queued_chars": 100, "scheduler": SchedulerConfig(max_queued_tokens=9)}
+    settings |= {"pooler_config": {"pooling_type": "CLS"}, "max_model_len": 16, "device": "cpu"}
+    with LLM(str(minilm_folder), **settings) as llm:
         assert llm.info.sequence_pooling == ("CLS",)
+        assert len(llm.embed(["word " * 300] * 8, truncate_prompt_tokens=-1)) == 8  # the queue has no limits
         with pytest.raises(EngineError, match="maximum context length is 16 tokens"):
             llm.embed("word " * 30)
     llm.close()  # a second time
