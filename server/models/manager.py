@@ -14,17 +14,18 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
-from typing import Final
+from typing import Final, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.engine import AsyncEngine, ModelInfo
+from penstock.engine import ModelInfo
 from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.model_files.resolve import format_table, resolved_table
 from penstock.engine.protocol.errors import EngineError, EngineUnavailableError
 
 from ..admission import ServerRejectionReason
+from ..observability.metrics import MeasuredEngine
 from .served_model import ServedModel, check_prompt_name
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,23 @@ _TICK_S: Final = 0.01
 """Seconds by which a timer may be early."""
 MAX_WAITING: Final = 1024
 """Maximum number of requests that wait for models. Each holds its body in memory."""
+
+
+class ManagedEngine(MeasuredEngine, Protocol):
+    """What ModelManager uses of an engine: of an AsyncEngine, or of the EngineServer of several HTTP processes."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """The resolved description of the model."""
+        ...
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Lets running requests finish; returns False if there are still some after `timeout_s`."""
+        ...
+
+    async def close(self) -> None:
+        """Stops the engine."""
+        ...
 
 
 class ModelStatus(StrEnum):
@@ -74,10 +92,10 @@ class ModelEntry:
     def __init__(self, model: ServedModel, on_idle: Callable[[ModelEntry], None]) -> None:
         self.model = model
         self.status = ModelStatus.UNLOADED
-        self.engine: AsyncEngine | None = None
+        self.engine: ManagedEngine | None = None
         self.info: ModelInfo | None = model.info
         self.num_in_use = 0
-        self.waiters: list[asyncio.Future[AsyncEngine | None]] = []
+        self.waiters: list[asyncio.Future[ManagedEngine | None]] = []
         self.ttl_s = model.ttl_s
         self.last_used_s = self.loaded_s = -inf
         self.error: Exception | None = None
@@ -127,7 +145,7 @@ class ModelEntry:
         if not self.num_in_use:
             self._on_idle(self)
 
-    def loaded(self, engine: AsyncEngine, load_s: float, now_s: float) -> None:
+    def loaded(self, engine: ManagedEngine, load_s: float, now_s: float) -> None:
         """Records a successful load and gives the engine to waiting requests."""
         self.engine = engine
         self.info = engine.info
@@ -159,7 +177,7 @@ class ModelEntry:
         self.status = ModelStatus.UNLOADED
         self.ttl_s = self.model.ttl_s
 
-    def _take_waiters(self) -> list[asyncio.Future[AsyncEngine | None]]:
+    def _take_waiters(self) -> list[asyncio.Future[ManagedEngine | None]]:
         waiters, self.waiters = self.waiters, []
         return [waiter for waiter in waiters if not waiter.done()]
 
@@ -243,7 +261,7 @@ class ModelManager:
             self._on_failure(error)
             raise
 
-    async def acquire(self, entry: ModelEntry, *, is_background: bool = False) -> AsyncEngine:
+    async def acquire(self, entry: ModelEntry, *, is_background: bool = False) -> ManagedEngine:
         """Returns the engine of a model, after loading the model if necessary. Call `entry.release` after use.
 
         Args:
@@ -265,7 +283,7 @@ class ModelManager:
                 f"{MAX_WAITING} requests wait for models. Please try again in a moment.",
                 reason=ServerRejectionReason.MODEL_LOADING,
             )
-        waiter: asyncio.Future[AsyncEngine | None] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[ManagedEngine | None] = asyncio.get_running_loop().create_future()
         entry.waiters.append(waiter)
         self._start_load(entry)
         try:

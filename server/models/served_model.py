@@ -17,7 +17,9 @@ from penstock.engine.protocol.errors import MachineError, ModelLoadError
 from ..settings import CommandError, UsageError
 
 if TYPE_CHECKING:
-    from penstock.engine import AsyncEngine, ModelInfo
+    from penstock.engine import ModelInfo
+
+    from .manager import ManagedEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class ServedModel:
     """
 
     names: tuple[str, ...]
-    start: Callable[[], Awaitable[AsyncEngine]] | None = None
+    start: Callable[[], Awaitable[ManagedEngine]] | None = None
     default_prompt_name: str | None = None
     config: EngineConfig = field(default_factory=lambda: EngineConfig(model=""))
     info: ModelInfo | None = None

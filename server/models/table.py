@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 from starlette.types import Scope
 
@@ -72,7 +72,8 @@ class ModelDescription(NamedTuple):
 class ModelTable:
     """The served models by name. Requests without a model go to the first model of the right kind.
 
-    While the server starts, requests for preloaded models get a 503, and requests for on-demand models wait.
+    While the server starts, requests for preloaded models get a 503, and requests for on-demand models wait. The models
+    of its manager start AsyncEngines.
     """
 
     def __init__(self, manager: ModelManager) -> None:
@@ -192,7 +193,7 @@ class ModelTable:
     def engines(self) -> list[ModelTarget]:
         """Returns the targets of all loaded models."""
         return [
-            ModelTarget(entry.engine, entry.name, entry.model.default_prompt_name)
+            ModelTarget(cast("AsyncEngine", entry.engine), entry.name, entry.model.default_prompt_name)
             for entry in self.entries
             if entry.engine is not None
         ]
@@ -205,7 +206,8 @@ class ModelTable:
     def only_engine(self) -> AsyncEngine | None:
         """The engine of all requests; None if there are several models or it is not loaded."""
         first = self.entries[0]
-        return first.engine if len(self.entries) == 1 and first.status is ModelStatus.LOADED else None
+        is_only = len(self.entries) == 1 and first.status is ModelStatus.LOADED
+        return cast("AsyncEngine", first.engine) if is_only else None
 
     @property
     def is_ready(self) -> bool:
@@ -227,13 +229,14 @@ class ModelTable:
 
     def _target(self, entry: ModelEntry, name: str | None, scope: Scope) -> ModelTarget:
         assert entry.engine is not None
+        engine = cast("AsyncEngine", entry.engine)
         state_of(scope).models.append(entry)
         prompt_name = entry.model.default_prompt_name
         if name and name in self._named:
-            return ModelTarget(entry.engine, name, prompt_name)
+            return ModelTarget(engine, name, prompt_name)
         model, adapter = _split(name or "")
         shown_name = entry.name if adapter is None else f"{model or entry.name}:{adapter}"
-        return ModelTarget(entry.engine, shown_name, prompt_name, adapter)
+        return ModelTarget(engine, shown_name, prompt_name, adapter)
 
     def _check_started(self, entry: ModelEntry) -> None:
         if self._manager.is_starting and entry.model.is_preloaded:

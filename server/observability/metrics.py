@@ -6,14 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from math import inf
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.engine import AsyncEngine
 from penstock.engine.client.core_supervisor import EngineState
+from penstock.engine.client.replica_group import ReplicaStatus
 from penstock.engine.client.stats import DispatcherStats, Histogram
 from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.engine.protocol.stage_times import Stage
@@ -109,7 +109,41 @@ _LABELS: Final = ("model", "replica")
 """Labels of the metrics of each core. Engines with one core have no replica label."""
 
 GatherMetrics = Callable[[], Awaitable[Sequence[Metric]]]
-NamedEngines = Callable[[], Iterable[tuple[AsyncEngine, str]]]
+
+
+class MeasuredEngine(Protocol):
+    """The values of an engine in the metrics: of an AsyncEngine, or of the EngineServer of several HTTP processes."""
+
+    @property
+    def state(self) -> EngineState:
+        """Whether the engine can take requests."""
+        ...
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of restarts of the engine processes."""
+        ...
+
+    @property
+    def replicas(self) -> Sequence[ReplicaStatus]:
+        """Status of each replica; empty if there is one."""
+        ...
+
+    @property
+    def queue_s(self) -> float:
+        """Estimated seconds for all requests in the queue."""
+        ...
+
+    def stats(self) -> DispatcherStats:
+        """Returns the counters."""
+        ...
+
+    def host_bytes(self) -> int:
+        """Returns the private memory of the engine processes in bytes; 0 if unknown."""
+        ...
+
+
+NamedEngines = Callable[[], Iterable[tuple[MeasuredEngine, str]]]
 
 
 class _Core(NamedTuple):
@@ -240,7 +274,7 @@ class Metrics(Collector):
         yield stages
 
 
-def _collect_forwards(engines: Sequence[tuple[AsyncEngine, str]]) -> Iterable[Metric]:
+def _collect_forwards(engines: Sequence[tuple[MeasuredEngine, str]]) -> Iterable[Metric]:
     """Yields the metrics of forwards, long inputs and images."""
     stats = [(core.stats, core.labels) for engine, model in engines for core in _cores(engine, model)]
     cache_uses = [(use, labels) for s, labels in stats if (use := s.cache_use) is not None]
@@ -257,7 +291,7 @@ def _collect_forwards(engines: Sequence[tuple[AsyncEngine, str]]) -> Iterable[Me
     yield from _families(CounterMetricFamily, _CACHE_COUNTERS, _LABELS, cache_uses)
 
 
-def _collect_engines(engines: Sequence[tuple[AsyncEngine, str]]) -> Iterable[Metric]:
+def _collect_engines(engines: Sequence[tuple[MeasuredEngine, str]]) -> Iterable[Metric]:
     """Yields the queue, the memory and the state of engines."""
     queue = GaugeMetricFamily(
         "penstock_engine_queue_seconds",
@@ -280,7 +314,7 @@ def _collect_engines(engines: Sequence[tuple[AsyncEngine, str]]) -> Iterable[Met
     yield from (queue, memory, ready, restarts)
 
 
-def _cores(engine: AsyncEngine, model: str) -> list[_Core]:
+def _cores(engine: MeasuredEngine, model: str) -> list[_Core]:
     """Returns the cores of an engine, labelled with their index if there are several."""
     replicas = engine.replicas
     if len(replicas) < 2:
@@ -298,7 +332,7 @@ class VectorCacheMetrics(Collector):
         engines: Returns the engines and the names of their models.
     """
 
-    def __init__(self, cache: VectorCache, engines: Callable[[], Iterable[tuple[AsyncEngine, str]]]) -> None:
+    def __init__(self, cache: VectorCache, engines: NamedEngines) -> None:
         self._cache = cache
         self._engines = engines
 

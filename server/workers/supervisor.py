@@ -11,18 +11,16 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
-from penstock.engine import AsyncEngine
 from penstock.engine.client.engine_process import EngineProcess
 from penstock.engine.client.shared_engine import EngineServer
 from penstock.engine.protocol.errors import EngineError, ModelLoadError
 
 from ..http.http_server import RELOAD_MESSAGE
 from ..middleware.auth import SALT_BYTES
-from ..models.manager import ModelEntry, ModelLimits, ModelManager, ModelMetrics
+from ..models.manager import ManagedEngine, ModelEntry, ModelLimits, ModelManager, ModelMetrics
 from ..models.served_model import ServedModel
-from ..models.table import ModelTable
 from ..observability.metrics import Metrics
 from ..settings import ServerSettings
 from .handover import METRICS, Acceptor
@@ -91,9 +89,8 @@ class SupervisedModels:
         started = [replace(model, start=self._starter(number)) for number, model in enumerate(models)]
         limits = ModelLimits(drain_timeout_s=settings.drain_timeout_s)
         self.manager = ModelManager(started, limits, on_ready, on_failure)
-        table = ModelTable(self.manager)
-        self.metrics = Metrics(table.named_engines)
-        self.metrics.register(ModelMetrics(table.entries))
+        self.metrics = Metrics(self._named_engines)
+        self.metrics.register(ModelMetrics(self.manager.entries))
 
     async def send_model(self, number: int, send: Send) -> None:
         """Waits until a model is loaded or has failed, and sends the result to the requesting process."""
@@ -106,8 +103,11 @@ class SupervisedModels:
         kind = type(error).__name__ if isinstance(error, EngineError) else ModelLoadError.__name__
         send(ModelNotLoaded(number, kind, str(error)))
 
-    def _starter(self, number: int) -> Callable[[], Awaitable[AsyncEngine]]:
-        async def start() -> AsyncEngine:
+    def _named_engines(self) -> list[tuple[ManagedEngine, str]]:
+        return [(entry.engine, entry.name) for entry in self.manager.entries if entry.engine is not None]
+
+    def _starter(self, number: int) -> Callable[[], Awaitable[EngineServer]]:
+        async def start() -> EngineServer:
             process = None
             if number == 0:
                 process, self._first_process = self._first_process, None
@@ -119,7 +119,7 @@ class SupervisedModels:
                 process=process,
             )
             await engine.start()
-            return cast("AsyncEngine", engine)  # it has all attributes that the manager and the metrics use
+            return engine
 
         return start
 
