@@ -94,6 +94,7 @@ class CoreSupervisor:
             await core.start()
             return await self._ready
         except BaseException:  # stop the engine process, also if the start is cancelled
+            self._ready.cancel()  # ignore a ModelReady that is on its way
             await core.close()
             raise
 
@@ -176,13 +177,15 @@ class CoreSupervisor:
 
     async def _restart(self) -> None:
         for attempt in itertools.count():
-            if self._core is not None:
-                await self._core.close()
-            await asyncio.sleep(min(2.0**attempt - 1, _MAX_PAUSE_S))
             try:
+                if self._core is not None:
+                    await self._core.close()
+                await asyncio.sleep(min(2.0**attempt - 1, _MAX_PAUSE_S))
                 await self.start()
             except (ModelLoadError, OSError) as error:
                 logger.error("the engine could not be restarted: %s", error)
+            except Exception:  # such as RuntimeError: no thread can be started at the moment
+                logger.exception("the engine could not be restarted")
             else:
                 self.num_restarts += 1
                 return

@@ -307,8 +307,10 @@ class ThreadCore:
                 from ..core.core import EngineCore
                 from ..core.load_runner import load_runner
 
-                core = EngineCore(self._start.config, send, load_runner, on_stuck=stuck)
-                loop.call_soon_threadsafe(created.set_result, core)
+                core = self._core = EngineCore(self._start.config, send, load_runner, on_stuck=stuck)
+                if self._closing:  # `close` may not have seen the core
+                    core.stop()
+                loop.call_soon_threadsafe(report_created)
                 core.run()
                 reason = "the engine thread ended"
             except Exception as error:  # the reason is reported to all requests
@@ -316,6 +318,10 @@ class ThreadCore:
                 reason = f"the engine thread failed: {error!r}"
             if not self._is_stuck:
                 loop.call_soon_threadsafe(ended, reason)
+
+        def report_created() -> None:
+            if not created.done():  # `start` may have been cancelled
+                created.set_result(None)
 
         def stuck(reason: str) -> None:
             self._is_stuck = True
@@ -331,10 +337,11 @@ class ThreadCore:
             elif not self._closing:
                 self._on_exit(reason)
 
-        created: asyncio.Future[EngineCore] = loop.create_future()
-        self._thread = threading.Thread(target=run, name="engine-core", daemon=True)
-        self._thread.start()
-        self._core = await created
+        created: asyncio.Future[None] = loop.create_future()
+        thread = threading.Thread(target=run, name="engine-core", daemon=True)
+        thread.start()
+        self._thread = thread
+        await created
 
     def send(self, first: bytes, frames: Sequence[Frame]) -> None:
         """Passes a ClientMessage to the core."""
@@ -349,14 +356,15 @@ class ThreadCore:
         return 0
 
     async def close(self) -> None:
-        """Stops the core and waits for the running step. May be called twice.
+        """Stops the core and waits for the running step or for the load. May be called twice.
 
         Does not wait for a thread that is stuck in a step.
         """
         self._closing = True
-        if self._core is None or self._thread is None:
+        if self._thread is None:
             return
-        self._core.stop()
+        if self._core is not None:
+            self._core.stop()
         await self._has_ended.wait()
         if self._is_stuck:
             logger.critical("the engine thread is stuck and is left behind, with the memory of its model.")

@@ -74,6 +74,14 @@ async def test_engine_is_dead_after_three_failed_restarts_and_retries(
             await sleep(0)
         return running_cores[number]
 
+    start = FakeRunningCore.start
+
+    async def start_or_raise(core: FakeRunningCore) -> None:
+        await start(core)
+        if len(running_cores) == 3:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(FakeRunningCore, "start", start_or_raise)
     monkeypatch.setattr(core_supervisor.asyncio, "sleep", pause)
     running_cores[0].end("it ended")
     for attempt in range(1, 6):

@@ -282,6 +282,18 @@ async def test_core_that_cannot_be_made_raises_the_reason() -> None:
     await owner.core.close()
 
 
+async def test_thread_of_a_cancelled_start_ends() -> None:
+    owner = Owner()
+    starting = asyncio.create_task(owner.core.start())
+    await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    await asyncio.wait_for(owner.core.close(), 120)
+    assert starting.cancelled()
+    assert owner.core._thread is not None
+    assert not owner.core._thread.is_alive()
+
+
 async def test_stuck_thread_is_left_behind() -> None:
     owner, core, thread = await Owner.started("stuck")
     core.on_stuck("A forward has not ended.")
