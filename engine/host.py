@@ -77,8 +77,8 @@ def _cgroup_memory() -> list[int]:
         try:
             limit, used = ((folder / name).read_text().strip() for name in names)
             stat = dict(line.split()[:2] for line in (folder / "memory.stat").read_text().splitlines())
-        except FileNotFoundError:
-            continue  # the root of the tree has no limit
+        except OSError:
+            continue  # the root of the tree has no limit; another group has been removed or cannot be read
         if limit != "max":
             # Cached file pages, such as those of the weights, count as used, but the kernel frees them when needed.
             files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
@@ -113,12 +113,13 @@ def _cgroup_cores() -> list[float]:
     """Returns the CPU quota of each control group of this process in processors (v1 or v2)."""
     quotas = []
     for folder in _cgroups("cpu"):
-        if (folder / "cpu.max").is_file():
-            quota, period = (folder / "cpu.max").read_text().split()
-        elif (folder / "cpu.cfs_quota_us").is_file():
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-        else:
-            continue  # the root of the tree has no quota
+        try:
+            if (folder / "cpu.max").is_file():
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        except OSError:
+            continue  # the root of the tree has no quota; another group has been removed or cannot be read
         if quota not in ("max", "-1"):
             quotas.append(int(quota) / int(period))
     return quotas

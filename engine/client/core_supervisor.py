@@ -106,14 +106,16 @@ class CoreSupervisor:
         return ProcessCore(self._start_message, self._core_loaded, self._replica.receive, self._core_ended, process)
 
     def pin_model(self, info: ModelInfo) -> None:
-        """Pins folder, dtype and arithmetic of the loaded model for later processes, so that vectors do not change.
+        """Pins folder, device, dtype and arithmetic of the loaded model for later processes, so that vectors stay equal.
 
-        A hub id or a link may point to other files later.
+        A hub id or a link may point to other files later. A lost GPU must not move the model to the CPU.
         """
+        config = self._start_message.config
         config = replace(
-            self._start_message.config,
+            config,
             model=info.folder,
             name=info.name,
+            device=info.device if config.device == "auto" else config.device,
             dtype=info.dtype,
             arithmetic=info.arithmetic,
         )

@@ -34,13 +34,13 @@ async def started(dispatcher: Dispatcher, cores: Cores) -> ReplicaGroup:
 async def test_replacement_loads_the_same_files_and_arithmetic(dispatcher: Dispatcher, running_cores: Cores) -> None:
     group = await started(dispatcher, running_cores)
     config = running_cores[0].config
-    assert (config.model, config.dtype, config.arithmetic) == ("any", "auto", None)
+    assert (config.model, config.device, config.dtype, config.arithmetic) == ("any", "auto", "auto", None)
     for number in range(2):
         running_cores[number].end("it ended")
         await loop_iterations()
         config = running_cores[number + 1].config
         assert (config.model, config.name) == ("/words", "words")
-        assert (config.dtype, config.arithmetic) == ("bfloat16", "float32")
+        assert (config.device, config.dtype, config.arithmetic) == ("cpu", "bfloat16", "float32")
         running_cores[number + 1].ready()
         await loop_iterations()
     await group.close()
