@@ -124,14 +124,6 @@ async def test_requests_are_counted_by_model_route_and_status(client: httpx.Asyn
     assert samples(text, "penstock_engine_queue_seconds") == {("fake-model",): 2.5}
 
 
-async def test_truncated_inputs_are_in_headers_and_metrics(client: httpx.AsyncClient, engine) -> None:
-    body = {"input": ["a", "b", "c"]}
-    assert "x-truncated-inputs" not in (await client.post("/v1/embeddings", json=body)).headers
-    engine.on_enter = lambda: engine.calls[-1][1][-1].on_truncated(2)
-    assert (await client.post("/v1/embeddings", json=body)).headers["x-truncated-inputs"] == "2"
-    assert samples((await client.get("/metrics")).text, "penstock_truncated_inputs_total") == {("embed",): 2}
-
-
 async def test_stage_times_are_in_headers(client: httpx.AsyncClient) -> None:
     headers = (await client.post("/embed", json={"inputs": "one two"})).headers
     times = [headers[f"x-{name}-time"] for name in ("tokenization", "queue", "inference")]
