@@ -16,7 +16,7 @@ from penstock.server.batches.batch_run import _MAX_REJECTED, BatchRun, _retry_de
 from penstock.server.batches.input_lines import BatchInput, CheckResult
 from penstock.server.batches.internal_client import RouteResponse
 from penstock.server.batches.output_writer import OutputWriter
-from penstock.server.batches.records import BatchRecord, BatchStatus
+from penstock.server.batches.records import BatchRecord, BatchStatus, LineError
 from penstock.server.batches.store import Store
 
 from ...waiting import until
@@ -54,11 +54,29 @@ def test_rejected_line_waits_longer_each_time(monkeypatch, header: bytes | None,
     assert _retry_delay_s(response, 10**6) == 1.25 * 30
 
 
+def record(**more: object) -> BatchRecord:
+    names = "id", "owner", "endpoint", "input_file_id", "output_id", "error_id", "completion_window"
+    numbers = {"output_expires_s": 1, "created_at": 2, "expires_at": 3}
+    return BatchRecord(**dict.fromkeys(names, "x"), **numbers, metadata=None, **more)
+
+
+@pytest.mark.parametrize(
+    ("more", "is_saved"),
+    [
+        ({"status": BatchStatus.IN_PROGRESS}, True),
+        ({"status": BatchStatus.IN_PROGRESS, "errors": [LineError("server_error", "x")]}, False),
+        ({"status": BatchStatus.COMPLETED}, False),
+    ],
+)
+async def test_clean_stop_is_recorded_for_batches_that_continue(more: dict[str, object], is_saved: bool) -> None:
+    save = AsyncMock()
+    await BatchRun(record(**more), Mock(), Mock(store=Mock(save=save))).record_clean_stop()
+    assert save.called is is_saved
+
+
 @pytest.mark.parametrize("status", BatchStatus)
 async def test_only_a_batch_that_runs_is_cancelled(status: BatchStatus) -> None:
-    names = "id", "owner", "endpoint", "input_file_id", "output_id", "error_id", "completion_window"
-    batch = BatchRecord(**dict.fromkeys(names, "x"), metadata=None, output_expires_s=1, created_at=2, expires_at=3)
-    batch.status = status
+    batch = record(status=status)
     save = AsyncMock()
     run = BatchRun(batch, Mock(), Mock(store=Mock(save=save), now=lambda: 9))
     if status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING):

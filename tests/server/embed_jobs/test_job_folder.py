@@ -43,6 +43,12 @@ def test_shard_is_finished_when_its_file_is_whole(output: JobFolder, job: JobFol
         assert not folder.has(SHARDS[0])
 
 
+def test_folder_of_a_job_is_created_with_its_parents(tmp_path: Path) -> None:
+    job = JobFolder(tmp_path / "a" / "b", ".npy", "")
+    job.begin(IDENTITY)
+    assert [path.name for path in job.folder.iterdir()] == [MANIFEST]
+
+
 def test_failed_write_leaves_no_file(output: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     output.begin(IDENTITY)
 

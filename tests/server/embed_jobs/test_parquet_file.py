@@ -117,6 +117,7 @@ def test_parquet_to_parquet_keeps_types_and_metadata(run, tmp_path: Path) -> Non
         ([{"id": 1}, {"id": "x"}], "line 2: the column 'id' holds a string, but a number in line 1"),
         ([{"m": {"a": [1]}}, {}, {"m": {"a": ["x"]}}], "line 3: the column 'm.a[]' holds a string, but a number in"),
         ([{"id": 2**64}], "line 1: the column 'id' holds an integer that does not fit into 64 bits"),
+        ([{"id": -(2**63) - 1}], "line 1: the column 'id' holds an integer that does not fit into 64 bits"),
         ([{"id": -1}, {"id": 2**63}], "line 2: the column 'id' holds an integer that does not fit into 64 bits"),
         ([{"id": 2**53 + 1}, {"id": 0.5}], "line 1: the column 'id' holds an integer above 2**53 beside fractions"),
         ([{"m": {}}, {"m": {}}], "line 1: the column 'm' holds only empty objects ({}), which Parquet cannot store"),
