@@ -96,11 +96,12 @@ def setting_of(field: dataclasses.Field[Any]) -> Setting | None:
 
 
 def check_settings(config: Any) -> None:
-    """Raises ValueError for the first field with an invalid value. The message names field and value."""
+    """Raises ValueError for the first field with an invalid value. The message names the field and a public value."""
     for field in dataclasses.fields(config):
         declared, value = setting_of(field), getattr(config, field.name)
         if declared is not None and (objection := declared.objection(value)) is not None:
-            raise ValueError(f"{field.name} is {value!r}; it {objection}.")
+            shown = repr(value) if field.repr else "invalid"  # the values of secrets are not in the repr
+            raise ValueError(f"{field.name} is {shown}; it {objection}.")
 
 
 def listed_choices(choices: tuple[str, ...]) -> str:

@@ -43,7 +43,7 @@ MAX_WAITING: Final = 1024
 
 
 class ManagedEngine(MeasuredEngine, Protocol):
-    """What ModelManager uses of an engine: of an AsyncEngine, or of the EngineServer of several HTTP processes."""
+    """The members of an AsyncEngine, or of the EngineServer of several HTTP processes, that ModelManager uses."""
 
     @property
     def info(self) -> ModelInfo:

@@ -112,7 +112,7 @@ GatherMetrics = Callable[[], Awaitable[Sequence[Metric]]]
 
 
 class MeasuredEngine(Protocol):
-    """The values of an engine in the metrics: of an AsyncEngine, or of the EngineServer of several HTTP processes."""
+    """The members of an AsyncEngine, or of the EngineServer of several HTTP processes, that the metrics read."""
 
     @property
     def state(self) -> EngineState:

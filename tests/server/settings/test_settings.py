@@ -1,8 +1,10 @@
 import math
+from dataclasses import make_dataclass
 from pathlib import Path
 
 import pytest
 
+from penstock.engine.protocol.setting import check_settings, setting
 from penstock.engine.protocol.tasks import PoolingType
 from penstock.server.commands.model_plans import NAMES, model_and_names
 from penstock.server.http.connection_limits import TransferLimits
@@ -32,6 +34,13 @@ def test_lists_are_split_at_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.api_key == ("key-1", "key-2")
     assert settings.served_model_name == ("a", "b", "c")
     assert "key-1" not in repr(settings)
+
+
+def test_checks_of_settings_hide_secret_values() -> None:
+    secret = setting("secret", "", "", is_secret=True, choices=("a",))
+    config = make_dataclass("Config", [("key", str, secret)])
+    with pytest.raises(ValueError, match=r"^key is invalid; it must be a\.$"):
+        check_settings(config())
 
 
 def test_json_values_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
