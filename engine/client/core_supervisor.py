@@ -106,7 +106,7 @@ class CoreSupervisor:
         return ProcessCore(self._start_message, self._core_loaded, self._replica.receive, self._core_ended, process)
 
     def pin_model(self, info: ModelInfo) -> None:
-        """Pins folder, device, dtype and arithmetic of the loaded model for later processes, so that vectors stay equal.
+        """Pins folder, device, dtype and arithmetic of the loaded model for later processes: vectors stay equal.
 
         A hub id or a link may point to other files later. A lost GPU must not move the model to the CPU.
         """
