@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final, TypeVar
 
-from ..protocol.errors import ModelLoadError
+from ..protocol.errors import ModelLoadError, UnsupportedModelError
 
 ConfigT = TypeVar("ConfigT")
 _TYPES: Final[dict[str, type]] = {"bool": bool, "dict": dict, "list": list, "str": str}
@@ -45,6 +45,12 @@ def read_config(cls: type[ConfigT], values: Mapping[str, Any], keys: Mapping[str
         if key is not None and key in values and ("None" in kinds or values[key] is not None):
             arguments[field.name] = _checked(key, values[key], field.name, kinds)
     return cls(**arguments)
+
+
+def check_layer_types(types: Sequence[object], count: int, known: Sequence[str]) -> None:
+    """Raises UnsupportedModelError unless `types` has `count` items, all of them known."""
+    if len(types) != count or not all(kind in known for kind in types):
+        raise UnsupportedModelError(f"layer_types is {types}; it must be {count} of {', '.join(known)}.")
 
 
 def _checked(key: str, value: Any, name: str, kinds: Sequence[str]) -> Any:

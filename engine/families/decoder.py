@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Self
 
-from ..protocol.errors import UnsupportedModelError
 from ..protocol.model_info import ClassifierMethod, ModelInfo, ModelKind
-from .config_values import read_config
+from .config_values import check_layer_types, read_config
 from .rope import RopeSpec
 from .spec import (
     AnswerSpec,
@@ -91,14 +90,10 @@ class DecoderConfig:
         """Returns the config of config.json.
 
         Raises:
-            UnsupportedModelError: A kind of attention is not known.
+            UnsupportedModelError: A kind of attention is not known, or not every layer has one.
         """
         config = read_config(cls, values)
-        unknown = set(config.types) - {FULL, LOCAL}
-        if unknown:
-            raise UnsupportedModelError(
-                f"layer_types has {', '.join(map(repr, sorted(unknown)))}; penstock supports {FULL!r} and {LOCAL!r}."
-            )
+        check_layer_types(config.types, config.num_hidden_layers, (FULL, LOCAL))
         return config
 
     @property

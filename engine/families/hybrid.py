@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final
 
-from ..protocol.errors import ModelLoadError, UnsupportedModelError
+from ..protocol.errors import ModelLoadError
 from ..protocol.model_info import ModelInfo
+from .config_values import check_layer_types
 from .decoder import DecoderConfig, decoder_spec
 from .mamba import read_step_limit, require_causal
 from .spec import Bias, ExpertsSpec, Family, LayerSpec, Mamba2Spec, MambaSpec, MixerSpec, ModelSpec, linear
@@ -264,11 +265,7 @@ class GraniteHybridConfig(Mamba2HybridConfig):
     def attention_layers(self) -> frozenset[int]:
         """The layers that `layer_types` names; none without it."""
         types = self.layer_types or [_RECURRENT[0]] * self.num_hidden_layers
-        known = (*_ATTENTION, *_RECURRENT)
-        if len(types) != self.num_hidden_layers or not set(types) <= set(known):
-            raise UnsupportedModelError(
-                f"layer_types is {types}; it must be {self.num_hidden_layers} of {', '.join(known)}."
-            )
+        check_layer_types(types, self.num_hidden_layers, (*_ATTENTION, *_RECURRENT))
         return frozenset(i for i, name in enumerate(types) if name in _ATTENTION)
 
     @property

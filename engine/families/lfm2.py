@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final
 
 from ..protocol.errors import UnsupportedModelError
 from ..protocol.model_info import ModelInfo
+from .config_values import check_layer_types
 from .decoder import FULL, DecoderConfig, decoder_spec
 from .spec import Family, LayerSpec, ModelSpec, NormSpec, ShortConvSpec
 
@@ -72,10 +73,9 @@ class Lfm2Config(DecoderConfig):
         count, full = self.num_hidden_layers, self.full_attn_idxs
         default = [FULL if full is None or i in full else _CONVOLUTION for i in range(count)]
         types = default if self.layer_types is None else self.layer_types
-        if len(types) != count or not {FULL} <= set(types) <= {FULL, _CONVOLUTION}:
-            raise UnsupportedModelError(
-                f"layer_types is {types}; it must be {count} of {FULL!r} and {_CONVOLUTION!r}, with attention."
-            )
+        check_layer_types(types, count, (FULL, _CONVOLUTION))
+        if FULL not in types:
+            raise UnsupportedModelError(f"layer_types is {types}; at least one layer must be {FULL!r}.")
         return frozenset(i for i, name in enumerate(types) if name == _CONVOLUTION)
 
     def norm(self, name: str, size: int) -> NormSpec:

@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 
 from ..protocol.errors import UnsupportedModelError
 from ..protocol.model_info import ModelInfo, ModelKind
-from .config_values import read_config
+from .config_values import check_layer_types, read_config
 from .rope import RopeSpec
 from .spec import (
     AttentionKind,
@@ -57,8 +57,14 @@ class ModernBertConfig:
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
-        """Returns the config of config.json."""
-        return read_config(cls, values)
+        """Returns the config of config.json.
+
+        Raises:
+            UnsupportedModelError: A kind of attention is not known, or not every layer has one.
+        """
+        config = read_config(cls, values)
+        check_layer_types(config.types, config.num_hidden_layers, (GLOBAL, LOCAL))
+        return config
 
     @property
     def types(self) -> list[str]:

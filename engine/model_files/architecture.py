@@ -34,6 +34,7 @@ _LAYER_KEYS: Final = (
 )
 # fmt: on
 _MAX_LAYERS: Final = 10_000
+_MAX_LABELS: Final = 1_000_000
 _PAGE_WIDTH: Final = 128
 """Default of embedding_dim in transformers."""
 _PROJECTED: Final = ("embedding_gemma2", "embedding_gemma2_text")
@@ -211,17 +212,19 @@ def _labels(draft: ModelDraft) -> tuple[tuple[str, ...], str]:
     config, overrides = draft.config, draft.engine.hf_overrides
     id2label = config.get("id2label")
     if isinstance(id2label, dict) and id2label and ("num_labels" not in overrides or "id2label" in overrides):
-        if not all(str(column).isdecimal() for column in id2label):
-            raise ModelLoadError(f"{draft.source_of('id2label')} of {draft.name} must map column numbers to names.")
+        if not all(str(column).isdecimal() and len(str(column)) < len(str(_MAX_LABELS)) for column in id2label):
+            raise ModelLoadError(
+                f"{draft.source_of('id2label')} of {draft.name} must map column numbers below {_MAX_LABELS} to names."
+            )
         names = {int(column): str(label) for column, label in id2label.items()}
         return tuple(names.get(i, f"LABEL_{i}") for i in range(max(names) + 1)), draft.source_of("id2label")
     num_labels = config.get("num_labels")
     if num_labels is None:
         # transformers leaves id2label out of config.json for its default of two classes.
         return ("LABEL_0", "LABEL_1"), "default"
-    if type(num_labels) is not int or num_labels < 1:
+    if type(num_labels) is not int or not 1 <= num_labels <= _MAX_LABELS:
         raise ModelLoadError(
-            f"{draft.source_of('num_labels')} of {draft.name} is {num_labels!r}; it must be 1 or more."
+            f"{draft.source_of('num_labels')} of {draft.name} is {num_labels!r}; it must be from 1 to {_MAX_LABELS}."
         )
     return tuple(f"LABEL_{i}" for i in range(num_labels)), draft.source_of("num_labels")
 

@@ -263,14 +263,23 @@ def _read_transformer(root: Path, folder: str, files: SentenceTransformersFiles)
     for name in _TRANSFORMER_FILES:
         config = read_object(root / folder / name)
         if config:
-            tokenizer = config.get("processor_kwargs") or config.get("tokenizer_args") or {}
+            path = root / folder / name
+            tokenizer = _object(config, "processor_kwargs", path) or _object(config, "tokenizer_args", path)
             files.transformer_source = str(Path(folder) / name)
             files.transformer_config = config
             files.max_seq_length = config.get("max_seq_length")
             files.tokenizer_max_length = tokenizer.get("model_max_length")
             files.do_lower_case = bool(config.get("do_lower_case", False))
-            files.pair_chat = _pair_chat(config)
+            files.pair_chat = _pair_chat(config, path)
             return
+
+
+def _object(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    """Returns the object at a key of a file; {} without one. Raises ModelLoadError for a value of another type."""
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path}: {key} is {value!r}; it must be an object.")
+    return value
 
 
 def _read_logit_score(root: Path, folder: str) -> LogitScoreFile:
@@ -291,9 +300,9 @@ def _read_pooling(root: Path, folder: str, files: SentenceTransformersFiles) -> 
         on = tuple(pooling for key, pooling in _LEGACY_POOLING_KEYS.items() if config.get(key, False))
         files.pooling = on or (PoolingType.MEAN,)
         return
-    modes = [modes] if isinstance(modes, str) else list(modes)
+    modes = modes if isinstance(modes, list) else [modes]
     for mode in modes:
-        if mode not in _POOLING_MODES:
+        if not isinstance(mode, str) or mode not in _POOLING_MODES:
             raise UnsupportedModelError(
                 f"{root / files.pooling_source} has the pooling mode {mode!r}; "
                 f"penstock supports {', '.join(_POOLING_MODES)}."
@@ -324,7 +333,7 @@ def _read_dense(root: Path, folder: str, type_name: str, transformer_folder: str
     activation = config.get(
         "activation_function", "torch.nn.Identity" if type_name.startswith("pylate.") else "torch.nn.Tanh"
     )
-    if not activation.startswith("torch.nn."):
+    if not str(activation).startswith("torch.nn."):
         raise UnsupportedModelError(
             f"{path} has the activation {activation!r}; penstock supports only activations of torch.nn."
         )
@@ -338,12 +347,13 @@ def _read_dense(root: Path, folder: str, type_name: str, transformer_folder: str
     )
 
 
-def _pair_chat(config: dict[str, Any]) -> PairChat | None:
+def _pair_chat(config: dict[str, Any], path: Path) -> PairChat | None:
     """Returns the chat format of the Transformer module for pairs; None if it has none."""
-    chat = (config.get("modality_config") or {}).get("message")
-    if chat is None:
+    modalities = _object(config, "modality_config", path)
+    if modalities.get("message") is None:
         return None
-    arguments = dict((config.get("processing_kwargs") or {}).get("chat_template") or {})
+    chat = _object(modalities, "message", path)
+    arguments = dict(_object(_object(config, "processing_kwargs", path), "chat_template", path))
     for key in ("restore_suffix", "padding", "truncation", "max_length", "return_tensors"):
         arguments.pop(key, None)
     return PairChat(is_structured=chat.get("format") == "structured", arguments=arguments)

@@ -159,6 +159,7 @@ def test_gemma3_layers_follow_the_older_pattern(load_on_torch, save_model, resol
         ({"rope_parameters": {"rope_type": "linear"}}, "'factor'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'short_factor'"),
         ({"layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
+        ({"layer_types": ["full_attention"]}, "it must be 3 of"),
         ({"hidden_act": "swiglu"}, "'swiglu'"),
     ],
 )

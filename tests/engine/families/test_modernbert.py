@@ -1,6 +1,7 @@
 import pytest
 
 from penstock.engine.families.modernbert import GLOBAL, LOCAL, ModernBertConfig
+from penstock.engine.protocol.errors import UnsupportedModelError
 
 
 @pytest.mark.parametrize(
@@ -13,3 +14,5 @@ from penstock.engine.families.modernbert import GLOBAL, LOCAL, ModernBertConfig
 )
 def test_global_layers_follow_the_list_or_an_interval(values: dict[str, object], expected: list[str]) -> None:
     assert ModernBertConfig.read(values).types == expected
+    with pytest.raises(UnsupportedModelError, match="layer_types is"):
+        ModernBertConfig.read(values | {"layer_types": ["other"] * len(expected)})

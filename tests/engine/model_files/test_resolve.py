@@ -413,19 +413,28 @@ def test_table_shows_values_in_short_lines(tmp_path: Path) -> None:
             r"1_Pooling/config\.json has the pooling mode 'sum'",
         ),
         *(
+            ({"modules.json": [TRANSFORMER, POOLING], "1_Pooling/config.json": {"pooling_mode": mode}}, "mode 5")
+            for mode in (5, [5])
+        ),
+        (
+            {"modules.json": [TRANSFORMER], "sentence_bert_config.json": {"tokenizer_args": "x"}},
+            r"sentence_bert_config\.json: tokenizer_args is 'x'; it must be an object",
+        ),
+        *(
             ({"modules.json": [TRANSFORMER, POOLING, DENSE], "2_Dense/config.json": dense}, message)
             for dense, message in [
                 ({"in_features": 7, "out_features": 3}, "rows of 7, .* have 32"),
                 ({"in_features": 32, "out_features": 3, "activation_function": "os.system"}, r"os\.system"),
+                ({"in_features": 32, "out_features": 3, "activation_function": 5}, "has the activation 5"),
                 ({"in_features": 32, "out_features": 0}, "has out_features 0; it must be a positive integer"),
                 ({"in_features": 32, "out_features": 3, "use_residual": True}, "has use_residual, which"),
                 ({"in_features": 32, "out_features": 1, "module_output_name": "scores"}, "a cross-encoder head"),
             ]
         ),
-        ({"config.json": CLASSIFIER | {"id2label": {"x": "y"}}}, "column numbers"),
+        *(({"config.json": CLASSIFIER | {"id2label": {key: "y"}}}, "column numbers") for key in ("x", "4000000000")),
         ({"config.json": CLASSIFIER | {"problem_type": "guess"}}, "problem_type .* 'guess'"),
         ({"config.json": CLASSIFIER | {"sentence_transformers": {"activation_fn": "my.Fn"}}}, "'my.Fn'"),
-        ({"config.json": CLASSIFIER | {"num_labels": 0}}, "num_labels .* is 0; it must be 1 or more"),
+        ({"config.json": CLASSIFIER | {"num_labels": 0}}, "num_labels .* is 0; it must be from 1 to"),
         ({"config.json": BERT | {"matryoshka_dimensions": ["8"]}}, "must be a list of widths"),
         ({"config.json": BERT | {"matryoshka_dimensions": [0]}}, "must be a list of widths"),
         ({"config.json": BERT | {"is_matryoshka": 1}}, "is_matryoshka is 1; it must be true or false"),
