@@ -1,10 +1,12 @@
 """Body and response memory: one client may hold half of each."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from penstock.engine.protocol.errors import EngineOverloadedError
+from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError
+from penstock.server import admission as limits
 from penstock.server.admission import AdmissionController, BodyMemory, LimitError, ResponseSize, ServerRejectionReason
 from penstock.server.request_state import state_of
 from penstock.server.settings import ServerSettings
@@ -72,6 +74,21 @@ def test_dense_values_have_a_separate_memory() -> None:
     with pytest.raises(LimitError, match="one client may hold 33554432"):
         held_body(admission, scope("a"), 1, num_values=3 * MIB)
     held_body(admission, scope("b"), 3 * MIB, num_values=3 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("check", "limit"),
+    [
+        (limits.check_num_chars, limits.MAX_TOKENIZED_CHARS),
+        (limits.check_num_tokens, limits.MAX_RESPONSE_TOKENS),
+        (limits.check_num_ids, limits.MAX_DECODED_IDS),
+    ],
+)
+def test_one_more_than_a_limit_is_rejected(check: Callable[[int, str], None], limit: int) -> None:
+    check(limit, "text")
+    with pytest.raises(InvalidRequestError, match=f"^text has {limit + 1} .* {limit}") as rejected:
+        check(limit + 1, "text")
+    assert rejected.value.param == "text"
 
 
 def hold(admission: AdmissionController, request: dict[str, Any], num_bytes: int) -> None:

@@ -166,6 +166,7 @@ async def test_memory_is_held_until_the_response_has_gone(serving, engine) -> No
 ONE, THREE = "a".__sizeof__(), "abc".__sizeof__()
 LABELS = {"labels": ["b", "cde"]}
 RANK = {"query": "a", "documents": ["bcd", "e"]}
+MULTIMODAL = [{"content": [{"type": "text", "text": "a"}]}]
 # (path, body, reserved bytes of the response, reserved bytes of its values): 12 and 4 bytes for a number of a vector.
 SIZES: list[tuple[str, dict[str, Any], int, int]] = [
     ("/v1/multi-vector", {"input": ["a b"]}, 384, 128),
@@ -175,6 +176,7 @@ SIZES: list[tuple[str, dict[str, Any], int, int]] = [
     ("/v1/encode", {"input": ["a b"], "outputs": ["dense", "multi_vector"]}, 480, 160),
     *((path, {"input": ["a", "b"]}, 192, 64) for path in ("/v1/embeddings", "/pooling", "/api/embed")),
     ("/v1/embeddings", {"input": ["a"], "embedding_type": ["float", "base64"]}, 192, 32),
+    ("/v1/multimodalembeddings", {"inputs": MULTIMODAL, "embedding_type": ["float", "base64"]}, 192, 32),
     *((path, {"inputs": ["a", "b"]}, 192, 64) for path in ("/embed", "/")),
     *((path, {"texts": ["abc"]}, 96 + THREE, 32 + THREE) for path in ("/v1/embed", "/v2/embed")),
     ("/v2/embed", {"texts": ["abc"], "embedding_types": ["float", "int8"]}, 192 + THREE, 32 + THREE),
