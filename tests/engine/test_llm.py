@@ -1,6 +1,7 @@
 """LLM runs vLLM's offline examples with the results of sentence-transformers and transformers."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 import transformers
 from sentence_transformers import SentenceTransformer
 
-from penstock.engine import LLM, EngineError, PoolerConfig, PoolingParams, SchedulerConfig
+from penstock.engine import LLM, AsyncEngine, EngineConfig, EngineError, PoolerConfig, PoolingParams, SchedulerConfig
 from penstock.engine.llm import LoopThread, in_slices
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
@@ -75,8 +76,14 @@ def test_score_is_the_cosine_of_the_embeddings(llm: LLM) -> None:
     )
     (output,) = llm.score("a", "b")
     assert isinstance(output.outputs.score, float)
+    (cut,) = llm.score("a " * 30, "b " * 30, truncate_prompt_tokens=5)
+    assert cut.num_tokens == 10
     with pytest.raises(InvalidRequestError, match="2 texts cannot be paired with 3"):
         llm.score(["a", "b"], ["c", "d", "e"])
+    with pytest.raises(InvalidRequestError, match="instruction"):
+        llm.score("a", "b", instruction="Find dams.")
+    with pytest.raises(InvalidRequestError, match="'unknown'"):
+        llm.embed("a", prompt_name="unknown")
 
 
 def test_encode_runs_the_pooling_task(llm: LLM) -> None:
@@ -151,6 +158,27 @@ def test_finalizer_in_the_loops_own_thread_ends_it() -> None:
     loop._thread.join(60)
     assert ended.is_set()
     assert not loop._thread.is_alive()
+
+
+def test_failed_start_has_the_settings_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[EngineConfig, str]] = []
+
+    async def start(config: EngineConfig, *, log_level: str) -> None:
+        started.append((config, log_level))
+        raise EngineError("no")
+
+    monkeypatch.setattr(AsyncEngine, "start", start)
+    threads = threading.active_count()
+    given: tuple[dict[str, Any], ...] = ({}, {"enforce_eager": True, "hf_overrides": {"a": 1}, "log_level": "ERROR"})
+    for settings in given:
+        with pytest.raises(EngineError, match="no"):
+            LLM("m", **settings)
+    assert [(config.cuda_graphs, config.hf_overrides, level) for config, level in started] == [
+        (True, {}, "WARNING"),
+        (False, {"a": 1}, "ERROR"),
+    ]
+    assert started[0][0].scheduler.max_queue_s == math.inf
+    assert threading.active_count() == threads
 
 
 def test_settings_reach_the_engine(minilm_folder: Path) -> None:
