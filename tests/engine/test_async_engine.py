@@ -86,9 +86,15 @@ async def test_model_without_a_tokenizer_is_rejected(tmp_path: Path, minilm_fold
         await AsyncEngine.start(EngineConfig(model=str(tmp_path), in_process=True))
 
 
-async def test_token_without_an_embedding_is_rejected(save_bert: Callable[..., Path]) -> None:
-    engine = await AsyncEngine.start(EngineConfig(model=str(save_bert(vocab_size=5000)), in_process=True))
+async def test_token_without_an_embedding_and_long_queues_are_rejected(save_bert: Callable[..., Path]) -> None:
+    folder = str(save_bert(vocab_size=5000))
+    engine = await AsyncEngine.start(EngineConfig(model=folder, in_process=True, max_queued_chars=10))
     try:
+        long = (engine.tokenize(["word " * 20_000]) for _ in range(2))
+        accepted, rejected = await asyncio.gather(*long, return_exceptions=True)
+        assert isinstance(accepted, list)
+        assert isinstance(rejected, errors.EngineOverloadedError)
+        assert engine.stats().num_rejected_total == 1
         with pytest.raises(
             errors.InvalidRequestError, match=r"has the token id \d+, but .* for the ids 0 to 4999 only"
         ):

@@ -173,7 +173,8 @@ def test_llm_reads_images_in_every_form(default_model: Path, tmp_path: Path) -> 
         ImageInput(file),
         *({"image": image} for image in (file, str(path), uri, IMAGES[0])),
     ]
-    with LLM(str(tmp_path / "model"), in_process=True, num_threads=1, dtype="float32", device="cpu") as llm:
+    settings: dict[str, Any] = {"in_process": True, "num_threads": 1, "dtype": "float32", "device": "cpu"}
+    with LLM(str(tmp_path / "model"), max_image_pixels=1_036, **settings) as llm:
         rows = np.stack(
             [output.outputs.embedding for output in llm.embed([*forms, *forms * 4, "a text"], use_tqdm=False)]
         )
@@ -190,6 +191,7 @@ def test_llm_reads_images_in_every_form(default_model: Path, tmp_path: Path) -> 
             ({"image": "missing.png"}, "Input 0 has 'missing.png', which is no file"),
             ({"image": 3}, "Input 0 has no image"),
             (b"no image", "Input 0 is not an image in a supported format"),
+            (IMAGES[1], "Input 0 has 17 x 61 pixels; an image may have at most 1036"),
         ):
             with pytest.raises(InvalidRequestError, match=message):
                 llm.embed([wrong])
