@@ -22,6 +22,23 @@ async def test_wrong_body_is_400_with_field_and_value(client: httpx.AsyncClient,
         assert "truncate_prompt_tokens" not in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/embeddings", {"input": ["a", "b", "c"]}, "input"),
+        ("/v2/embed", {"texts": ["a", "b", "c"]}, "texts"),
+        ("/detokenize", {"tokens": [1, 2, 3]}, "tokens"),
+        ("/decode", {"ids": [[1], [2], [3]]}, "ids"),
+    ],
+)
+async def test_length_of_a_list_is_limited_before_its_entries_are_read(client, path, body, field, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.server.schemas.inputs.MAX_ENTRIES", 2)
+    response = await client.post(path, json=body)
+    assert response.status_code in (400, 422)
+    assert f"{field} has 3 entries; no request may have more than 2" in response.text
+    assert (await client.post(path, json={**body, field: body[field][:2]})).status_code == 200
+
+
 async def test_scores_of_a_request_are_limited(client: httpx.AsyncClient) -> None:
     body = {"input": ["a"] * 1001, "labels": [f"l{i}" for i in range(1000)]}
     response = await client.post("/classify", json=body)
