@@ -20,7 +20,7 @@ class Header:
         exif: EXIF data, which begin with a TIFF header; empty without any.
         xmp: XMP data; empty without any.
         orientation: The orientation, if the format has it elsewhere; None: it is in `exif` or `xmp`.
-        num_scans: Passes over the pixels of a progressive JPEG file.
+        num_decoded_pixels: Pixels of all scans or tiles; 0: width times height.
     """
 
     data: bytes
@@ -29,4 +29,4 @@ class Header:
     exif: bytes = b""
     xmp: bytes = b""
     orientation: int | None = None
-    num_scans: int = 1
+    num_decoded_pixels: int = 0

@@ -15,14 +15,14 @@ from typing import Final
 
 from ..protocol.config import IMAGE_PIXELS, MAX_IMAGE_PIXELS
 from .header import Header, ImageError
+from .jpeg import read_jpeg
 from .tiff import read_orientation, read_tiff
 
 FORMATS: Final = "PNG, JPEG, WebP, GIF, BMP or TIFF"
 _MAX_CHUNKS: Final = 65_536
-"""Chunks of a PNG or WebP file, and markers of a JPEG file. Each takes about a microsecond."""
-_MAX_SCAN_PIXELS: Final = 1_000_000_000
-"""Pixels of a progressive JPEG file times its scans; decoding takes up to 5 ns for each."""
-_COUNTED_BYTES: Final = 1 << 18
+"""Chunks of a PNG or WebP file. Each takes about a microsecond."""
+_MAX_DECODED_PIXELS: Final = 1_000_000_000
+"""Pixels of all scans or tiles of a file; decoding takes up to 5 ns for each."""
 _SHOWN_BYTES: Final = 12
 """Bytes of a file in an unknown format to show in the message."""
 _XMP_ORIENTATION: Final = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
@@ -30,10 +30,6 @@ _XMP_ORIENTATION: Final = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 _PNG_SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _PNG_CHUNKS: Final = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))
 _WEBP_CHUNKS: Final = frozenset((b"VP8X", b"VP8 ", b"VP8L", b"ALPH", b"ANIM", b"ANMF"))
-_SOI, _EOI, _SOS, _TEM = 0xD8, 0xD9, 0xDA, 0x01
-_JPEG_SIZE_MARKERS: Final = frozenset((*range(0xC0, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0)))
-_JPEG_PROGRESSIVE: Final = frozenset((0xC2, 0xC6, 0xCA, 0xCE))
-_JPEG_TABLES: Final = frozenset((0xC4, 0xCC, 0xDB, 0xDC, 0xDD))
 _BMP_RAW, _BMP_BITFIELDS = 0, 3
 _ISO_BRANDS: Final = frozenset(b"ftyp" + brand for brand in (b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix"))
 """AVIF and HEIC. Their decoders allocate frames of the size in the bitstream before they compare it with the header."""
@@ -66,6 +62,7 @@ class ImageFile:
         width: Pixels, before the orientation is applied.
         height: Likewise.
         orientation: The value of the EXIF tag Orientation, 1 to 8.
+        num_decoded_pixels: Pixels that are decoded: those of all scans of a JPEG file, and of all tiles of a TIFF file.
         num_bytes: Bytes of memory at most while the image is decoded and converted to RGB.
     """
 
@@ -74,6 +71,7 @@ class ImageFile:
     width: int
     height: int
     orientation: int
+    num_decoded_pixels: int
     num_bytes: int
 
 
@@ -96,10 +94,11 @@ def read_image_file(data: bytes, limits: ImageLimits) -> ImageFile:
     except (struct.error, IndexError, OverflowError):
         raise ImageError(f"is a truncated or corrupt {reader.name} file") from None
     _check_size(header.width, header.height, limits)
-    if header.num_scans * header.width * header.height > _MAX_SCAN_PIXELS:
+    num_decoded_pixels = max(header.num_decoded_pixels, header.width * header.height)
+    if num_decoded_pixels > _MAX_DECODED_PIXELS:
         raise ImageError(
-            f"is a progressive JPEG file of {header.width} x {header.height} pixels with {header.num_scans} scans, "
-            "which takes too long to decode; save it with fewer scans"
+            f"is a {reader.name} file of {header.width} x {header.height} pixels whose scans or tiles have "
+            f"{num_decoded_pixels} pixels together, which takes too long to decode; save it with fewer scans or tiles"
         )
     orientation = header.orientation
     if orientation is None:
@@ -110,6 +109,7 @@ def read_image_file(data: bytes, limits: ImageLimits) -> ImageFile:
         width=header.width,
         height=header.height,
         orientation=orientation,
+        num_decoded_pixels=num_decoded_pixels,
         num_bytes=header.width * header.height * reader.bytes_per_pixel,
     )
 
@@ -160,56 +160,6 @@ def _read_png(data: bytes) -> Header:
     else:
         raise ImageError(f"is a PNG file with more than {_MAX_CHUNKS} chunks")
     return Header(b"".join(kept), width, height, exif=exif, xmp=xmp)
-
-
-def _read_jpeg(data: bytes) -> Header:
-    """Keeps the tables and the pixels; leaves out application data except JFIF's and Adobe's, and comments."""
-    kept: list[bytes | memoryview] = [data[:2]]
-    exif, xmp = list[bytes](), b""
-    size: tuple[int, int] | None = None
-    start, is_progressive = 2, False
-    for _ in range(_MAX_CHUNKS):
-        start = data.find(b"\xff", start)
-        if start < 0:
-            raise ImageError("is a truncated JPEG file: it ends before the pixels")
-        while data[start] == 0xFF:
-            start += 1
-        marker = data[start]
-        start += 1
-        if marker in (0, _SOI, _TEM) or 0xD0 <= marker < _SOI:
-            continue
-        if marker == _EOI:
-            raise ImageError("is a truncated JPEG file: it ends before the pixels")
-        end = start + struct.unpack_from(">H", data, start)[0]
-        if marker == _SOS:
-            if size is None:
-                raise ImageError("is a corrupt JPEG file: its size is missing")
-            kept += (b"\xff\xda", memoryview(data)[start:])
-            num_scans = 1 + _count_scans(data, end) if is_progressive else 1
-            return Header(b"".join(kept), size[1], size[0], exif=b"".join(exif), xmp=xmp, num_scans=num_scans)
-        segment = data[start + 2 : end]
-        if marker in _JPEG_SIZE_MARKERS:
-            if size is not None:
-                raise ImageError("is a corrupt JPEG file: it has two sizes")
-            size = struct.unpack_from(">HH", segment, 1)
-            is_progressive = marker in _JPEG_PROGRESSIVE
-        elif marker == 0xE1 and segment.startswith(b"Exif\0\0"):
-            exif.append(segment[6:])
-        elif marker == 0xE1 and segment.startswith(b"http://ns.adobe.com/xap/1.0/\0"):
-            xmp = segment
-        is_colour = (marker == 0xE0 and segment.startswith(b"JFIF")) or (
-            marker == 0xEE and segment.startswith(b"Adobe")
-        )
-        if is_colour or marker in _JPEG_TABLES or marker in _JPEG_SIZE_MARKERS:
-            kept.append(b"\xff" + data[start - 1 : end])
-        start = end
-    raise ImageError(f"is a JPEG file with more than {_MAX_CHUNKS} markers before the pixels")
-
-
-def _count_scans(data: bytes, start: int) -> int:
-    """Counts the scans after `start`, in portions of a millisecond because `count` holds the interpreter lock."""
-    ends = range(start + _COUNTED_BYTES, len(data) + _COUNTED_BYTES, _COUNTED_BYTES)
-    return sum(data.count(b"\xff\xda", end - _COUNTED_BYTES, end + 1) for end in ends)
 
 
 def _read_gif(data: bytes) -> Header:
@@ -311,7 +261,7 @@ def _begins(*signatures: bytes) -> Callable[[bytes], bool]:
 
 _READERS: Final[Sequence[_Reader]] = (
     _Reader("PNG", "PNG", _read_png, _begins(_PNG_SIGNATURE), 12),
-    _Reader("JPEG", "JPEG", _read_jpeg, _begins(b"\xff\xd8\xff"), 16),
+    _Reader("JPEG", "JPEG", read_jpeg, _begins(b"\xff\xd8\xff"), 16),
     _Reader("GIF", "GIF", _read_gif, _begins(b"GIF87a", b"GIF89a"), 12),
     _Reader("WebP", "WEBP", _read_webp, lambda data: data.startswith(b"RIFF") and data[8:12] == b"WEBP", 20),
     _Reader("BMP", "BMP", _read_bmp, _begins(b"BM"), 12),

@@ -7,11 +7,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
+from ..daemon_threads import DaemonThreads
 from ..host import trim_heap
 from ..protocol.config import IMAGE_MEMORY
 from ..protocol.errors import (
@@ -79,7 +80,7 @@ class ImagePreprocessor:
         self._limits = limits
         self._memory = _DecodingMemory(max_decoding_bytes)
         self._num_workers = num_workers
-        self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="images")
+        self._threads = DaemonThreads(num_workers, "images")
         self._is_closed = False
 
     async def preprocess(
@@ -122,12 +123,12 @@ class ImagePreprocessor:
     def close(self) -> None:
         """Ends the worker threads. Waiting requests fail with EngineUnavailableError."""
         self._is_closed = True
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     async def _run(self, image: ImageInput, index: int, is_cancelled: Callable[[], bool]) -> ImagePatches:
         self._check_open()
         try:
-            future = self._executor.submit(self._work, image, index, is_cancelled)
+            future = self._threads.submit(partial(self._work, image, index, is_cancelled))
         except RuntimeError as error:  # no thread can be started
             raise EngineUnavailableError(f"The server cannot decode images at the moment: {error}.") from None
         try:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from .header import Header, ImageError
+from .jpeg import find_scans
 
 _MAX_TAGS: Final = 1_024
 _SIZES: Final = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4}
@@ -30,7 +31,7 @@ _KEPT: Final = frozenset(
 """Tags that decoding needs: sizes, sample formats, offsets, palette and tables of the compression."""
 _COMPRESSIONS: Final = frozenset((1, 2, 3, 4, 5, 7, 8, 32_773, 32_946))
 """None, CCITT, LZW, JPEG, deflate and PackBits."""
-_RAW: Final = 1
+_RAW, _JPEG = 1, 7
 _MAX_TILE_PIXELS: Final = 1 << 24
 _MAX_SAMPLES: Final = 6
 
@@ -61,7 +62,7 @@ def read_tiff(data: bytes) -> Header:
     order = "<" if data[:1] == b"I" else ">"
     start, num_entries, tags = _read_directory(data, order)
     width, height = _integer(tags, order, _WIDTH, 0), _integer(tags, order, _HEIGHT, 0)
-    _check_layout(tags, order, width, height, len(data))
+    num_decoded_pixels = _check_layout(tags, order, width, height, data)
     orientation = _integer(tags, order, _ORIENTATION, 0)
     xmp = tags[_XMP].data if _XMP in tags else b""
     kept = [tag.entry for number, tag in sorted(tags.items()) if number in _KEPT]
@@ -74,6 +75,7 @@ def read_tiff(data: bytes) -> Header:
         height,
         xmp=xmp,
         orientation=orientation if 1 <= orientation <= 8 else (None if xmp else 1),
+        num_decoded_pixels=num_decoded_pixels,
     )
 
 
@@ -124,8 +126,12 @@ def _read_directory(data: bytes, order: str) -> tuple[int, int, dict[int, _Tag]]
     return start, num_entries, tags
 
 
-def _check_layout(tags: Mapping[int, _Tag], order: str, width: int, height: int, file_size: int) -> None:
-    """Raises ImageError if the strips or tiles are more, or larger, than the image and the file."""
+def _check_layout(tags: Mapping[int, _Tag], order: str, width: int, height: int, data: bytes) -> int:
+    """Returns the pixels of all strips or tiles, counted once for each scan of a JPEG file in them.
+
+    Raises:
+        ImageError: The strips or tiles are more, or larger, than the image and the file.
+    """
     compression = _integer(tags, order, _COMPRESSION, _RAW)
     if compression not in _COMPRESSIONS:
         raise ImageError(f"is a TIFF file with compression {compression}, which is not supported; save it as PNG")
@@ -142,13 +148,20 @@ def _check_layout(tags: Mapping[int, _Tag], order: str, width: int, height: int,
     if not 1 <= samples <= _MAX_SAMPLES:
         raise ImageError(f"is a TIFF file with {samples} samples in a pixel; at most {_MAX_SAMPLES} are supported")
     num_planes = samples if _integer(tags, order, _PLANAR, 1) == 2 else 1
-    expected = -(-width // tile_width) * -(-height // tile_height) * num_planes
+    num_tiles = -(-width // tile_width) * -(-height // tile_height)
+    expected = num_tiles * num_planes
     offsets = tags.get(_TILE_OFFSETS if is_tiled else _STRIP_OFFSETS)
+    starts = _integers(offsets, order)
     sizes = _integers(tags.get(_TILE_BYTES if is_tiled else _STRIP_BYTES), order)
     if offsets is None or offsets.num_values > expected:
         raise ImageError(f"is a corrupt TIFF file: it needs {expected} strips or tiles")
-    if compression != _RAW and (len(sizes) != offsets.num_values or sum(sizes) > file_size):
+    if compression != _RAW and (not len(starts) == len(sizes) == offsets.num_values or sum(sizes) > len(data)):
         raise ImageError("is a corrupt TIFF file: its strips or tiles have no size, or are larger than the file")
+    num_scans = num_tiles
+    if compression == _JPEG:  # the sizes limit the work although several strips may have one offset
+        strips = zip(starts, sizes, strict=True)
+        num_scans = sum(find_scans(data, start, start + size).num_scans for start, size in strips)
+    return num_scans * tile_width * tile_height
 
 
 def _integer(tags: Mapping[int, _Tag], order: str, number: int, default: int) -> int:

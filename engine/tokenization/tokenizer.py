@@ -14,14 +14,15 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
+from ..daemon_threads import DaemonThreads
 from ..protocol.errors import (
     EngineError,
     EngineOverloadedError,
@@ -326,7 +327,7 @@ class TokenizerJobs:
         self._on_rejection = on_rejection
         self._chars_per_s = 0.0  # 0: not measured yet
         self._num_workers = num_workers
-        self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenizer")
+        self._threads = DaemonThreads(num_workers, "tokenizer")
         self._is_closed = False
         self._inline_budget = _INLINE_CHARS  # of this iteration of the event loop
         self._waiting: list[_Job] = []
@@ -379,7 +380,7 @@ class TokenizerJobs:
     def close(self) -> None:
         """Ends the worker threads. Pending jobs fail with EngineUnavailableError."""
         self._is_closed = True
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         for future in self._awaited:
             if not future.done():
                 future.set_exception(
@@ -433,7 +434,7 @@ class TokenizerJobs:
 
     def _submit(self, jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
         try:
-            self._executor.submit(self._work, jobs, loop)
+            self._threads.submit(partial(self._work, jobs, loop))
         except RuntimeError as error:  # no thread can be started
             rejection = EngineUnavailableError(f"The server cannot tokenize at the moment: {error}. Please try again.")
             _settle([(job.future, None, rejection) for job in jobs])

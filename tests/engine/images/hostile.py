@@ -37,11 +37,20 @@ def tiff_page(width: int, height: int, *others: tuple[int, int, int, int]) -> li
     return [(tag, *entry) for tag, entry in sorted(entries.items())]
 
 
-def jpeg_with_scans(num_scans: int) -> bytes:
-    """Returns a progressive JPEG file of 800 x 800 pixels that repeats its last scan."""
-    file = encoded(Image.new("L", (800, 800)), "JPEG", progressive=True)
+def jpeg_with_scans(num_scans: int, *, progressive: bool = True) -> bytes:
+    """Returns a JPEG file of 800 x 800 pixels that repeats its last scan."""
+    file = encoded(Image.new("L", (800, 800)), "JPEG", progressive=progressive)
     last = file.rindex(b"\xff\xda")
     return file[:last] + file[last:-2] * num_scans + b"\xff\xd9"
+
+
+_PADDED_TILE: Final = ((322, 16), (323, 1 << 20), (324, 512), (325, 16))
+"""Tags of TIFF: tiles of 16 x 1,048,576 pixels."""
+
+
+def _tiff_with_jpeg(jpeg: bytes) -> bytes:
+    file = tiff(tiff_page(800, 800, (259, 3, 1, 7), (279, 4, 1, len(jpeg))))
+    return file[:512] + jpeg
 
 
 def _truncated(format_: str) -> bytes:
@@ -82,7 +91,13 @@ def attacks() -> dict[str, tuple[bytes, str]]:
             jpeg.replace(struct.pack(">HH", 30, 40), struct.pack(">HH", 65_500, 65_500), 1),
             "65500 x 65500 pixels",
         ),
-        "jpeg with too many scans": (jpeg_with_scans(2_000), "scans, which takes too long"),
+        "jpeg with too many scans": (jpeg_with_scans(2_000), "takes too long to decode"),
+        "baseline jpeg with too many scans": (jpeg_with_scans(2_000, progressive=False), "takes too long to decode"),
+        "jpeg with too many markers between scans": (
+            jpeg[:-2] + b"\xff\xfe\0\2" * 70_000 + jpeg[-2:],
+            "more than 65536 markers",
+        ),
+        "tiff with scans in its strips": (_tiff_with_jpeg(jpeg_with_scans(2_000)), "takes too long to decode"),
         "jpeg without pixels": (jpeg[: jpeg.index(b"\xff\xda")], "ends before the pixels"),
         "jpeg that ends early": (jpeg.replace(b"\xff\xda", b"\xff\xd9"), "ends before the pixels"),
         "jpeg with too many markers": (b"\xff\xd8" + b"\xff\xd0" * 70_000, "65536 markers"),
@@ -122,6 +137,10 @@ def attacks() -> dict[str, tuple[bytes, str]]:
             tiff([*tiff_page(8, 8)[:5], *((tag, 4, 1, 1 << 20) for tag in (322, 323, 324, 325))]),
             "tiles or strips of 1048576 x 1048576 pixels",
         ),
+        "tiff with padded tiles": (
+            tiff([(256, 4, 1, 9_000), (257, 4, 1, 1), *((tag, 4, 1, size) for tag, size in _PADDED_TILE)]),
+            "takes too long to decode",
+        ),
         "tiff with odd compression": (tiff(tiff_page(8, 8, (259, 3, 1, 34_925))), "compression 34925"),
         "tiff of 60,000 x 60,000": (tiff(tiff_page(60_000, 60_000)), "60000 x 60000 pixels"),
     }  # fmt: skip
@@ -142,6 +161,7 @@ def large_but_valid() -> dict[str, bytes]:
         "png with colour profile bomb": png(100, 100, rows, (b"iCCP", b"k\0\0" + zlib.compress(bytes(50_000_000)))),
         "png with pixels for 50 MB": png(100, 100, zlib.compress(bytes(50_000_000))),
         "jpeg with 1,000 overlapping tags": jpeg[:2] + segment + jpeg[2:],
+        "jpeg with a video": jpeg + b"\xff\xda" * 1_000_000,
         "gif with 10,000 frames": gif[:-1] + frame * 10_000 + b";",
         "tiff that repeats its directory": tiff(tiff_page(8, 8), following=8),
     }

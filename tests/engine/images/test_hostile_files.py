@@ -118,8 +118,8 @@ def test_limits_of_pixels_are_checked() -> None:
 
 def test_scans_are_counted_across_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     data = jpeg_with_scans(40)
-    monkeypatch.setattr("penstock.engine.images.image_file._MAX_SCAN_PIXELS", 1)
+    monkeypatch.setattr("penstock.engine.images.image_file._MAX_DECODED_PIXELS", 1)
     for portion in (1, 2, 7, 100, 1 << 20):
-        monkeypatch.setattr("penstock.engine.images.image_file._COUNTED_BYTES", portion)
-        with pytest.raises(ImageError, match=f"800 x 800 pixels with {data.count(_SCAN)} scans"):
+        monkeypatch.setattr("penstock.engine.images.jpeg._SEARCHED_BYTES", portion)
+        with pytest.raises(ImageError, match=f"tiles have {800 * 800 * data.count(_SCAN)} pixels together"):
             _read(data)

@@ -1,6 +1,7 @@
 """ImagePreprocessor: order, errors of one image, memory, cancellation and shutdown."""
 
 import asyncio
+import subprocess
 import sys
 import threading
 
@@ -198,3 +199,9 @@ def test_missing_pillow_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.delitem(sys.modules, f"penstock.engine.images.{name}", raising=False)
     with pytest.raises(MachineError, match=r"needs Pillow .* Run pip install 'penstock\[images\]'"):
         ImagePreprocessor(_SPEC, num_workers=1)
+
+
+def test_process_ends_while_an_image_is_decoded() -> None:
+    code = "from penstock.engine.daemon_threads import DaemonThreads; import threading\nbegun = threading.Event()\n"
+    code += "DaemonThreads(1, 'a').submit(lambda: begun.set() or threading.Event().wait())\nbegun.wait()"
+    assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60, check=False).returncode == 0
