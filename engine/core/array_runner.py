@@ -32,7 +32,7 @@ from .runner import (
     ForwardTime,
     KvSlots,
     PoolingRunner,
-    check_allocations,
+    allocations_of,
     num_long_tokens,
 )
 from .warm_up import warm_up
@@ -160,11 +160,13 @@ class ArrayRunner(PoolingRunner[Floats]):
         """
         start = _ForwardStart.now(chunks)
         try:
-            if not check_allocations(chunks):
+            allocations = allocations_of(chunks)
+            if all(allocation is None for allocation in allocations):
                 batch = PackedArrays.build([c.sequence.tokens for c in chunks], adapters=self._adapters(chunks))
                 return self._begin(chunks, batch, start)
             assert self._kv_cache is not None, "only a runner with KV blocks runs chunks"
-            kv_blocks = BatchBlocks(self._kv_cache, *KvSlots.of(chunks, self._config.cache.kv_block_size))
+            slots = KvSlots.of(chunks, allocations, self._config.cache.kv_block_size)
+            kv_blocks = BatchBlocks(self._kv_cache, *slots)
             starts = [c.start for c in chunks]
             batch = PackedArrays.build([c.tokens for c in chunks], starts, kv_blocks, self._adapters(chunks))
             if not start.chunk_tokens:

@@ -31,7 +31,7 @@ from .loading.cpu_dtype import load_fastest
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
 from .loading.weights_loader import load_dense, load_model, load_token_heads, torch_dtype
-from .runner import CompletedForward, ForwardTime, PoolingRunner, check_allocations, num_long_tokens
+from .runner import CompletedForward, ForwardTime, PoolingRunner, allocations_of, num_long_tokens
 from .warm_up import GpuWarmUp, SampleBatches, warm_up
 
 logger = logging.getLogger("penstock.engine")
@@ -183,10 +183,11 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
     def _begin(self, chunks: Sequence[PrefillChunk]) -> CompletedForward | DeviceForward:
         cache = None
         adapters = self._adapters(chunks)
-        if check_allocations(chunks):
+        allocations = allocations_of(chunks)
+        if any(allocation is not None for allocation in allocations):
             assert self._memory is not None, "only a runner with memory for chunks runs chunks"
             self._memory.restore(chunks)
-            cache = self._memory.batch_cache(chunks)
+            cache = self._memory.batch_cache(chunks, allocations)
         if cache is None:
             batch = PackedBatch.build([chunk.sequence.tokens for chunk in chunks], self._device, adapters=adapters)
         else:

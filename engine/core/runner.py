@@ -275,15 +275,16 @@ class PoolingRunner(Runner, Generic[R]):
         return self._pooling_states.with_cursors(metadata)
 
 
-def check_allocations(chunks: Sequence[PrefillChunk]) -> bool:
-    """Returns whether a sequence of a batch has an allocation.
+def allocations_of(chunks: Sequence[PrefillChunk]) -> list[Allocation | None]:
+    """Returns the allocation of each chunk's sequence. A forward reads them once: a cancellation sets them to None.
 
     Raises:
         ValueError: A chunk has no allocation because its request was cancelled. The other chunks can run again.
     """
-    if any(chunk.sequence.is_long and chunk.sequence.allocation is None for chunk in chunks):
+    allocations = [chunk.sequence.allocation for chunk in chunks]
+    if any(a is None and (c.start or c.sequence.is_long) for c, a in zip(chunks, allocations, strict=True)):
         raise ValueError("a chunk lost its memory before it ran")
-    return any(chunk.sequence.allocation is not None for chunk in chunks)
+    return allocations
 
 
 def num_long_tokens(chunks: Sequence[PrefillChunk]) -> int:
@@ -316,9 +317,8 @@ class KvSlots(NamedTuple):
     slots: NDArray[np.int64]
 
     @classmethod
-    def of(cls, chunks: Sequence[PrefillChunk], block_size: int) -> KvSlots:
+    def of(cls, chunks: Sequence[PrefillChunk], allocations: Sequence[Allocation | None], block_size: int) -> KvSlots:
         """Returns the slots of chunks. Chunks without an allocation store nothing."""
-        allocations = [chunk.sequence.allocation for chunk in chunks]
         blocks = [_NO_BLOCKS if a is None else np.asarray(a.block_ids, np.int64) for a in allocations]
         read = [b[: -(-c.end // block_size)] if c.start else _NO_BLOCKS for c, b in zip(chunks, blocks, strict=True)]
         tables = np.zeros((len(chunks), max(map(len, read))), np.int32)

@@ -53,20 +53,23 @@ class ChunkMemory:
         self._ssm = SsmStates.allocate(spec, 2 * plan.num_slots, dtype, device) if spec.ssm_layers else None
         self._uses: defaultdict[InputSequence, _SlotUse] = defaultdict(_SlotUse)
 
-    def batch_cache(self, chunks: Sequence[PrefillChunk]) -> BatchCache | None:
+    def batch_cache(
+        self, chunks: Sequence[PrefillChunk], allocations: Sequence[Allocation | None]
+    ) -> BatchCache | None:
         """Returns the cache for a forward over `chunks`, with indices on the host; None if no chunk uses the cache.
 
         Args:
             chunks: First the chunks that start a sequence, then the later chunks.
+            allocations: The allocation of each chunk's sequence.
         """
-        if all(c.sequence.allocation is None for c in chunks):
+        if all(allocation is None for allocation in allocations):
             return None
         num_new = sum(c.start == 0 for c in chunks)
         cache: dict[str, Tensor | None] = {}
         if self._kv is not None:
-            cache |= _kv_slots(chunks, num_new, self._kv.block_size)
+            cache |= _kv_slots(KvSlots.of(chunks, allocations, self._kv.block_size), num_new)
         if self._ssm is not None:
-            cache |= self._state_slots(chunks)
+            cache |= self._state_slots(chunks, allocations)
         return BatchCache(
             num_new_seqs=num_new,
             num_new_tokens=sum(c.num_tokens for c in chunks[:num_new]),
@@ -112,10 +115,12 @@ class ChunkMemory:
         """Drops the saved states of a sequence that has ended."""
         self._uses.pop(sequence, None)
 
-    def _state_slots(self, chunks: Sequence[PrefillChunk]) -> dict[str, Tensor | None]:
+    def _state_slots(
+        self, chunks: Sequence[PrefillChunk], allocations: Sequence[Allocation | None]
+    ) -> dict[str, Tensor | None]:
         """Returns the indices of the states to read and to write."""
-        allocated = [(i, c, c.sequence.allocation) for i, c in enumerate(chunks)]
-        written = [(i, c, self._uses[c.sequence], a) for i, c, a in allocated if a is not None]
+        allocated = enumerate(zip(chunks, allocations, strict=True))
+        written = [(i, c, self._uses[c.sequence], a) for i, (c, a) in allocated if a is not None]
         read = [(i, use, a) for i, c, use, a in written if c.start]
         return {
             "load_indices": _indices([i for i, *_ in read]),
@@ -130,9 +135,8 @@ class ChunkMemory:
         return allocation.state_slot + (use.buffer ^ is_next) * self._num_slots
 
 
-def _kv_slots(chunks: Sequence[PrefillChunk], num_new: int, block_size: int) -> dict[str, Tensor | None]:
+def _kv_slots(kv: KvSlots, num_new: int) -> dict[str, Tensor | None]:
     """Returns the block tables of the later chunks, and the slot of every row that is stored."""
-    kv = KvSlots.of(chunks, block_size)
     stored = np.flatnonzero(kv.slots >= 0)
     return {
         "block_tables": torch.from_numpy(kv.block_tables[num_new:]),

@@ -202,7 +202,7 @@ class ChunkedRun:
         for part in parts:
             if part.start == 0 and part.is_last:  # nothing of a whole sequence is stored
                 part.sequence.allocation = None
-        cache = self.memory.batch_cache(parts)
+        cache = self.memory.batch_cache(parts, [part.sequence.allocation for part in parts])
         self.memory.advance(parts)
         starts = [start for _, start, _ in chunks]
         return PackedBatch.build([part.tokens for part in parts], self.device, starts=starts, cache=cache)
