@@ -437,7 +437,8 @@ class Replica:
             case StepResults():
                 pass
             case RequestFailed():
-                self._settle(message.request_id, _FAILURES.get(message.kind, ModelExecutionError)(message.message))
+                kind = _FAILURES.get(message.kind, ModelExecutionError)
+                self._settle(message.request_id, kind(message.message, param=message.param))
                 return
             case PrefixCacheCleared():
                 clearing = self._clearings.get(message.request_id)

@@ -40,6 +40,9 @@ _LOOKUPS_PER_S: Final = 150.0
 """Failed lookups of short texts. They take less than a tenth of a core."""
 _TOKENS_PER_LOOKUP: Final = 250
 """Tokenizing this many tokens takes as long as all other work for a request."""
+_MAX_DEBT_S: Final = 5.0
+"""Longest time without lookups. The tokens of one huge request would otherwise stop the cache hits of all clients for a
+minute. Such requests may therefore use about one core while the queue is full."""
 
 
 class LookupRateLimit:
@@ -63,7 +66,7 @@ class LookupRateLimit:
     def spend(self, num_tokens: int) -> None:
         """Counts a rejected request and the tokens of its lookup."""
         self._refill()
-        self._left -= 1 + num_tokens / _TOKENS_PER_LOOKUP
+        self._left = max(self._left - 1 - num_tokens / _TOKENS_PER_LOOKUP, -_MAX_DEBT_S * _LOOKUPS_PER_S)
 
     def _refill(self) -> None:
         now_s = self._clock_s()

@@ -429,7 +429,7 @@ class EngineCore:
                 self._send_failure(request, error)
 
     def _send_failure(self, request: Request, error: EngineError) -> None:
-        self._send(RequestFailed(request.request_id, type(error).__name__, error.message), [])
+        self._send(RequestFailed(request.request_id, type(error).__name__, error.message, error.param), [])
 
     def _deliver(self, batch: Batch, forwards: list[ChunkOutputs], started_s: float, ended_s: float) -> None:
         """Finishes a batch and sends the results of its forwards. A result with NaN or inf fails its request."""

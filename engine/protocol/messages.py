@@ -259,11 +259,12 @@ class PrefixCacheCleared(msgspec.Struct, tag=True, frozen=True):
 
 
 class RequestFailed(msgspec.Struct, tag=True, frozen=True):
-    """Core to client: a request failed as a whole. `kind` is a class name of errors.py."""
+    """Core to client: a request failed as a whole. `kind` is a class name of errors.py; `param` as in EngineError."""
 
     request_id: int
     kind: str
     message: str
+    param: str | None = None
 
 
 ToCore = Start | Attach | ClientMessage | Stop

@@ -124,9 +124,10 @@ async def test_failed_request_raises_the_error_of_the_core(
     dispatcher: Dispatcher, core: FakeCore, kind: str, error: type[errors.EngineError]
 ) -> None:
     failed, other = await begin(dispatcher, 5), await begin(dispatcher, 6)
-    core.replica.receive(RequestFailed(core.requests[0].request_id, kind, "why"), [])
+    core.replica.receive(RequestFailed(core.requests[0].request_id, kind, "why", "input"), [])
     with pytest.raises(error, match=r"^why$") as caught:
         await failed
     assert type(caught.value) is error
+    assert caught.value.param == "input"
     core.answer((1, 0))
     assert values(await other) == [6]

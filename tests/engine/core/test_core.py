@@ -16,6 +16,7 @@ from penstock.engine.protocol.messages import (
     LoadFailed,
     ModelReady,
     PrefixCacheCleared,
+    RequestFailed,
     StepLoad,
     StepResults,
     SubmitRequest,
@@ -115,6 +116,7 @@ def test_too_long_sequence_is_rejected_alone() -> None:
     kind, message = driver.failures[1]
     assert kind == "InvalidRequestError"
     assert message.startswith("The request cannot run: a sequence has 65 tokens; it must have 1 to 64.")
+    assert [m.param for m in driver.messages if isinstance(m, RequestFailed)] == ["input"]
     assert driver.results == {2: {0: [64.0]}}
 
 
