@@ -9,6 +9,7 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
+from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
@@ -171,6 +172,11 @@ async def test_get_responses_fit_the_document(serving, engine) -> None:
         for path in (path for method, path in OPERATIONS if method == "get"):
             response = await client.get(path.replace("{name}", "served"))
             assert response.status_code == 200
+            check_response("get", path, response)
+        engine.state = EngineState.DEAD
+        for path in ("/health", "/health/live", "/health/ready"):
+            response = await client.get(path)
+            assert response.status_code == 503
             check_response("get", path, response)
     parameters = OPERATIONS["get", "/v1/models/{name}"]["parameters"]
     assert parameters[0]["example"] == "served"

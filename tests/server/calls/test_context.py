@@ -35,6 +35,18 @@ async def test_hang_up_cancels_the_request() -> None:
         await asyncio.Event().wait()
 
 
+async def test_first_end_counts_and_a_late_one_cancels_nothing() -> None:
+    watch, task = context.ClientWatch(request_of(asyncio.Queue())), asyncio.current_task()
+    assert task is not None
+    with pytest.raises(RequestCancelledError, match="first"), watch:
+        for message in ("first", "second"):
+            watch._end(RequestCancelledError(message))
+        await asyncio.Event().wait()
+    watch._end(RequestCancelledError("late"))
+    await asyncio.sleep(0)
+    assert task.cancelling() == 0
+
+
 async def test_deadline_error_of_a_route_without_limits_is_raised_unchanged() -> None:
     error = DeadlineExceededError("The deadline passed.")
     with pytest.raises(DeadlineExceededError) as raised, context.ClientWatch(request_of(asyncio.Queue())):
