@@ -38,10 +38,15 @@ async def test_hang_up_cancels_the_request() -> None:
 async def test_first_end_counts_and_a_late_one_cancels_nothing() -> None:
     watch, task = context.ClientWatch(request_of(asyncio.Queue())), asyncio.current_task()
     assert task is not None
-    with pytest.raises(RequestCancelledError, match="first"), watch:
-        for message in ("first", "second"):
-            watch._end(RequestCancelledError(message))
-        await asyncio.Event().wait()
+
+    async def end_twice() -> None:
+        with watch:
+            for message in ("first", "second"):
+                watch._end(RequestCancelledError(message))
+            await asyncio.Event().wait()
+
+    with pytest.raises(RequestCancelledError, match="first"):
+        await end_twice()
     watch._end(RequestCancelledError("late"))
     await asyncio.sleep(0)
     assert task.cancelling() == 0
