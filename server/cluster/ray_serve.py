@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -32,6 +32,8 @@ _CLOSE_S: Final = 10.0
 """Seconds for an engine to end after the drain timeout."""
 _RETRY_AFTER_S: Final = 1.0
 _KEEP_ALIVE_S: Final = 120  # as in `penstock serve`
+_SLEEP_S: Final = 1.0
+"""Maximum seconds between a signal and its handler, if the signal arrives just before a sleep begins."""
 _PROXY_FLAGS: Final = {
     "host": "--host",
     "port": "--port",
@@ -67,7 +69,8 @@ def serve_on_ray(mounts: Sequence[Mount], settings: RayServeSettings) -> None:
             if settings.detach:
                 ours.clear()
                 return
-            threading.Event().wait()
+            while True:  # a signal in Event.wait may raise RuntimeError instead of KeyboardInterrupt
+                time.sleep(_SLEEP_S)
         except KeyboardInterrupt:
             logger.info("stopping on a signal")
         finally:
