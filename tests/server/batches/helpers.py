@@ -61,6 +61,12 @@ def lines(numbers: range, **body: object) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
+def record(**more: object) -> BatchRecord:
+    names = "id", "owner", "endpoint", "input_file_id", "output_id", "error_id", "completion_window"
+    numbers = {"output_expires_s": 1, "created_at": 2, "expires_at": 3}
+    return BatchRecord(**dict.fromkeys(names, "x"), **numbers, metadata=None, **more)
+
+
 async def upload(batches: Batches, content: bytes, owner: str = "me", seconds: int = 3600) -> str:
     parts = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": str(seconds)}
     form = b"".join(

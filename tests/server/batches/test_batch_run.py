@@ -16,11 +16,23 @@ from penstock.server.batches.batch_run import _MAX_REJECTED, BatchRun, _retry_de
 from penstock.server.batches.input_lines import BatchInput, CheckResult
 from penstock.server.batches.internal_client import RouteResponse
 from penstock.server.batches.output_writer import OutputWriter
-from penstock.server.batches.records import BatchRecord, BatchStatus, LineError
+from penstock.server.batches.records import BatchStatus, LineError
 from penstock.server.batches.store import Store
 
 from ...waiting import until
-from .helpers import Routes, begin, create, killed, lines, numbers, until_completed, until_status, upload, written
+from .helpers import (
+    Routes,
+    begin,
+    create,
+    killed,
+    lines,
+    numbers,
+    record,
+    until_completed,
+    until_status,
+    upload,
+    written,
+)
 
 
 @pytest.mark.parametrize("seconds", [3599.7, 3600])
@@ -52,12 +64,6 @@ def test_rejected_line_waits_longer_each_time(monkeypatch, header: bytes | None,
         monkeypatch.setattr("random.uniform", lambda least, most: {1.0: least, 1.25: most}[jitter])  # noqa: B023
         assert [_retry_delay_s(response, number) for number in range(8)] == [jitter * delay for delay in delays]
     assert _retry_delay_s(response, 10**6) == 1.25 * 30
-
-
-def record(**more: object) -> BatchRecord:
-    names = "id", "owner", "endpoint", "input_file_id", "output_id", "error_id", "completion_window"
-    numbers = {"output_expires_s": 1, "created_at": 2, "expires_at": 3}
-    return BatchRecord(**dict.fromkeys(names, "x"), **numbers, metadata=None, **more)
 
 
 @pytest.mark.parametrize(
