@@ -51,13 +51,17 @@ async def metrics_app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body"})
 
 
-async def test_each_port_has_its_application_and_both_count_connections() -> None:
+async def test_each_port_has_its_application_and_both_count_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    create = Mock(wraps=loop.create_server)
+    monkeypatch.setattr(loop, "create_server", create)
     get = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     async with running(app, metrics_app=metrics_app) as (server, port):
         ports = [listener.sockets[0].getsockname()[1] for listener in server.servers]
         assert (len(ports), ports[0]) == (2, port)
         assert [(await ask(each, get, get))[1].status for each in ports] == [200, 204]
         assert server.server_state.total_requests == 4
+    assert [call.kwargs["backlog"] for call in create.call_args_list] == [2048, 2048]
 
 
 async def test_signal_reloads_the_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
