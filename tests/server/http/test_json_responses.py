@@ -131,6 +131,8 @@ async def test_large_response_has_the_bytes_of_a_small_one(form, kind: Any, dtyp
     assert max(map(len, parts)) < 4 * PART_BYTES
     assert headers["content-type"] == small_headers["content-type"]
     assert headers.get("metadata") == small_headers.get("metadata")
+    is_bytes = form in (EncodingFormat.BYTES, EncodingFormat.BYTES_ONLY)
+    assert headers.get("content-length") == (str(len(body)) if is_bytes else None)
 
 
 async def test_disconnect_ends_the_response() -> None:
