@@ -137,10 +137,25 @@ def test_gguf_of_jina_bert_equals_its_reference(executor, load, resolve, pack, s
     assert_close(model.forward(pack(sequences)).hidden_states, expected, 1e-4)
 
 
-def test_rope_scaling_of_gguf_is_read(save_gguf, load_on_torch, resolve, pack, sequences):
-    scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
-    config = DECODER | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}}
-    path, reference = save_gguf("qwen3", "Qwen3Model", config, **scaling)
+@pytest.mark.parametrize(
+    ("architecture", "class_name", "config", "values", "rope"),
+    [
+        (
+            *("qwen3", "Qwen3Model", DECODER),
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+            {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
+        ),
+        (
+            *("nomic-bert", "NomicBertModel", SIZES),
+            {"rope.freq_base": 50.0},
+            {"rope_type": "default", "rope_theta": 50.0},
+        ),
+    ],
+)
+def test_rope_of_gguf_is_read(
+    architecture, class_name, config, values, rope, save_gguf, load_on_torch, resolve, pack, sequences
+):
+    path, reference = save_gguf(architecture, class_name, config | {"rope_parameters": rope}, **values)
     rows = load_on_torch(resolve(path)).forward(pack(sequences)).hidden_states
     assert_close(rows, rows_of(reference, sequences))
 

@@ -182,7 +182,7 @@ def test_limits_of_patches_are_read(tmp_path: Path) -> None:
     limits = {"shortest_edge": 4_096, "longest_edge": 4_096}
     assert _read_area(tmp_path, _QWEN_VALUES | {"size": limits}, {}).max_patches == 16
     spec = _read_fill(tmp_path, {"max_soft_tokens": 70, "pooling_kernel_size": 2}, {"position_embedding_size": 140})
-    assert (spec.max_patches, spec.merge_size) == (280, 2)
+    assert (spec.max_patches, spec.merge_size, spec.size) == (280, 2, (0, 0))
     longest = {edge: _TILE_VALUES | {"size": {"longest_edge": edge}} for edge in (513, 4_096)}
     assert [_read_tiles(tmp_path, values).max_patches for values in longest.values()] == [5, 65]
     for values, vision, message in (

@@ -1,10 +1,11 @@
-"""Tensors that are copied in one buffer keep dtype, shape, bits and alignment."""
+"""Tensors that are copied in one buffer keep dtype, shape, bits and alignment; groups of masked tokens."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.executors.torch.packed_batch import packed, views
+from penstock.engine.executors.torch.packed_batch import MaskedTokens, packed, views
 
 CPU = torch.device("cpu")
 
@@ -37,3 +38,10 @@ def test_views_of_packed_buffer_equal_tensors(seed: int) -> None:
         assert bits(view) == bits(tensor)
         assert not tensor.numel() or (view.data_ptr() - buffer.data_ptr()) % 256 == 0
     assert packed([]).shape == (0,)
+
+
+def test_sequences_with_masked_tokens_are_grouped_by_length() -> None:
+    groups = MaskedTokens.of(np.array([3, 2, 3, 2, 3], np.int32), np.array([1, 0, 0, 1, 2], np.int32))
+    assert [group.rows.tolist() for group in groups] == [[[8, 9]], [[0, 1, 2], [10, 11, 12]]]
+    visible = [[[True, False]], [[True, True, False], [True, False, False]]]
+    assert [group.is_visible.tolist() for group in groups] == visible
