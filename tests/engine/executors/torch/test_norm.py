@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.engine.executors.torch.layers.norm import LayerNorm, Residual, RmsNorm
+from penstock.engine.executors.torch.layers.norm import LayerNorm, Residual, RmsNorm, load_norm
+from penstock.engine.executors.torch.layers.weights import Weights
+from penstock.engine.families.spec import Bias, NormSpec
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
@@ -27,6 +29,26 @@ def test_rms_norm_is_rounded_once(dtype):
     normed = RmsNorm(weight, 1e-6)(x)
     assert normed.dtype == dtype
     torch.testing.assert_close(normed.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+class Tensors(dict):
+    """A checkpoint in memory."""
+
+    read = dict.__getitem__
+
+
+def test_weights_of_norms_on_the_cpu_are_float32():
+    stored = torch.randn(4)
+    weights = Weights(Tensors({"n.weight": stored}), torch.bfloat16, torch.device("cpu"))
+    for expected, options in (
+        (stored, {"name": "n", "bias": Bias.OPTIONAL}),
+        (stored + 1, {"name": "n", "is_rms": True, "offset": 1.0}),
+        (torch.ones(4), {"name": None, "is_rms": True}),
+    ):
+        norm = load_norm(weights, NormSpec(size=4, eps=1e-6, **options)).norm
+        assert norm.weight.dtype == torch.float32
+        assert torch.equal(norm.weight, expected)
+        assert norm.bias is None
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
