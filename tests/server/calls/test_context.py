@@ -1,6 +1,8 @@
 """ClientWatch: hang-ups of clients behind an ASGI server other than ours, and errors of routes without a model."""
 
 import asyncio
+import math
+from unittest.mock import Mock
 
 import pytest
 from starlette.requests import Request
@@ -8,6 +10,8 @@ from starlette.types import Message
 
 from penstock.engine.protocol.errors import DeadlineExceededError, RequestCancelledError
 from penstock.server.calls import context
+
+from ...waiting import loop_iterations
 
 
 def request_of(messages: "asyncio.Queue[Message]") -> Request:
@@ -50,6 +54,23 @@ async def test_first_end_counts_and_a_late_one_cancels_nothing() -> None:
     watch._end(RequestCancelledError("late"))
     await asyncio.sleep(0)
     assert task.cancelling() == 0
+
+
+async def test_request_without_a_deadline_sets_no_endless_timer(serving, engine, monkeypatch) -> None:
+    """uvloop rejects a timer that never ends."""
+    loop = asyncio.get_running_loop()
+    call_later = Mock(wraps=loop.call_later)
+    monkeypatch.setattr(loop, "call_later", call_later)
+    engine.gate = asyncio.Event()
+    async with serving(engine, request_timeout_s=0) as client:
+        request = asyncio.create_task(client.post("/v1/embeddings", json={"input": "a"}))
+        await engine.entered.wait()
+        await loop_iterations()
+        engine.gate.set()
+        assert (await request).status_code == 200
+    delays = [call.args[0] for call in call_later.call_args_list]
+    assert context.WATCH_AFTER_S in delays
+    assert max(delays) < math.inf
 
 
 async def test_deadline_error_of_a_route_without_limits_is_raised_unchanged() -> None:
