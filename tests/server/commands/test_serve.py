@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 import shutil
@@ -72,6 +73,20 @@ def test_machine_is_shared_by_the_engines_in_memory(max_loaded: int | None, num_
     with pytest.raises(UsageError):
         serve.serve(ServerSettings(max_loaded_models=max_loaded), plans)
     assert served.call_args.args[2] == num_engines
+
+
+@pytest.mark.usefixtures("_restored_signals")
+@pytest.mark.parametrize("has_started", [True, False])
+def test_server_that_has_not_started_exits_with_an_error(has_started: bool, tmp_path: Path, monkeypatch) -> None:
+    server = Mock(started=has_started)
+    monkeypatch.setattr(serve, "HttpServer", Mock(return_value=server))
+    monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
+    settings = ServerSettings(host="127.0.0.1", port=0)
+    with contextlib.nullcontext() if has_started else pytest.raises(SystemExit) as ended:
+        serve.serve(settings, [plan(model(tmp_path / "a"), "a")])
+    assert has_started or ended.value.code == serve.START_FAILED
+    (listener,) = server.run.call_args.kwargs["sockets"]
+    listener.close()
 
 
 @pytest.mark.parametrize(
