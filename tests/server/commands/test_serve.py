@@ -3,6 +3,7 @@ import json
 import math
 import shutil
 import signal
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +121,12 @@ def test_one_device_is_used_by_several_processes(given: dict[str, Any], device: 
 def test_unusable_metrics_port_is_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         serve.bound_sockets(load(ServerSettings, {"host": "127.0.0.1", **settings}))
+
+
+def test_port_of_a_stopped_server_can_be_bound_at_once() -> None:
+    for listener in serve.bound_sockets(ServerSettings(host="127.0.0.1", port=0, metrics_port=0)):
+        with listener:
+            assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
 
 
 def test_contradicting_devices_are_rejected() -> None:
