@@ -9,8 +9,8 @@ from penstock.server.bench.report import Point, Result, table
 
 
 def test_rounds_add_up_to_their_total() -> None:
-    first = Round(4, 40, 2.0, [0.4, 0.1], client_s=0.5)
-    second = Round(2, 5, 1.0, [0.25], client_s=1.0)
+    first = Round(4, 40, 2.0, [0.4004567, 0.1], client_s=0.5)
+    second = Round(2, 5, 1.0, [0.2501234], client_s=1.0)
     second.errors["status 429"] += 3
     result = Result(Point(2, None), "u", [first, second])
     found = result.as_json()
@@ -24,7 +24,7 @@ def test_rounds_add_up_to_their_total() -> None:
         "seconds": 3.0,
         "texts_per_s": 2.0,
         "tokens_per_s": 15.0,
-        "latency_ms": {"p50": 250, "p90": 400, "p99": 400, "p99.9": 400, "mean": 250, "max": 400},
+        "latency_ms": {"p50": 250.123, **dict.fromkeys(("p90", "p99", "p99.9", "max"), 400.457), "mean": 250.193},
         "errors": {"status 429": 3},
         "client_share": 0.5,
     }

@@ -3,7 +3,7 @@
 import itertools
 import json
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from fastapi import HTTPException
@@ -127,6 +127,14 @@ async def test_values_of_large_bodies_use_body_memory(serving, engine) -> None:
         assert not engine.calls
         memory.add("another client", -memory.used)
         assert (await client.post("/v1/embeddings", content=body)).status_code == 200
+
+
+async def test_missing_keys_of_a_message_have_the_defaults_of_asgi() -> None:
+    receive = AsyncMock(
+        side_effect=[{"type": "http.request", "more_body": True}, {"type": "http.request", "body": b"7"}]
+    )
+    assert await json_reader().read(scope(), receive) == 7
+    assert receive.await_count == 2
 
 
 def edits_between(a: str, b: str) -> int:

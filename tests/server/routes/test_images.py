@@ -241,6 +241,7 @@ WRONG = [
     ("data:image/png;base64,AAA", "a data URI whose base64 is not valid"),
     ("data:image/png;base64,AA=A", "a data URI whose base64 is not valid"),
     ("data:image/png;base64,AAAAA===", "= before its end"),
+    ("=AAA", "= before its end"),
     ("data:image/png;base64,AA-_", "a data URI whose base64 is not valid"),
     ("data:image/png;base64,AAAA\n", "a data URI whose base64 is not valid"),
     ("data:image/png;base64,ÄAAA", "a data URI whose base64 is not valid"),
