@@ -137,6 +137,14 @@ def test_batches_fit_a_small_budget() -> None:
     assert batches == chunks + kinds + products
 
 
+@pytest.mark.parametrize("has_types", [False, True])
+def test_sample_sequence_has_types_and_a_prompt_like_the_model(has_types: bool) -> None:
+    info, tokenizer = replace(model(), include_prompt=has_types), replace(TOKENIZER, uses_token_types=has_types)
+    samples = SampleBatches(info, tokenizer)
+    tokens = samples.sequence(3, 9, samples.default_params()[0]).tokens
+    assert (len(tokens), tokens.type_boundary, tokens.num_skipped_tokens) == ((9, 4, 0) if has_types else (9, 0, 1))
+
+
 def test_warm_up_skips_batches_without_memory(caplog: pytest.LogCaptureFixture) -> None:
     def run(chunks: Sequence[PrefillChunk]) -> None:
         if sum(chunk.num_tokens for chunk in chunks) == 1024:

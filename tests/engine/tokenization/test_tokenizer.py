@@ -211,6 +211,8 @@ async def test_on_count_is_called_before_results_are_made(pool: TokenizerPool) -
     with pytest.raises(InvalidRequestError, match="too many tokens"):
         await pool.token_ids(["the fox", "!" * 2_000_000], add_special_tokens=False, on_count=count)
     assert counts[2:] == [2, 2 + 250_000 - 64, 2 + 2 * (250_000 - 64)]
+    await pool.token_ids([" " * 250_001], add_special_tokens=False, on_count=count)
+    assert counts[5:] == [0, 0, 0]
 
 
 # Very long texts -------------------------------------------------------------------------------------------------
