@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from penstock.server.commands import cli
-from penstock.server.commands.model_plans import model_and_names
+from penstock.server.commands.model_plans import NAMES, model_and_names
 
 from ..bodies import table
 
@@ -104,14 +104,17 @@ def test_sigterm_ends_a_command_only_while_it_runs(command: str, monkeypatch: py
     ],
 )
 def test_completed_command_has_code_0(command: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    sweep = Mock(results=[1], report=lambda: "table")
-    monkeypatch.setattr("penstock.server.embed_jobs.run.embed_file", Mock())
+    sweep, embed_file = Mock(results=[1], report=lambda: "table"), Mock()
+    monkeypatch.setattr("penstock.server.embed_jobs.run.embed_file", embed_file)
     monkeypatch.setattr("penstock.server.bench.sweep.Sweep", Mock(return_value=sweep))
     evaluate = Mock(side_effect=lambda url, folders, settings: iter([{"folder": str(*folders)}, {"scores": {}}]))
     monkeypatch.setattr("penstock.server.quality.evaluate.evaluate", evaluate)
     assert cli.main(command.split()) == 0
     assert capsys.readouterr().out == shown
     assert sweep.draw.called is command.startswith("bench")
+    if embed_file.called:
+        file, settings, model, name = embed_file.call_args.args
+        assert (file, settings.output, Path(model).is_dir(), name) == ("in.txt", "out.npy", True, NAMES[0])
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
