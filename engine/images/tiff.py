@@ -16,7 +16,7 @@ from .jpeg import find_scans
 _MAX_TAGS: Final = 1_024
 _SIZES: Final = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4}
 """Bytes of a value, by its type."""
-_INTEGERS: Final = {1: "B", 3: "H", 4: "I"}
+_INTEGERS: Final = {1: "B", 3: "H", 4: "I", 6: "b", 8: "h", 9: "i"}
 _WIDTH, _HEIGHT, _COMPRESSION, _ORIENTATION, _SAMPLES, _PLANAR = 256, 257, 259, 274, 277, 284
 _STRIP_OFFSETS, _ROWS_PER_STRIP, _STRIP_BYTES = 273, 278, 279
 _TILE_WIDTH, _TILE_HEIGHT, _TILE_OFFSETS, _TILE_BYTES = 322, 323, 324, 325
@@ -172,4 +172,7 @@ def _integer(tags: Mapping[int, _Tag], order: str, number: int, default: int) ->
 def _integers(tag: _Tag | None, order: str) -> Sequence[int]:
     if tag is None or tag.kind not in _INTEGERS:
         return ()
-    return struct.unpack(f"{order}{tag.num_values}{_INTEGERS[tag.kind]}", tag.data)
+    values = struct.unpack(f"{order}{tag.num_values}{_INTEGERS[tag.kind]}", tag.data)
+    if values and min(values) < 0:
+        raise ImageError(f"is a corrupt TIFF file: a tag has the value {min(values)}")
+    return values

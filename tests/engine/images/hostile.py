@@ -141,6 +141,7 @@ def attacks() -> dict[str, tuple[bytes, str]]:
             tiff([(256, 4, 1, 9_000), (257, 4, 1, 1), *((tag, 4, 1, size) for tag, size in _PADDED_TILE)]),
             "takes too long to decode",
         ),
+        "tiff with a negative size": (tiff(tiff_page(8, 8, (279, 9, 1, 0xFFFFFFFF))), "has the value -1"),
         "tiff with odd compression": (tiff(tiff_page(8, 8, (259, 3, 1, 34_925))), "compression 34925"),
         "tiff of 60,000 x 60,000": (tiff(tiff_page(60_000, 60_000)), "60000 x 60000 pixels"),
     }  # fmt: skip
@@ -164,4 +165,5 @@ def large_but_valid() -> dict[str, bytes]:
         "jpeg with a video": jpeg + b"\xff\xda" * 1_000_000,
         "gif with 10,000 frames": gif[:-1] + frame * 10_000 + b";",
         "tiff that repeats its directory": tiff(tiff_page(8, 8), following=8),
+        "tiff with a signed width": tiff(tiff_page(8, 8, (256, 9, 1, 8))),
     }

@@ -100,12 +100,12 @@ def test_tiff_of_tiles_and_of_planes_is_read(order: str) -> None:
 
 def test_orientation_is_an_integer_in_the_first_directory() -> None:
     def exif(order: str, tag: int, kind: str, count: int = 1, start: int = 8) -> bytes:
-        number = {"B": 1, "H": 3, "I": 4, "f": 11}[kind]
+        number = {"B": 1, "H": 3, "I": 4, "b": 6, "h": 8, "i": 9, "f": 11}[kind]
         entries = struct.pack(order + "HHIHHHHI", 270, 3, 1, 7, 0, tag, number, count) + struct.pack(order + kind, 6)
         return (b"II" if order == "<" else b"MM") + struct.pack(order + "HIH", 42, start, 2) + entries
 
     for order in "<>":
-        for kind in "BHI":
+        for kind in "BHIbhi":
             assert read_orientation(exif(order, 274, kind)) == 6
             assert read_orientation(b"Exif\0\0" + exif(order, 274, kind)) == 6
         for other in (
