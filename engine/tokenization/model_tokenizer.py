@@ -289,15 +289,18 @@ class ModelTokenizer:
         num_chars = [min(len(item), first_chars) if isinstance(item, str) else 0 for item in inputs]
         for first, last in portions(num_chars, is_cancelled):
             part = inputs[first:last]
-            texts = self.cased([prompt + item for item in part if isinstance(item, str)])
+            texts = wholes = self.cased([prompt + item for item in part if isinstance(item, str)])
             if self._chars_per_token is not None and truncation.may_truncate:
                 texts = self._first_chars(texts, truncation, self._chars_per_token)
             bounded = self.truncate_chars(texts, truncation, first_chars)
             encoded = self.backend.encode_batch_fast(bounded, add_special_tokens=specials)
-            encodings = iter(zip(texts, bounded, encoded, strict=True))
+            encodings = iter(zip(wholes, texts, bounded, encoded, strict=True))
             for index, item in enumerate(part, first):
                 if isinstance(item, str):
-                    tokenized.append(self._truncate_text(*next(encodings), truncation, skip, specials, index))
+                    whole, text, start, encoding = next(encodings)
+                    tokens = self._truncate_text(text, start, encoding, truncation, skip, specials, index)
+                    tokens.is_truncated |= len(text) < len(whole)
+                    tokenized.append(tokens)
                 else:
                     ids = self._truncate_ids(self.checked_ids(item), truncation, index)
                     tokenized.append(TokenizedInput(ids, is_truncated=len(ids) < len(item)))

@@ -155,6 +155,10 @@ async def test_long_text_without_truncation_is_rejected_not_cut(tmp_path: Path) 
         assert engine.info.max_model_len == 512
         (vector,) = (await engine.embed(["x" * 5_000 + " the"], PARAMS)).embeddings
         assert vector.tolist() == [0, 0, 0, 1, 0]  # model2vec reads no more than 512 * 5 characters
+        truncated: list[int] = []
+        options = RequestOptions(on_truncated=truncated.append)
+        await engine.embed(["the", "the" + " " * 5_000 + "the"], PoolingParams(truncate_prompt_tokens=-1), options)
+        assert truncated == [1]
         with pytest.raises(RequestTooLongError, match="has 513 tokens"):
             await engine.embed(["the " * 513], PARAMS)
 
