@@ -13,7 +13,7 @@ import contextlib
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -60,8 +60,8 @@ _TEXT_COST_CHARS: Final = 50
 _MIN_JOBS_PER_WORKER: Final = 8
 """Jobs. Fewer than this are not split between workers."""
 _Result = tuple[asyncio.Future[Any], Any, BaseException | None]
-_CHATS_CHARS: Final = LONG_JOB + 1
-"""Rendering chats counts as this many characters, so that it gets a thread of its own: a template may be slow."""
+_MIN_CHATS_CHARS: Final = LONG_JOB + 1
+"""Rendering chats counts as at least this many characters, so that it gets its own thread: a template may be slow."""
 _OLD_RATE_WEIGHT: Final = 0.8
 """Share of the old value in the running mean of the drain rate."""
 _MIN_MEASURED_CHARS: Final = 100_000
@@ -206,7 +206,8 @@ class TokenizerPool:
                 texts.append(renderer.render(conversation, options))
             return texts
 
-        return await self._jobs.run(work, _CHATS_CHARS)
+        num_chars = _count_chars([*conversations, options.arguments])
+        return await self._jobs.run(work, max(num_chars, _MIN_CHATS_CHARS))
 
     async def token_ids(
         self, texts: Sequence[str], *, add_special_tokens: bool, on_count: OnCount | None = None
@@ -464,6 +465,20 @@ def _results(jobs: Sequence[_Job]) -> list[_Result]:
             drop_tracebacks(error)  # the frames of this thread refer to the text and to the error's future
             done.append((job.future, None, error))
     return done
+
+
+def _count_chars(values: Sequence[object]) -> int:
+    """Counts the characters of texts in lists and objects of JSON."""
+    num_chars, left = 0, list(values)
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            num_chars += len(value)
+        elif isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            left += value
+    return num_chars
 
 
 def _failure(error: BaseException) -> RuntimeError:
