@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.server.batches import input_lines
 from penstock.server.batches.input_lines import BatchInput
 
 
@@ -56,6 +57,15 @@ def test_inputs_of_all_lines_are_limited(read) -> None:
     assert codes(read(b"\n".join([*lists, line("one", input="x")]))) == [("too_many_inputs", None)]
     ids = [line(str(i), input=list(range(1000))) for i in range(51)]  # token ids: one text in each line
     assert codes(read(b"\n".join(ids))) == []
+
+
+def test_lines_and_errors_of_a_file_are_limited(read, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(input_lines, "MAX_LINES", 3)
+    assert read(b"\n".join([line("a"), b"", line("b"), line("c")])).check() == (3, [])
+    too_many = read(b"\n".join([line("a"), b"", line("b"), line("c"), line("d")])).check()
+    assert (too_many.num_lines, [(error.code, error.line) for error in too_many.errors]) == (0, [("too_many_lines", 5)])
+    monkeypatch.setattr(input_lines, "MAX_ERRORS", 2)
+    assert codes(read(b"1\n2\n3\n")) == [("invalid_json_line", 1), ("invalid_json_line", 2)]
 
 
 def test_priority_is_removed_from_the_body(read) -> None:
