@@ -79,8 +79,9 @@ def test_prompt_starts_every_window_without_weight() -> None:
 
 
 def test_token_ids_are_cut_without_special_tokens() -> None:
-    windows = splitter(4, overlap=1).split([tokens(*range(1, 9))], [False], [50])
+    windows = splitter(4, overlap=1).split([tokens(*range(1, 9), num_skipped_tokens=5)], [False], [50])
     assert ids_of(windows) == [[1, 2, 3, 4], [4, 5, 6, 7], [7, 8]]
+    assert [w.num_skipped_tokens for w in windows.sequences] == [3, 2, 0]
 
 
 def test_vllm_mode_slices_the_whole_sequence() -> None:
