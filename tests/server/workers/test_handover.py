@@ -4,6 +4,7 @@ import errno
 import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from penstock.server.workers.handover import (
     Acceptor,
     ConnectionSender,
     PassedConnectionServer,
+    _ConnectionReceiver,
 )
 
 from ...waiting import until
@@ -209,3 +211,14 @@ async def test_connection_waits_until_it_can_be_accepted(server: Server, resourc
     assert caplog.messages == [failed, "connections can be accepted again"]
     (connection,) = process.receive()
     assert connection.recv(100) == b"hello"
+
+
+async def test_second_close_of_a_receiver_does_nothing() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        end = Mock(wraps=theirs)
+        receiver = _ConnectionReceiver(end, Mock())
+        receiver.close()
+        receiver.close()
+        end.shutdown.assert_called_once_with(socket.SHUT_RD)
+        await receiver.wait_closed()
