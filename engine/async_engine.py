@@ -158,6 +158,8 @@ class AsyncEngine:
                 num_workers=config.tokenizer_workers,
                 limits=ImageLimits(max_pixels=config.max_image_pixels),
                 max_decoding_bytes=config.image_memory,
+                max_queue_s=config.scheduler.max_queue_s,
+                on_rejection=dispatcher.stats.count_rejection,
             )
         return cls(config, ready.info, tokenizer_pool(ready.info, ready.tokenizer), dispatcher, group, images)
 

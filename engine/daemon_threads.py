@@ -48,11 +48,12 @@ class DaemonThreads:
         return future
 
     def close(self) -> None:
-        """Cancels waiting jobs. The threads end after their running jobs."""
+        """Ends the threads after their running jobs. Waiting jobs fail with RuntimeError."""
         with self._lock:
             self._is_closed = True
             while (waiting := self._next_waiting()) is not None:
-                waiting[0].cancel()
+                if waiting[0].set_running_or_notify_cancel():
+                    waiting[0].set_exception(RuntimeError("the threads are closed"))
             for _ in range(self._num_threads):
                 self._jobs.put(None)
 

@@ -23,6 +23,8 @@ _MAX_CHUNKS: Final = 65_536
 """Chunks of a PNG or WebP file. Each takes about a microsecond."""
 _MAX_DECODED_PIXELS: Final = 1_000_000_000
 """Pixels of all scans or tiles of a file; decoding takes up to 5 ns for each."""
+_SCANS_PER_PASS: Final = 8
+"""Scans of a JPEG file that take as long as an image without scans. Usual files have at most ten."""
 _SHOWN_BYTES: Final = 12
 """Bytes of a file in an unknown format to show in the message."""
 _XMP_ORIENTATION: Final = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
@@ -62,7 +64,7 @@ class ImageFile:
         width: Pixels, before the orientation is applied.
         height: Likewise.
         orientation: The value of the EXIF tag Orientation, 1 to 8.
-        num_decoded_pixels: Pixels that are decoded: those of all scans of a JPEG file, and of all tiles of a TIFF file.
+        num_decoded_pixels: Width times height; more for a file of many scans or large tiles.
         num_bytes: Bytes of memory at most while the image is decoded and converted to RGB.
     """
 
@@ -109,7 +111,7 @@ def read_image_file(data: bytes, limits: ImageLimits) -> ImageFile:
         width=header.width,
         height=header.height,
         orientation=orientation,
-        num_decoded_pixels=num_decoded_pixels,
+        num_decoded_pixels=max(header.width * header.height, num_decoded_pixels // _SCANS_PER_PASS),
         num_bytes=header.width * header.height * reader.bytes_per_pixel,
     )
 

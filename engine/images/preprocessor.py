@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..daemon_threads import DaemonThreads
-from ..host import trim_heap
 from ..protocol.config import IMAGE_MEMORY
 from ..protocol.errors import (
     EngineUnavailableError,
+    InvalidRequestError,
     MachineError,
-    RejectionReason,
     RequestCancelledError,
     drop_tracebacks,
 )
 from ..protocol.images import ImageInput, ImagePatches, ImageSpec
+from .decode_queue import DecodeQueue
 from .header import ImageError
 from .image_file import ImageFile, ImageLimits, read_image_file
 
-TRIM_BYTES: Final = 32 << 20
-"""Decoded bytes after which free memory returns to the system. Smaller images reuse the memory of those before."""
 INSTALL: Final = "pip install 'penstock[images]'"
+_MIN_PIXELS: Final = 1 << 16
+"""Pixels that take as long as the rest of the work for an image: about a millisecond."""
 
 
 @dataclass(slots=True)
@@ -46,17 +45,25 @@ class ImageStats:
     num_failures: int = 0
 
 
+class _Size(NamedTuple):
+    num_pixels: int
+    num_bytes: int
+
+
 class ImagePreprocessor:
     """Decodes and preprocesses the images of one model. Safe to use from many tasks of one event loop.
 
     A request occupies each worker with at most one image at a time, so that the images of other requests run in
-    between. After an error or a cancellation, at most the images that have begun are completed.
+    between; decode_queue.py has the order. After an error or a cancellation, at most the images that have begun are
+    completed.
 
     Args:
         spec: The preprocessing of the model.
         num_workers: Threads, and images that are decoded at the same time.
         limits: Limits of an image.
         max_decoding_bytes: Memory for images that are being decoded. An image that needs more is decoded alone.
+        max_queue_s: Seconds of decoding at which requests are rejected.
+        on_rejection: Called for every rejected request.
 
     Raises:
         MachineError: Pillow is not installed.
@@ -72,16 +79,17 @@ class ImagePreprocessor:
         num_workers: int,
         limits: ImageLimits = ImageLimits(),  # noqa: B008 - immutable
         max_decoding_bytes: int = IMAGE_MEMORY,
+        max_queue_s: float = math.inf,
+        on_rejection: Callable[[], None] = lambda: None,
     ) -> None:
         self.spec = spec
         self.stats = ImageStats()
         self._stats_lock = threading.Lock()
         self._process = _load_process(spec)
         self._limits = limits
-        self._memory = _DecodingMemory(max_decoding_bytes)
         self._num_workers = num_workers
-        self._threads = DaemonThreads(num_workers, "images")
-        self._is_closed = False
+        self._headers = DaemonThreads(1, "image-headers")
+        self._queue = DecodeQueue(num_workers, max_decoding_bytes, max_queue_s, on_rejection)
 
     async def preprocess(
         self, images: Sequence[ImageInput], positions: Sequence[int] | None = None
@@ -96,116 +104,83 @@ class ImagePreprocessor:
         Raises:
             InvalidRequestError: An image has an unsupported format, is corrupt, or exceeds a limit. The message names
                 its place.
+            EngineOverloadedError: Too many pixels wait.
             EngineUnavailableError: The preprocessor is closed.
         """
+        positions = range(len(images)) if positions is None else positions
         patches: list[ImagePatches | None] = [None] * len(images)
-        has_ended = threading.Event()
         indices = iter(range(len(images)))
 
         async def preprocess_next() -> None:
             for index in indices:
-                position = index if positions is None else positions[index]
-                patches[index] = await self._run(images[index], position, has_ended.is_set)
+                job = partial(self._decode, images[index], positions[index])
+                patches[index] = await self._queue.run(sizes[index].num_pixels, sizes[index].num_bytes, job)
 
-        try:
-            if len(images) == 1:
-                await preprocess_next()
-            else:
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(min(self._num_workers, len(images))):
-                        group.create_task(preprocess_next())
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        finally:
-            has_ended.set()
+        with self._queue.admitted(0):  # before the work for the headers
+            sizes = await self._read_sizes(images, positions)
+        with self._queue.admitted(sum(size.num_pixels for size in sizes)):
+            try:
+                if len(images) == 1:
+                    await preprocess_next()
+                else:
+                    async with asyncio.TaskGroup() as group:
+                        for _ in range(min(self._num_workers, len(images))):
+                            group.create_task(preprocess_next())
+            except BaseExceptionGroup as failures:
+                raise failures.exceptions[0] from None
         return [each for each in patches if each is not None]
 
     def close(self) -> None:
         """Ends the worker threads. Waiting requests fail with EngineUnavailableError."""
-        self._is_closed = True
-        self._threads.close()
+        self._headers.close()
+        self._queue.close()
 
-    async def _run(self, image: ImageInput, index: int, is_cancelled: Callable[[], bool]) -> ImagePatches:
-        self._check_open()
-        try:
-            future = self._threads.submit(partial(self._work, image, index, is_cancelled))
-        except RuntimeError as error:  # no thread can be started
-            raise EngineUnavailableError(f"The server cannot decode images at the moment: {error}.") from None
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or not task.cancelling():  # `close` cancelled it
-                self._check_open()
-            raise
+    async def _read_sizes(self, images: Sequence[ImageInput], positions: Sequence[int]) -> list[_Size]:
+        """Reads the headers. `_decode` reads them again, because the queue should hold no copies of the pixels."""
+        has_ended = threading.Event()
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise EngineUnavailableError("The server is shutting down.", reason=RejectionReason.DRAINING) from None
-
-    def _work(self, image: ImageInput, index: int, is_cancelled: Callable[[], bool]) -> ImagePatches:
-        """Runs in a worker thread."""
-        try:
-            file = read_image_file(image.data, self._limits)
-            with self._memory.hold(file.num_bytes):
-                if is_cancelled():
+        def read() -> list[_Size]:
+            sizes = []
+            for image, position in zip(images, positions, strict=True):
+                if has_ended.is_set():
                     raise RequestCancelledError("The request has ended.")
-                began_s = time.perf_counter()
-                patches = self._process(file)
-            with self._stats_lock:
-                self.stats.num_images += 1
-                self.stats.decoding_s += time.perf_counter() - began_s
-            return patches
+                file = self._read(image, position)
+                sizes.append(_Size(max(file.num_decoded_pixels, _MIN_PIXELS), file.num_bytes))
+            return sizes
+
+        try:
+            return await asyncio.wrap_future(self._headers.submit(read))
+        except RuntimeError as error:  # no thread can be started, or `close` was called
+            self._queue.check_open()
+            raise EngineUnavailableError(f"The server cannot decode images at the moment: {error}.") from None
+        finally:
+            has_ended.set()
+
+    def _read(self, image: ImageInput, position: int) -> ImageFile:
+        try:
+            return read_image_file(image.data, self._limits)
         except ImageError as error:
-            with self._stats_lock:
-                self.stats.num_failures += 1
-            raise image.error(index, str(error)) from None
+            raise self._failure(image, position, error) from None
+
+    def _decode(self, image: ImageInput, position: int) -> ImagePatches:
+        """Runs in a worker thread."""
+        began_s = time.perf_counter()
+        try:
+            patches = self._process(self._read(image, position))
+        except ImageError as error:
+            raise self._failure(image, position, error) from None
         except Exception as error:
             drop_tracebacks(error)  # the frames refer to the image
             raise
+        with self._stats_lock:
+            self.stats.num_images += 1
+            self.stats.decoding_s += time.perf_counter() - began_s
+        return patches
 
-
-class _DecodingMemory:
-    """Limits the memory of running threads. Threads wait in the order of their arrival.
-
-    When no thread holds memory any more, and they held much of it, the free memory returns to the system: the C library
-    would keep hundreds of MiB after large images.
-
-    Args:
-        limit: Bytes. A thread that needs more waits until it is the only one.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._used = self._peak = 0
-        self._waiting: deque[object] = deque()
-        self._has_changed = threading.Condition()
-
-    @contextmanager
-    def hold(self, num_bytes: int) -> Iterator[None]:
-        """Waits for memory, and holds it inside the context."""
-        ticket = object()
-        with self._has_changed:
-            self._waiting.append(ticket)
-            self._has_changed.wait_for(lambda: self._waiting[0] is ticket and self._fits(num_bytes))
-            self._waiting.popleft()
-            self._used += num_bytes
-            self._peak = max(self._peak, self._used)
-            self._has_changed.notify_all()
-        try:
-            yield
-        finally:
-            with self._has_changed:
-                self._used -= num_bytes
-                must_trim = not self._used and self._peak >= TRIM_BYTES
-                if not self._used:
-                    self._peak = 0
-                self._has_changed.notify_all()
-            if must_trim:
-                trim_heap()
-
-    def _fits(self, num_bytes: int) -> bool:
-        return not self._used or self._used + num_bytes <= self._limit
+    def _failure(self, image: ImageInput, position: int, error: ImageError) -> InvalidRequestError:
+        with self._stats_lock:
+            self.stats.num_failures += 1
+        return image.error(position, str(error))
 
 
 def _load_process(spec: ImageSpec) -> Callable[[ImageFile], ImagePatches]:

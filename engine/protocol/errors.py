@@ -42,6 +42,7 @@ class RejectionReason(StrEnum):
     QUEUE_SECONDS = "queue_seconds"
     CLIENT_SHARE = "client_share"
     QUEUED_CHARACTERS = "queued_characters"
+    QUEUED_PIXELS = "queued_pixels"
     ENGINE_NOT_READY = "engine_not_ready"
     DRAINING = "draining"
 

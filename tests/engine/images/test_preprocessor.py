@@ -9,10 +9,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from penstock.engine.images.decode_queue import SMALL_PIXELS, TRIM_BYTES, DecodeQueue
 from penstock.engine.images.image_file import ImageFile, ImageLimits, read_image_file
-from penstock.engine.images.preprocessor import TRIM_BYTES, ImagePreprocessor
-from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError, MachineError
+from penstock.engine.images.preprocessor import ImagePreprocessor
+from penstock.engine.protocol.errors import (
+    EngineOverloadedError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    MachineError,
+)
 from penstock.engine.protocol.images import ImageInput, ImagePatches, ImageResize, ImageSpec
+from penstock.engine.protocol.request import CLIENT
 
 from ...waiting import until
 from .pictures import encoded, picture
@@ -120,7 +127,7 @@ async def test_memory_returns_to_the_system_after_large_images(
     monkeypatch: pytest.MonkeyPatch, gate: _Gate, edge: int, num_trims: int
 ) -> None:
     trims = list[int]()
-    monkeypatch.setattr("penstock.engine.images.preprocessor.trim_heap", lambda: trims.append(1))
+    monkeypatch.setattr("penstock.engine.images.decode_queue.trim_heap", lambda: trims.append(1))
     preprocessor = ImagePreprocessor(_SPEC, num_workers=2)
     images = [ImageInput(encoded(Image.new("RGB", (edge, edge)), "PNG"))] * 2
     assert (read_image_file(images[0].data, ImageLimits()).num_bytes > TRIM_BYTES) == bool(num_trims)
@@ -129,7 +136,7 @@ async def test_memory_returns_to_the_system_after_large_images(
     gate.is_open.set()
     await large
     await preprocessor.preprocess(_images(1))
-    assert len(trims) == num_trims
+    await until(lambda: len(trims) == num_trims)
     preprocessor.close()
 
 
@@ -201,7 +208,38 @@ def test_missing_pillow_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch)
         ImagePreprocessor(_SPEC, num_workers=1)
 
 
-def test_process_ends_while_an_image_is_decoded() -> None:
+def test_process_ends_while_a_job_runs() -> None:
     code = "from penstock.engine.daemon_threads import DaemonThreads; import threading\nbegun = threading.Event()\n"
     code += "DaemonThreads(1, 'a').submit(lambda: begun.set() or threading.Event().wait())\nbegun.wait()"
     assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "images", "num_first", "expected"),
+    [
+        (1, ["a 3 0", "a 4 0", "b 2 0", "a 1 0"], 2, "a3 a1 b2 a4"),  # a1 in the additional thread
+        (2, ["x 9 60", "a 5 80", *["b 3 30"] * 3], 3, "x9 b3 b3 a5 b3"),  # a5 does not fit beside x9
+    ],
+)
+async def test_clients_take_turns(num_threads: int, images: list[str], num_first: int, expected: str) -> None:
+    queue, began, can_end = DecodeQueue(num_threads, 100), list[str](), threading.Event()
+
+    async def run(client: str, size: str, num_bytes: str) -> None:
+        CLIENT.set(client)
+        name, pixels = client + size, int(size) * SMALL_PIXELS
+        await queue.run(pixels, int(num_bytes), lambda: (began.append(name), name in "a3 x9" and can_end.wait(30)))
+
+    tasks = [asyncio.create_task(run(*image.split())) for image in images]
+    await until(lambda: len(began) == num_first)
+    can_end.set()
+    await asyncio.gather(*tasks)
+    assert " ".join(began) == expected
+    queue.close()
+
+
+def test_large_images_leave_room_for_small_ones() -> None:
+    queue = DecodeQueue(1, 100, max_queue_s=1)
+    with queue.admitted(10**9), queue.admitted(1), pytest.raises(EngineOverloadedError, match="queue of large images"):
+        queue.admitted(10**9).__enter__()
+    with queue.admitted(10**9):
+        queue.close()
