@@ -62,6 +62,7 @@ class AsyncEngine:
     Attributes:
         info: The resolved model.
         tokenizer_config: Class and settings of the tokenizer; see TokenizerSpec.
+        image_limits: Limits of an image.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class AsyncEngine:
     ) -> None:
         self.info = info
         self.tokenizer_config = tokenizer.config
+        self.image_limits = ImageLimits(max_pixels=config.max_image_pixels)
         self._tokenizer = tokenizer
         self._dispatcher = dispatcher
         self._group = group

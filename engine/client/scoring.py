@@ -265,7 +265,7 @@ def check_embeds(info: ModelInfo) -> None:
     """Raises UnsupportedTaskError for a model without embeddings, which labels and examples need."""
     if PoolingTask.EMBED not in info.tasks:
         raise UnsupportedTaskError(
-            f"{info.name} is a {info.kind.value} with its own classes; labels and examples need an embedding model.",
+            f"{info.name} makes no single vector of an input; labels and examples need an embedding model that does.",
             param="labels",
         )
 

@@ -11,6 +11,7 @@ from typing import Final
 from ..executors.cpu.array_encoder import read_spec
 from ..families.static import STATIC_MODEL_TYPES
 from ..host import has_gpu_driver, may_have_gpu, pin
+from ..images.preprocessor import INSTALL
 from ..model_files.resolve import resolve_model, with_device
 from ..protocol.config import EngineConfig
 from ..protocol.errors import MachineError
@@ -41,6 +42,8 @@ def load_runner(config: EngineConfig) -> Runner:
     if config.cores is not None:
         pin(config.cores)
     info = resolve_model(config)
+    if info.reads_images and find_spec("PIL") is None:
+        raise MachineError(f"The model reads images, which needs Pillow. Run {INSTALL}.")
     if info.query_model is None:
         return _load(info, config)
     queries = _load_static(info.query_model, replace(config, num_threads=1))  # in the thread of the loop

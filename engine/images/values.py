@@ -72,7 +72,7 @@ def file_of(image: Image) -> bytes:
 
 def _from_base64(data: str) -> bytes:
     try:
-        return binascii.a2b_base64(data, strict_mode=True)
+        return binascii.a2b_base64("".join(data.split()), strict_mode=True)
     except ValueError as error:
         raise ImageValueError(f"has an image whose base64 is not valid ({error})") from None
 

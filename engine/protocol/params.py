@@ -92,9 +92,11 @@ class PoolingParams:
         """
         task = _task_of(task)
         if task not in model.tasks:
+            has_rows = task is PoolingTask.EMBED and PoolingTask.TOKEN_EMBED in model.tasks
+            remedy = "Send the request to /v1/multi-vector or /pooling, or serve" if has_rows else "Serve"
             raise UnsupportedTaskError(
                 f"{model.name} does not support the task {task.value!r}; it supports {listed(model.tasks)}. "
-                f"Serve {_MODELS[task]} for it.",
+                f"{remedy} {_MODELS[task]} for it.",
                 param="task",
             )
         if self.task is not None and _task_of(self.task) is not task:

@@ -319,6 +319,9 @@ class InputEncoder:
     def _image_error(self, item: Input, index: int) -> InvalidRequestError:
         image = item.images[0] if isinstance(item, MixedInput) else item
         assert isinstance(image, ImageInput)
+        if self._info.reads_images:
+            reason = "has an image beside a text, but the model embeds each alone. Send them as separate inputs"
+            return image.error(index, reason)
         return image.error(index, f"is an image, but {self._info.name} reads only text. Send text")
 
     def _check_text(self, text: str, index: int, param: str) -> None:
@@ -328,10 +331,10 @@ class InputEncoder:
                 param=param,
             )
         if text.startswith("data:") and (match := _MEDIA.match(text)):
-            raise InvalidRequestError(
-                f"Input {index} is a data URI of {match[1]}, but the model only reads text. Send text.",
-                param=param,
-            )
+            remedy = "but the model only reads text. Send text"
+            if self._info.reads_images:
+                remedy = 'sent as a text. The model reads texts and images: send {"image": ...}'
+            raise InvalidRequestError(f"Input {index} is a data URI of {match[1]}, {remedy}.", param=param)
 
     def _replace_empty(self, tokenized: list[TokenizedInput], truncation: Truncation) -> list[TokenizedInput]:
         """Replaces inputs without tokens by the end token. Raises InvalidRequestError if the tokenizer has none."""

@@ -27,9 +27,9 @@ FETCHES_PER_REQUEST: Final = 8
 """Images of a request that are fetched at once."""
 _SLICE_CHARS: Final = 256 * 1024
 """Characters of an image that are decoded at once, which takes about 1 ms. Other requests run between two slices."""
+_WHITE_SPACE: Final = re.compile(r"[ \t\n\r\f\v]+")
 _BAD_ESCAPE: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
-_ACCEPTED: Final = ImageLimits(max_pixels=MAX_IMAGE_PIXELS)
-"""The largest limits. The engine checks those of the operator."""
+_LARGEST: Final = ImageLimits(max_pixels=MAX_IMAGE_PIXELS)
 _HEADERS_AT_ONCE: Final = 8
 """Images whose headers are read before their memory is reserved."""
 _MAX_HEAD_CHARS: Final = 256
@@ -100,15 +100,15 @@ async def _reserve_pixels(call: ModelCall, spec: ImageSpec, images: Sequence[Ima
     """
     for first in range(0, len(images), _HEADERS_AT_ONCE):
         some = images[first : first + _HEADERS_AT_ONCE]
-        num_bytes = await asyncio.to_thread(_num_pixel_bytes, spec, some, first)
+        num_bytes = await asyncio.to_thread(_num_pixel_bytes, spec, some, first, call.engine.image_limits)
         call.context.admission.reserve_images(call.request.scope, num_bytes)
 
 
-def _num_pixel_bytes(spec: ImageSpec, images: Sequence[ImageInput], first: int) -> int:
+def _num_pixel_bytes(spec: ImageSpec, images: Sequence[ImageInput], first: int, limits: ImageLimits) -> int:
     num_bytes = 0
     for index, image in enumerate(images, first):
         try:
-            file = read_image_file(image.data, _ACCEPTED)
+            file = read_image_file(image.data, limits)
         except ImageError as error:
             raise image.error(index, str(error)) from None
         num_bytes += spec.max_bytes(file.width, file.height)
@@ -167,7 +167,7 @@ def _images_of(item: object) -> tuple[ImageInput, ...]:
 
 
 def _size(image: ImageInput) -> ImageSize:
-    file = read_image_file(image.data, _ACCEPTED)
+    file = read_image_file(image.data, _LARGEST)
     return ImageSize(file.format, file.width, file.height)
 
 
@@ -256,15 +256,18 @@ async def _decode_escapes(text: str, start: int) -> bytes:
 
 
 async def _decode_base64(text: str, start: int) -> bytes:
-    """Decodes base64 in slices. Raises ValueError for other characters and wrong padding."""
-    padding = text.find("=", start)
-    if 0 <= padding < len(text) - 2:
-        raise ValueError("it has = before its end")
-    data = io.BytesIO()
+    """Decodes base64 in slices, without ASCII white space. Raises ValueError for other characters and wrong padding."""
+    data, rest, is_padded = io.BytesIO(), "", False
     for begin in range(start, len(text), _SLICE_CHARS):
         if begin > start:
             await asyncio.sleep(0)
-        data.write(binascii.a2b_base64(text[begin : begin + _SLICE_CHARS], strict_mode=True))
+        part = rest + _WHITE_SPACE.sub("", text[begin : begin + _SLICE_CHARS])
+        is_last = begin + _SLICE_CHARS >= len(text)
+        end = len(part) if is_last else len(part) - len(part) % 4
+        if (is_padded and part) or 0 <= part.find("=") < len(part) - 2:
+            raise ValueError("it has = before its end")
+        data.write(binascii.a2b_base64(part[:end], strict_mode=True))
+        rest, is_padded = part[end:], "=" in part[:end]
     return data.getvalue()
 
 

@@ -23,7 +23,7 @@ from ..errors import DEFAULT_TAG, TEI_TAG, quote
 from ..http.json_reader import by_keys
 from ..routing import BatchUse, RouteOptions, Router
 from ..schemas import json_schema
-from ..schemas.images import OBJECT_KEYS, Image, MixedContent, has_images, parse_content
+from ..schemas.images import OBJECT_KEYS, Image, MixedContent, parse_content
 from ..schemas.inputs import Documents, document_contents, parse_text_or_image, parse_texts
 from ..schemas.json_schema import Parsed, documented
 from ..schemas.options import Count, Flag, FlagOrWord, Listed, ListResponse, PairBody, Usage, VersionMeta, truncated
@@ -142,16 +142,15 @@ class RerankRequest(PairBody):
         """Returns how many results to return; None: all."""
         return self.top_n or self.top_k or None
 
-    def wants_documents(self, path: str, *, has_images: bool) -> bool:
+    def wants_documents(self, path: str) -> bool:
         """Returns whether the response holds the documents: as the request states, or else the dialect's default.
 
         Args:
             path: Path of the request. Only Cohere uses /v2/rerank.
-            has_images: Documents are images, which are returned on request only.
         """
         if self.return_documents is not None:
             return self.return_documents
-        return not (has_images or path.startswith("/v2/") or _NO_DOCUMENTS & self.model_fields_set)
+        return not (path.startswith("/v2/") or _NO_DOCUMENTS & self.model_fields_set)
 
     def is_voyage(self) -> bool:
         """Returns whether the client is Voyage's: it always sends `top_k`."""
@@ -310,7 +309,10 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     contents = body.contents()
     call = await ModelCall.start(request, body.model, RERANKERS)
     path = request.scope["path"]
-    with_documents = body.wants_documents(path, has_images=has_images(contents))
+    with_documents = body.wants_documents(path)
+    if not body.return_documents:  # images are returned on request only
+        pairs = zip(contents, body.documents, strict=True)
+        body.documents[:] = ["" if isinstance(content, Image) else document for content, document in pairs]
     call.reserve(size_of_scores(len(contents)), param="documents")
     if with_documents:
         size = size_of_texts(body.documents, body.num_results(), num_encodings=2 if body.is_voyage() else 1)
@@ -335,7 +337,9 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     fields = call.response_fields("rerank", num_tokens)
     response: dict[str, Any] = {
         **{key: fields[key] for key in ("id", "model", "usage")},
-        "results": (_row(body, texts, i, scores[i], with_document=with_documents) for i in best),
+        "results": (
+            _row(body, texts, i, scores[i], with_document=with_documents and _is_returned(body, texts[i])) for i in best
+        ),
         "meta": {"api_version": {"version": version}, "billed_units": {"search_units": units}, **call.warnings()},
     }
     if body.is_voyage():
@@ -361,6 +365,10 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     num_tokens = call.count(PoolingTask.SCORE, result)
     rows = ({"index": i, "object": "score", "score": value} for i, value in enumerate(result.scores))
     return call.respond({**call.response_fields("score", num_tokens), "data": rows})
+
+
+def _is_returned(body: RerankRequest, text: str | None) -> bool:
+    return text is not None or body.return_documents is True
 
 
 def _row(

@@ -82,8 +82,13 @@ def parse_inputs(value: Any) -> list[Input]:
     return inputs
 
 
+_OTHER_MEDIA: Final = ("audio", "audio_url", "input_audio", "video", "video_url")
+
+
 def _parse_entry(entry: dict[str, Any] | list[Any], index: int) -> Any:
     if isinstance(entry, dict):
+        if media := [key for key in _OTHER_MEDIA if entry.get(key) is not None]:
+            raise ValueError(f"holds {media[0]} in entry {index}; penstock reads texts and images only")
         return parse_text_or_image(entry, f"[{index}]", INPUT_KEYS)
     if entry and isinstance(entry[0], dict):
         return _entry_content(entry, f"[{index}]", index)

@@ -29,7 +29,7 @@ OF_THE_MODEL = (
     r"^step_tag_id and returned_token_ids need STEP pooling",
     r"^(use_activation|raw_scores) belongs to scores of a cross-encoder",
     r"is an embedding model without classes. Send labels",
-    r"with its own classes; labels and examples need an embedding model",
+    r"labels and examples need an embedding model",
     r"classifies tokens",
     r"is an image, but .* reads text only|^messages has an image, but only texts have tokens",
     r"which was trained for|^function_to_apply is '\w+', but",

@@ -15,6 +15,7 @@ from penstock.engine.async_engine import RequestOptions
 from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.dispatcher import DispatcherStats
 from penstock.engine.client.replica_group import ReplicaStatus
+from penstock.engine.images.image_file import ImageLimits
 from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.images import ImageInput, MixedInput, PatchGrid
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
@@ -89,6 +90,7 @@ class FakeEngine:
         self.failure: Exception | None = None
         self.gate: asyncio.Event | None = None
         self.tokenizer_config = {"tokenizer_class": "FakeTokenizer", "unk_token": "?"}
+        self.image_limits = ImageLimits()
         self.cached_blocks: int | None = None
         self.on_enter: Callable[[], None] = lambda: None
         self.entered = asyncio.Event()

@@ -53,6 +53,7 @@ ALONE = [
     ("vllm, token rows", "/pooling", {"messages": chat(part(URI)), "task": "token_embed"}),
     ("vllm, invocations", "/invocations", {"messages": chat(part(URI))}),
     ("jina, data URI", "/v1/embeddings", {"input": [{"image": URI}]}),
+    ("lines", "/v1/embeddings", {"input": [{"image": base64.encodebytes(RED).decode()}]}),
     ("jina, base64", "/v1/embeddings", {"input": [{"image": BASE64}], "task": "retrieval.query"}),
     ("jina, null text", "/v1/embeddings", {"input": [{"text": None, "image": BASE64}]}),
     ("langchain", "/v1/embeddings", {"input": [{"bytes": BASE64}]}),
@@ -190,7 +191,7 @@ async def test_rerank_takes_image_documents(client, engine) -> None:
     answer = (await client.post("/v1/rerank", json=body)).json()
     assert engine.calls[-1][1][1] == ["a", ImageInput(RED), ImageInput(BLUE)]
     assert [result["index"] for result in answer["results"]] == [0, 1, 2]
-    assert not any("document" in result for result in answer["results"]), "images are returned on request only"
+    assert [r.get("document") for r in answer["results"]] == [{"text": "a"}, None, None], "images on request only"
     answer = (await client.post("/v1/rerank", json={**body, "return_documents": True})).json()
     assert [result["document"] for result in answer["results"]] == [{"text": "a"}, *DOCUMENTS[1:]]
     body = {"query": "a", "documents": {"content": [{"type": "text", "text": "a"}, part(URI)]}}  # vLLM's other form
@@ -243,7 +244,7 @@ WRONG = [
     ("data:image/png;base64,AAAAA===", "= before its end"),
     ("=AAA", "= before its end"),
     ("data:image/png;base64,AA-_", "a data URI whose base64 is not valid"),
-    ("data:image/png;base64,AAAA\n", "a data URI whose base64 is not valid"),
+    ("data:image/png;base64,AA==\nAAAA", "= before its end"),
     ("data:image/png;base64,ÄAAA", "a data URI whose base64 is not valid"),
     ("data:image/png;base64,%4", "a data URI whose base64 is not valid (% must precede two hexadecimal digits)"),
     ("data:image/png,A%\nA", "a data URI whose percent-encoding is not valid"),
@@ -324,9 +325,19 @@ async def test_pixels_for_a_language_model_hold_body_memory(serving, make_engine
         assert bodies.used == 0
         bodies.add("another client", bodies.limit - 5_000_000)
         assert (await client.post("/v1/embeddings", json={"input": inputs})).status_code == 503
+        engine.image_limits = images.ImageLimits(max_pixels=1_999_999)
+        message = (await client.post("/v1/embeddings", json={"input": inputs})).json()["error"]["message"]
+        assert "at most 1999999 in all" in message
         bad = await client.post("/v1/embeddings", json={"input": ["a", {"image": "aGVsbG8="}]})
     assert bad.status_code == 400
     assert bad.json()["error"]["message"].startswith("input[1].image is not an image in a supported format")
+
+
+async def test_other_media_are_rejected_by_name(client) -> None:
+    for entry in ({"image": URI, "video": URI}, {"text": "a", "input_audio": {"data": ""}}):
+        response = await client.post("/v1/embeddings", json={"input": ["a", entry]})
+        assert response.status_code == 400
+        assert f"holds {list(entry)[1]} in entry 1" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("is_base64", [True, False])
