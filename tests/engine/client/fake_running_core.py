@@ -48,8 +48,8 @@ class FakeRunningCore:
     def host_bytes(self) -> int:
         return 7
 
-    def fail(self, message: str) -> None:
-        self.on_load(LoadFailed("WeightError", message))
+    def fail(self, message: str, kind: str = "WeightError") -> None:
+        self.on_load(LoadFailed(kind, message))
 
     def ready(self, max_model_len: int = 24) -> None:
         assert self.is_started

@@ -74,14 +74,6 @@ async def test_engine_is_dead_after_three_failed_restarts_and_retries(
             await sleep(0)
         return running_cores[number]
 
-    start = FakeRunningCore.start
-
-    async def start_or_raise(core: FakeRunningCore) -> None:
-        await start(core)
-        if len(running_cores) == 3:
-            raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(FakeRunningCore, "start", start_or_raise)
     monkeypatch.setattr(core_supervisor.asyncio, "sleep", pause)
     running_cores[0].end("it ended")
     for attempt in range(1, 6):
@@ -91,7 +83,9 @@ async def test_engine_is_dead_after_three_failed_restarts_and_retries(
         with pytest.raises(errors.EngineUnavailableError, match="started again" if attempt <= 3 else "is down"):
             dispatcher.admission.check()
         assert running_cores[attempt - 1].is_closed
-        core.fail("no memory") if attempt % 2 else core.end("signal 9")
+        core.fail("no memory", "MachineError" if attempt < 5 else "EngineError") if attempt % 2 else core.end(
+            "signal 9"
+        )
     (await wait_for_core(6)).ready()
     while not group.num_restarts:
         await sleep(0)

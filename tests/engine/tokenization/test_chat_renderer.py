@@ -8,12 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from penstock.engine.protocol.errors import (
-    EngineOverloadedError,
-    InvalidRequestError,
-    RequestCancelledError,
-    RequestTooLongError,
-)
+from penstock.engine.protocol.errors import EngineError, InvalidRequestError, RequestCancelledError, RequestTooLongError
 from penstock.engine.protocol.model_info import TokenizerSpec
 from penstock.engine.protocol.templates import ChatOptions, ChatTemplate
 from penstock.engine.tokenization.chat_renderer import ChatRenderer
@@ -152,15 +147,10 @@ async def test_rendered_chat_has_only_its_own_special_tokens(pool: TokenizerPool
     assert text == "<s> user : a b </s>"
     (tokens,) = await pool.encode([text], Truncation(max_num_tokens=7), add_special_tokens=False)
     assert tokens.token_ids.tolist() == [11, 9, 10, 3, 4, 12]
-
-
-async def test_characters_of_a_chat_count_in_the_queue() -> None:
-    pool = TokenizerPool(SPEC, vocab_size=14, do_lower_case=False, num_workers=1, max_chars=40_000)
+    pool._jobs.chars.limit = 40_000
     pool._jobs.chars.add("", 1)
-    parts = [{"type": "text", "text": "a" * 10_000}] * 2
-    with pytest.raises(EngineOverloadedError, match="this one takes 400"):
-        await pool.render_chats([[user(parts), user("b" * 20_000)]], ChatOptions())
-    pool.close()
+    with pytest.raises(EngineError, match="this one takes 400"):  # all characters of the chat
+        await pool.render_chats([[user([user("a" * 20_000)]), user("b" * 20_000)]], ChatOptions())
 
 
 async def test_each_operation_ends_if_its_caller_disconnects(
