@@ -282,8 +282,10 @@ async def test_core_that_cannot_be_made_raises_the_reason() -> None:
     await owner.core.close()
 
 
-async def test_thread_of_a_cancelled_start_ends() -> None:
-    owner = Owner()
+async def test_thread_of_a_cancelled_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, is_closing = Owner(), threading.Event()
+    monkeypatch.setattr(engine_core, "EngineCore", lambda *a, **kw: is_closing.wait(60) and EchoCore(*a, **kw))
+    asyncio.get_running_loop().call_later(0.01, is_closing.set)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(owner.core.start(), 1e-9)
     await asyncio.wait_for(owner.core.close(), 120)
