@@ -44,9 +44,8 @@ def test_prompt_may_be_text_ids_or_dict(llm: LLM) -> None:
     ids = llm.encode("a dam", pooling_task="token_embed")
     assert ids[0].num_tokens == text.num_tokens == 4
     forms = [101, 1037, 5477, 102]
-    array = np.array(forms)
-    for prompt in (forms, array, [forms], {"prompt_token_ids": forms}, [array], {"prompt": "a dam"}):
-        (output,) = llm.embed(prompt)  # type: ignore[arg-type]
+    for given in (forms, np.array(forms), [forms], {"prompt_token_ids": forms}, [np.array(forms)], {"prompt": "a dam"}):
+        (output,) = llm.embed(given)  # type: ignore[arg-type]
         np.testing.assert_allclose(output.outputs.embedding, text.outputs.embedding, atol=1e-6)
     assert len(llm.embed(["a dam", forms, {"prompt": "b"}])) == 3
     for wrong in ([3.5], [None], {"text": "a"}, []):
@@ -178,10 +177,8 @@ def test_failed_start_has_the_settings_and_leaves_no_thread(monkeypatch: pytest.
 
 
 def test_settings_reach_the_engine(minilm_folder: Path) -> None:
-    limits: dict[str, Any] = {"max_queued_chars": 100, "scheduler": SchedulerConfig(max_queued_tokens=9)}
-    with LLM(
-        str(minilm_folder), pooler_config={"pooling_type": "CLS"}, max_model_len=16, device="cpu", **limits
-    ) as llm:
+    limits: dict[str, Any] = {"device": "cpu", "max_queued_chars": 9, "scheduler": SchedulerConfig(max_queued_tokens=9)}
+    with LLM(str(minilm_folder), pooler_config={"pooling_type": "CLS"}, max_model_len=16, **limits) as llm:
         assert llm.info.sequence_pooling == ("CLS",)
         assert len(llm.embed(["word " * 300] * 8, truncate_prompt_tokens=-1)) == 8  # the queue has no limits
         with pytest.raises(EngineError, match="maximum context length is 16 tokens"):

@@ -83,9 +83,7 @@ async def test_engine_is_dead_after_three_failed_restarts_and_retries(
         with pytest.raises(errors.EngineUnavailableError, match="started again" if attempt <= 3 else "is down"):
             dispatcher.admission.check()
         assert running_cores[attempt - 1].is_closed
-        core.fail("no memory", "MachineError" if attempt < 5 else "EngineError") if attempt % 2 else core.end(
-            "signal 9"
-        )
+        core.fail("full", "EngineError" if attempt > 4 else "WeightError") if attempt % 2 else core.end("signal 9")
     (await wait_for_core(6)).ready()
     while not group.num_restarts:
         await sleep(0)

@@ -412,10 +412,7 @@ def test_table_shows_values_in_short_lines(tmp_path: Path) -> None:
             {"modules.json": [TRANSFORMER, POOLING], "1_Pooling/config.json": {"pooling_mode": "sum"}},
             r"1_Pooling/config\.json has the pooling mode 'sum'",
         ),
-        (
-            {"modules.json": [TRANSFORMER, POOLING], "1_Pooling/config.json": {"pooling_mode": {"a": 1}}},
-            r"mode \{'a': 1\}",
-        ),
+        ({"modules.json": [TRANSFORMER, POOLING], "1_Pooling/config.json": {"pooling_mode": {}}}, "pooling mode {}"),
         ({"modules.json": [TRANSFORMER], "sentence_bert_config.json": {"tokenizer_args": 5}}, "must be an object"),
         *(
             ({"modules.json": [TRANSFORMER, POOLING, DENSE], "2_Dense/config.json": dense}, message)

@@ -147,8 +147,7 @@ async def test_rendered_chat_has_only_its_own_special_tokens(pool: TokenizerPool
     assert text == "<s> user : a b </s>"
     (tokens,) = await pool.encode([text], Truncation(max_num_tokens=7), add_special_tokens=False)
     assert tokens.token_ids.tolist() == [11, 9, 10, 3, 4, 12]
-    pool._jobs.chars.limit = 40_000
-    pool._jobs.chars.add("", 1)
+    pool._jobs.chars.limit = pool._jobs.chars.used = 40_000
     with pytest.raises(EngineError, match="this one takes 400"):  # all characters of the chat
         await pool.render_chats([[user([user("a" * 20_000)]), user("b" * 20_000)]], ChatOptions())
 

@@ -56,8 +56,7 @@ class Preemption:
 
     @property
     def states(self) -> SsmStates:
-        allocations = allocations_of(self.chunks)
-        self.sequence.allocation = None  # its request is cancelled
+        allocations, self.sequence.allocation = allocations_of(self.chunks), None  # its request is cancelled
         cache = self.memory.batch_cache(self.chunks, allocations)
         self.sequence.allocation = allocations[0]
         assert cache is not None
