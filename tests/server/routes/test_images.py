@@ -333,13 +333,6 @@ async def test_pixels_for_a_language_model_hold_body_memory(serving, make_engine
     assert bad.json()["error"]["message"].startswith("input[1].image is not an image in a supported format")
 
 
-async def test_other_media_are_rejected_by_name(client) -> None:
-    for entry in ({"image": URI, "video": URI}, {"text": "a", "input_audio": {"data": ""}}):
-        response = await client.post("/v1/embeddings", json={"input": ["a", entry]})
-        assert response.status_code == 400
-        assert f"holds {list(entry)[1]} in entry 1" in response.json()["error"]["message"]
-
-
 @pytest.mark.parametrize("is_base64", [True, False])
 async def test_escapes_are_decoded_in_slices(client, engine, is_base64: bool, monkeypatch) -> None:
     monkeypatch.setattr(images, "_SLICE_CHARS", 8)
