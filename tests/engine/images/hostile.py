@@ -38,10 +38,10 @@ def tiff_page(width: int, height: int, *others: tuple[int, int, int, int]) -> li
 
 
 def jpeg_with_scans(num_scans: int, *, progressive: bool = True) -> bytes:
-    """Returns a JPEG file of 800 x 800 pixels that repeats its last scan."""
+    """Returns a JPEG file of 800 x 800 pixels with further scans without data before its last scan."""
     file = encoded(Image.new("L", (800, 800)), "JPEG", progressive=progressive)
     last = file.rindex(b"\xff\xda")
-    return file[:last] + file[last:-2] * num_scans + b"\xff\xd9"
+    return file[:last] + file[last : last + 10] * num_scans + file[last:]
 
 
 def _truncated(format_: str) -> bytes:
