@@ -42,7 +42,7 @@ MAX_AHEAD_BYTES: Final = 64 * 1024
 """Maximum bytes of later requests. Above it, reading pauses until the response to the running request is sent."""
 PARSE_BYTES: Final = 2048
 """Bytes per parser call, except in bodies of known length. They contain at most a hundred requests."""
-INTERIM_AFTER_S: Final = 1.0
+INTERIM_AFTER_S: Final = 0.25
 """Seconds after the end of a request until an interim response is sent. Most responses have been sent by then."""
 INTERIM: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 """The interim response that most clients accept."""
