@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 from fastapi import Request, Response
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, Tag
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, Tag
 
 from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
@@ -24,7 +24,7 @@ from ..http.json_reader import by_keys
 from ..routing import BatchUse, RouteOptions, Router
 from ..schemas import json_schema
 from ..schemas.images import OBJECT_KEYS, Image, MixedContent, parse_content
-from ..schemas.inputs import Documents, document_contents, parse_text_or_image, parse_texts
+from ..schemas.inputs import Documents, document_contents, parse_rank_fields, parse_text_or_image, parse_texts
 from ..schemas.json_schema import Parsed, documented
 from ..schemas.options import Count, Flag, FlagOrWord, Listed, ListResponse, PairBody, Usage, VersionMeta, truncated
 from ..schemas.tei_bodies import TeiRank, TeiRerankRequest
@@ -76,10 +76,11 @@ class RerankRequest(PairBody):
     documents: Documents = Field(
         description='Texts or objects {"text": ...} or {"image": ...}. Long documents are truncated.'
     )
-    rank_fields: Listed[str] | None = Field(
+    rank_fields: Annotated[Listed[str], AfterValidator(parse_rank_fields)] | None = Field(
         None,
         description=(
-            "Fields to rank of documents that are objects. Each value becomes one line of the text, in this order."
+            "Up to 64 fields to rank of documents that are objects. Each value becomes one line of the text, in this "
+            "order."
         ),
     )
     top_n: Count | None = Field(

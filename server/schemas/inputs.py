@@ -30,6 +30,8 @@ from .options import Listed
 
 Text = str | list[int]
 Input = Text | Image
+MAX_RANK_FIELDS: Final = 64
+"""Names of fields to rank. Each is looked up in each document."""
 MAX_ENTRIES: Final = 1_000_000
 """Maximum number of texts or id lists in a body, and of ids in a list. No setting changes it."""
 
@@ -241,6 +243,14 @@ def parse_documents(value: Any) -> list[Document]:
         if isinstance(entry, dict) and not _can_be_written(entry):
             raise ValueError(f"nests values too deeply in entry {i}")
     return value
+
+
+def parse_rank_fields(names: list[str]) -> list[str]:
+    """Returns the names without repetitions, so that no value of a document is ranked twice."""
+    names = list(dict.fromkeys(names))
+    if len(names) > MAX_RANK_FIELDS:
+        raise ValueError(f"has {len(names)} names; the limit is {MAX_RANK_FIELDS}")
+    return names
 
 
 def document_contents(documents: Sequence[Document], rank_fields: Sequence[str] | None) -> list[str | Image]:
