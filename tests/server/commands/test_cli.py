@@ -89,7 +89,9 @@ def test_sigterm_ends_a_command_only_while_it_runs(command: str, monkeypatch: py
     monkeypatch.setattr("penstock.server.embed_jobs.run.embed_file", terminate)
     monkeypatch.setattr("penstock.server.bench.sweep.Sweep", lambda *_: SimpleNamespace(run=terminate, results=[]))
     before = signal.getsignal(signal.SIGTERM)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell script ignore it
     assert cli.main(command.split()) == cli.TERMINATED
+    signal.signal(signal.SIGINT, interrupt)
     assert capsys.readouterr().err.startswith("penstock: terminated")
     assert signal.getsignal(signal.SIGTERM) is before
     assert events == ["cancelled"]
