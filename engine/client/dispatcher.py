@@ -388,6 +388,8 @@ class Replica:
     ) -> ReplicaRun:
         """Sends inputs as `run` does; the caller must call `end` afterwards, also after an error."""
         self._check_live()
+        if (times := STAGE_TIMES.get()) is not None:
+            times.was_sent = True
         run = ReplicaRun(
             next(self._ids),
             asyncio.get_running_loop().create_future(),

@@ -55,13 +55,15 @@ class StageTimes:
     Attributes:
         entries: The intervals.
         last_s: time.perf_counter() of the engine's latest result; None before the first.
+        was_sent: Whether inputs of the request were sent to an engine core.
     """
 
-    __slots__ = ("entries", "last_s")
+    __slots__ = ("entries", "last_s", "was_sent")
 
     def __init__(self) -> None:
         self.entries: list[StageTime] = []
         self.last_s: float | None = None
+        self.was_sent = False
 
     def add(self, stage: Stage, began_s: float, seconds: float) -> None:
         """Records an interval."""

@@ -90,6 +90,10 @@ class BatchInput:
                 try:
                     line = self._parsed(self._text(span, file))
                     custom_id = line["custom_id"]
+                    try:
+                        orjson.dumps(line["body"])  # as `read` does; orjson's parser allows deeper nesting
+                    except TypeError:
+                        raise _LineError("invalid_body", "body nests values too deeply.", "body") from None
                     if (first := seen.setdefault(custom_id, span.number)) != span.number:
                         message = f"custom_id is {quote(custom_id)}, as in line {first}; each line needs its own."
                         raise _LineError("duplicate_custom_id", message, "custom_id")
@@ -113,13 +117,9 @@ class BatchInput:
             return list(itertools.islice((span for span in spans if span.number not in done), _SPANS_PER_READ))
 
     def read(self, span: LineSpan) -> tuple[str, bytes]:
-        """Returns the custom id of a line of a checked file, and the JSON body for the route. Raises OSError.
-
-        The body has no `priority`: all lines have the lowest.
-        """
+        """Returns the custom id of a line of a checked file, and the JSON body for the route. Raises OSError."""
         with self._path.open("rb") as file:
             line = self._parsed(self._text(span, file))
-        line["body"].pop("priority", None)
         return line["custom_id"], orjson.dumps(line["body"])
 
     def custom_ids(self, spans: Iterable[LineSpan]) -> list[tuple[int, str]]:

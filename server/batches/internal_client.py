@@ -26,7 +26,7 @@ class RouteResponse(NamedTuple):
     Attributes:
         request_id: Id of the request in the log.
         model: Served name of the model; "" for none.
-        reached_engine: Whether the engine had started the request. If the engine died, this request may be the cause.
+        reached_engine: Whether inputs were sent to an engine core. If the core died, this request may be the cause.
     """
 
     status: int
@@ -116,7 +116,7 @@ class InternalClient:
             record.request_id,
             record.model,
             record.num_tokens,
-            reached_engine=bool(record.stages.entries),
+            reached_engine=record.stages.was_sent,
         )
 
     def _scope(self, path: str, owner: str, name: str) -> Scope:

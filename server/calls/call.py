@@ -197,7 +197,7 @@ class ModelCall:
             raise deadline.error()
         return RequestOptions(
             timeout_s=None if remaining_s == math.inf else remaining_s,
-            priority=state.priority if priority is None else priority,
+            priority=state.priority if priority is None or state.is_batch_line else priority,
             client=state.client,
             namespace=state.namespace,
             adapter=self.adapter,

@@ -117,6 +117,7 @@ async def test_request_records_its_queue_and_inference_time(dispatcher: Dispatch
     token = STAGE_TIMES.set(times)
     first = await begin(dispatcher, 3, 4)
     STAGE_TIMES.set(others)
+    assert (times.was_sent, others.was_sent) == (True, False)
     second = await begin(dispatcher, 5)
     STAGE_TIMES.reset(token)
     core.answer((0, 0))

@@ -47,6 +47,7 @@ async def test_time_of_a_job_is_recorded(jobs: TokenizerJobs) -> None:
     finally:
         STAGE_TIMES.reset(token)
     assert list(times.seconds()) == [Stage.TOKENIZATION]
+    assert not times.was_sent
 
 
 @pytest.mark.parametrize("num_texts", [None, 1])  # in a thread, at once

@@ -68,10 +68,15 @@ def test_lines_and_errors_of_a_file_are_limited(read, monkeypatch: pytest.Monkey
     assert codes(read(b"1\n2\n3\n")) == [("invalid_json_line", 1), ("invalid_json_line", 2)]
 
 
-def test_priority_is_removed_from_the_body(read) -> None:
-    file = read(line(input="é", priority=-5, dimensions=3))
+def test_body_of_a_line_is_that_of_the_route(read) -> None:
+    file = read(line(input="é", dimensions=3))
     (span,) = file.next_spans(set())
     assert json.loads(file.read(span)[1]) == {"input": "é", "dimensions": 3}
+
+
+def test_line_that_orjson_can_read_but_not_write_is_invalid(read) -> None:
+    deep = line("b", x=1).replace(b'"x": 1', b'"x": ' + b"[" * 300 + b"]" * 300)
+    assert codes(read(line("a") + b"\n" + deep)) == [("invalid_body", 2)]
 
 
 def test_line_after_much_white_space_is_too_long(read) -> None:

@@ -163,18 +163,19 @@ async def test_file_of_50_001_lines_is_rejected(client) -> None:
     assert (batch["status"], error["code"], error["line"]) == ("failed", "too_many_lines", 50_001)
 
 
-async def test_lines_may_call_other_routes(client) -> None:
+async def test_lines_may_call_other_routes(client, engine) -> None:
     for endpoint, body in {
         "/v1/rerank": {"query": "a b", "documents": ["a b", "c"]},
         "/v1/score": {"text_1": "a", "text_2": ["a", "b"]},
         "/v2/embed": {"texts": ["a"], "embedding_types": ["float"], "input_type": "search_query"},
         "/v1/classify": {"input": ["a"], "labels": ["x", "y"]},
-        "/embed": {"inputs": ["a"]},
+        "/embed": {"inputs": ["a"], "parameters": {"priority": -9}},
     }.items():
-        line = {"custom_id": "1", "method": "POST", "url": endpoint, "body": {**body, "priority": None}}
+        line = {"custom_id": "1", "method": "POST", "url": endpoint, "body": {"priority": -9, **body}}
         batch = await finished(client, await start(client, [line], endpoint=endpoint))
         (answer,) = await content(client, batch["output_file_id"])
         assert answer["response"]["status_code"] == 200
+        assert engine.calls[-1][1][-1].priority == 999
         alone = (await client.post(endpoint, json=body)).json()
         if isinstance(alone, dict):
             changes = dict.fromkeys(("id", "created"))
