@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, NamedTuple
 
-from fastapi import Request
+from fastapi import HTTPException, Request
 
 from penstock.engine.protocol.errors import (
     DeadlineExceededError,
@@ -21,6 +21,7 @@ from penstock.engine.protocol.errors import (
 from ..admission import AdmissionController
 from ..http.image_fetcher import ImageFetcher
 from ..http.json_responses import wait_for_disconnect
+from ..http.request_head import is_from_other_origin
 from ..models.table import ModelTable
 from ..models.weight_files import WeightHeaders
 from ..observability.metrics import Metrics
@@ -62,6 +63,17 @@ def context_of(request: Request) -> ServerContext:
     """Returns the state of the application that serves `request`."""
     context: ServerContext = request.app.state.context
     return context
+
+
+def refuse_pages_of_other_origins(request: Request) -> None:
+    """Protects a route without a JSON body, which a browser calls without a CORS preflight.
+
+    Raises:
+        HTTPException: 403 if a web page of an origin that is not allowed sent the request without an API key.
+    """
+    origins = context_of(request).settings.cors_origins
+    if not state_of(request.scope).owner and is_from_other_origin(request.scope["headers"], origins):
+        raise HTTPException(403, "A web page of another origin may not send this request; see --cors-origins.")
 
 
 class Deadline(NamedTuple):

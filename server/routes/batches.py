@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, BinaryIO, Final, Literal, Protocol
 
-from fastapi import HTTPException, Path, Query, Request, Response
+from fastapi import Path, Query, Request, Response
 from fastapi.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
@@ -17,12 +17,11 @@ from ..batches.file_store import too_large
 from ..batches.records import UPLOAD, BatchList, BatchObject, BatchRequest, FileDeleted, FileList, FileObject
 from ..batches.service import Batches
 from ..batches.store import Page
-from ..calls.context import context_of
+from ..calls.context import refuse_pages_of_other_origins
 from ..dialects import OPENAI, Responses
 from ..errors import ErrorBody, quote
 from ..http.json_reader import receive_part
 from ..http.json_responses import json_response
-from ..http.request_head import is_from_other_origin
 from ..request_state import state_of
 from ..routing import Router
 
@@ -75,9 +74,7 @@ class _Entry(Protocol):
 async def upload_file(request: Request) -> Response:
     """Uploads a file of requests for a batch."""
     batches, headers = _batches(request), request.headers
-    origins = context_of(request).settings.cors_origins
-    if not _owner(request) and is_from_other_origin(request.scope["headers"], origins):  # a form needs no preflight
-        raise HTTPException(403, "A web page of another origin may not upload files; see --cors-origins.")
+    refuse_pages_of_other_origins(request)
     announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > batches.max_upload_bytes:
         raise too_large(batches.files.max_bytes)
@@ -150,6 +147,7 @@ async def get_batch(request: Request, batch_id: BatchId) -> Response:
 @router.post("/v1/batches/{batch_id}/cancel", response_model=BatchObject, responses=_CONFLICT)
 async def cancel_batch(request: Request, batch_id: BatchId) -> Response:
     """Cancels a batch. The output of completed requests is kept."""
+    refuse_pages_of_other_origins(request)
     return json_response((await _batches(request).cancel(batch_id, _owner(request))).to_openai())
 
 

@@ -17,7 +17,7 @@ from penstock.engine.model_files.resolve import resolved_table
 
 from .. import penstock_version
 from ..calls.call import ModelCall
-from ..calls.context import ClientWatch, context_of
+from ..calls.context import ClientWatch, context_of, refuse_pages_of_other_origins
 from ..dialects import PENSTOCK, Responses
 from ..http.json_responses import json_response
 from ..routing import Access, Router
@@ -189,6 +189,7 @@ async def server_info(request: Request) -> Response:
 @operator_router.post("/reset_prefix_cache", response_model=PrefixCacheReset)
 async def reset_prefix_cache(request: Request) -> Response:
     """Clears the prefix cache of every model. Running requests continue and add no blocks to it."""
+    refuse_pages_of_other_origins(request)
     models = context_of(request).models
     models.describe_all()  # raises an error while all models are loading
     targets = models.engines()

@@ -401,7 +401,13 @@ async def test_content_of_a_removed_file_is_404(client: httpx.AsyncClient, tmp_p
         ({}, {}, 200),
     ],
 )
-async def test_page_of_another_origin_cannot_upload_a_file(serving, engine, tmp_path, site, settings, status) -> None:
-    async with serving(engine, data_dir=tmp_path / "data", **settings) as client:
+async def test_page_of_another_origin_changes_nothing(
+    serving, engine, tmp_path, site, settings, status
+) -> None:
+    async with serving(engine, data_dir=tmp_path / "data", operator_routes=True, **settings) as client:
+        batch = await start(client, [embedding(1)]) if "api_key" not in settings else {"id": "batch_unknown"}
         client.headers.update(site)
         assert (await upload(client, b"{}")).status_code == status
+        assert (await client.post("/reset_prefix_cache")).status_code == status
+        refused = (await client.post(f"/v1/batches/{batch['id']}/cancel")).status_code == 403
+        assert refused == (status == 403)
