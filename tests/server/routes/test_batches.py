@@ -401,9 +401,7 @@ async def test_content_of_a_removed_file_is_404(client: httpx.AsyncClient, tmp_p
         ({}, {}, 200),
     ],
 )
-async def test_page_of_another_origin_changes_nothing(
-    serving, engine, tmp_path, site, settings, status
-) -> None:
+async def test_page_of_another_origin_changes_nothing(serving, engine, tmp_path, site, settings, status) -> None:
     async with serving(engine, data_dir=tmp_path / "data", operator_routes=True, **settings) as client:
         batch = await start(client, [embedding(1)]) if "api_key" not in settings else {"id": "batch_unknown"}
         client.headers.update(site)
