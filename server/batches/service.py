@@ -169,7 +169,8 @@ class Batches:
                 )
             await self.files.check_num_files(owner, _FILES_PER_BATCH * (num_unfinished + 1))
             for old in await self._store.oldest_ended(owner, self.files.max_files):
-                await self._remove_batch(old)
+                if old.input_file_id != file.id:  # the input would be removed, too
+                    await self._remove_batch(old)
             batch = BatchRecord(
                 id=new_batch_id(),
                 owner=owner,

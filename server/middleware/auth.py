@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..dialects import dialect_of
 from ..request_state import state_of
 from ..routing import Access
-from ..settings import UsageError
+from ..settings import UsageError, read_key_file
 
 logger = logging.getLogger(__name__)
 
@@ -186,11 +186,7 @@ class ApiKeys:
     def _read(self, file: Path) -> frozenset[str]:
         if file.stat().st_mode & stat.S_IWOTH:
             raise ValueError("may be written by every user of the machine; run chmod o-w on it")
-        lines = (line.strip() for line in file.read_text("utf-8-sig").splitlines())
-        keys = [line for line in lines if line and not line.startswith("#")]
-        if not keys:
-            raise ValueError("has no key; add one per line")
-        return frozenset(self._register(key.encode()) for key in keys)
+        return frozenset(self._register(key.encode()) for key in read_key_file(file))
 
     def _register(self, key: bytes) -> str:
         """Returns the digest of a valid key, and stores its id and its namespace."""

@@ -16,6 +16,7 @@ from .declarations import (
     ModelSettings,
     ServerSettings,
     TargetSettings,
+    read_key_file,
 )
 from .load import (
     ENV_PREFIX,
@@ -53,5 +54,6 @@ __all__ = [
     "load",
     "public_values",
     "read_compat_variables",
+    "read_key_file",
     "unknown_variables",
 ]

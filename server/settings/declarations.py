@@ -39,6 +39,15 @@ def _parse_keys(value: object) -> tuple[str, ...]:
     return keys
 
 
+def read_key_file(path: Path) -> list[str]:
+    """Returns the API keys of a file: one per line, without empty lines and comments. Raises OSError and ValueError."""
+    lines = (line.strip() for line in path.read_text("utf-8-sig").splitlines())
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ValueError("has no key; add one per line")
+    return keys
+
+
 def _parse_names(value: object) -> tuple[str, ...]:
     names = split_list(value)
     if not names:
@@ -184,7 +193,7 @@ class TargetSettings:
         parse=_parse_keys,
         is_secret=True,
     )
-    api_key_file: Path | None = setting(None, "File with the API key in its first line.", "HTTP", "FILE")
+    api_key_file: Path | None = setting(None, "File with the API key in its first line; may be the file of the server.", "HTTP", "FILE")
     ca_file: Path | None = setting(
         None,
         "PEM file with further certificates to trust for https://, such as a self-signed one.",
@@ -206,8 +215,8 @@ class TargetSettings:
         if self.api_key_file is None:
             return os.environ.get("OPENAI_API_KEY", "")
         try:
-            return self.api_key_file.read_text("utf-8").split()[0]
-        except (OSError, UnicodeDecodeError, IndexError) as error:
+            return read_key_file(self.api_key_file)[0]
+        except (OSError, ValueError) as error:
             raise UsageError(f"--api-key-file: {self.api_key_file} cannot be read or is empty: {error}") from error
 
 

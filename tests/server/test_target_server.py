@@ -77,7 +77,7 @@ def test_key_is_sent_and_its_lack_is_explained(
     url, file = serve(answer), tmp_path / "key"
     with pytest.raises(CommandError, match="GET /v1/models returned 401: no key; set --api-key or --api-key-file"):
         TargetServer(url, TargetSettings()).find_model("embed", DIALECTS)
-    file.write_text("secret\n")
+    file.write_text("\ufeff# Keys of the server.\nsecret\nother\n", "utf-8")
     if source == "variable":
         monkeypatch.setenv("OPENAI_API_KEY", "secret")
     settings = {"setting": TargetSettings(api_key=("secret", "b")), "file": TargetSettings(api_key_file=file)}

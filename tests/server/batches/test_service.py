@@ -146,6 +146,15 @@ async def test_oldest_batches_beyond_the_limit_are_removed(running) -> None:
         assert left == [batch.id for batch in created[:1:-1]]
 
 
+async def test_input_of_a_new_batch_is_not_removed_with_an_old_one(running) -> None:
+    async with running(Routes(), max_files=4) as batches:
+        shared, *others = [await upload(batches, b"") for _ in range(2)]
+        for file_id in [shared, *others * 4, shared]:
+            await until_status(batches, await create(batches, file_id), BatchStatus.FAILED)
+            await until(lambda: not batches.num_unfinished())
+        assert (await batches.files.find(shared, "me")).id == shared
+
+
 async def test_failed_disk_stops_neither_the_expiry_nor_the_shutdown(running, monkeypatch, caplog) -> None:
     sweeps: list[int] = []
 

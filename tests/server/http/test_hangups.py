@@ -23,6 +23,12 @@ async def pass_checks() -> None:
         await loop_iterations()
 
 
+@pytest.fixture(autouse=True)
+def _late_interim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sends interim responses only in tests that set a time."""
+    monkeypatch.setattr(connection, "INTERIM_AFTER_S", 600.0)
+
+
 @pytest.fixture
 def gate(engine: FakeEngine) -> asyncio.Event:
     """Responses wait for it."""
