@@ -18,6 +18,8 @@ from penstock.engine.protocol.errors import (
 from penstock.server.errors import ERROR_KINDS, quote, quote_names
 from penstock.server.routes import models
 
+from .bodies import table
+
 LONG = "z" * 10_000
 
 
@@ -134,16 +136,7 @@ async def test_request_is_rejected_before_the_engine(client: httpx.AsyncClient, 
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"text": ', "}")])
 async def test_deep_nesting_is_rejected(client: httpx.AsyncClient, opening: str, closing: str) -> None:
     value = opening * 100_000 + "1" + closing * 100_000
-    for path, body in (
-        ("/v1/embeddings", '{"input": %s}'),
-        ("/v1/embeddings", "%s"),
-        ("/rerank", '{"query": "a", "documents": [%s]}'),
-        ("/score", '{"text_1": "a", "text_2": %s}'),
-        ("/embed", '{"inputs": %s}'),
-        ("/", '{"inputs": "a", "parameters": {"normalize": %s}}'),
-        ("/", '{"inputs": {"source_sentence": "a", "sentences": [%s]}}'),
-        ("/rerank", '{"query": "a", "texts": [%s]}'),
-    ):
+    for path, body in table("server_cases", "deep nesting is rejected"):
         response = await client.post(path, content=body % value)
         assert response.status_code in (400, 422), (path, body)
         assert len(response.json()["message"]) < 400

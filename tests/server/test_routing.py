@@ -19,6 +19,8 @@ from penstock.server.request_state import state_of
 from penstock.server.routing import Access, Route, RouteTable
 from penstock.server.settings import ServerSettings
 
+from .bodies import table
+
 # Routes without a key. mteb, for example, reads the list of models without one.
 OPEN = {
     *((method, path) for method in ("GET", "HEAD") for path in ("/", "/health", "/health/live", "/health/ready")),
@@ -172,16 +174,7 @@ async def test_media_type_is_read_as_json_by_its_dialect(client, path: str, head
     assert (await posted(client, path, headers)).status_code == status
 
 
-OTHER_ORIGINS = [
-    [("origin", "https://evil.example")],
-    [("origin", "null")],
-    [("origin", "http://test:8001")],
-    [("origin", "http://test.evil.example")],
-    [("origin", "http://test"), ("origin", "https://evil.example")],
-    [("sec-fetch-site", "cross-site")],
-    [("sec-fetch-site", "same-site")],
-    [("origin", "http://test"), ("sec-fetch-site", "cross-site")],
-]
+OTHER_ORIGINS = table("server_cases", "other origins")
 
 
 @pytest.mark.parametrize("media", [NO_TYPE, FORM_TYPE, TEXT_TYPE])

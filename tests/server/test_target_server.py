@@ -11,6 +11,7 @@ from penstock.server import target_server
 from penstock.server.settings import CommandError, TargetSettings, UsageError
 from penstock.server.target_server import TargetServer, retry_after_s
 
+from .bodies import table
 from .fake_server import Answered, Received, Serve, openai_server
 
 DIALECTS = ("openai", "tei", "ollama")
@@ -96,17 +97,11 @@ def test_self_signed_certificate_needs_ca_file(serve: Serve, certificate: tuple[
 
 
 @pytest.mark.parametrize(
-    ("url", "address", "host", "path"),
-    [
-        ("http://a", ("a", 80), "a", ""),
-        ("https://user:word@a/v1/", ("a", 443), "a", ""),
-        ("http://[::1]:81/v1/x", ("::1", 81), "[::1]:81", "/v1/x"),
-        ("https://a:82/x/v1", ("a", 82), "a:82", "/x"),
-    ],
+    ("url", "address", "host", "path"), table("server_cases", "url has an address and a base path")
 )
-def test_url_has_an_address_and_a_base_path(url: str, address: tuple[str, int], host: str, path: str) -> None:
+def test_url_has_an_address_and_a_base_path(url: str, address: list[str | int], host: str, path: str) -> None:
     server = TargetServer(url, TargetSettings())
-    assert (server.address[:2], server.headers["Host"], server.base_path) == (address, host, path)
+    assert (list(server.address[:2]), server.headers["Host"], server.base_path) == (address, host, path)
     assert (server.address.tls is not None) is url.startswith("https:")
 
 

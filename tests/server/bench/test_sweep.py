@@ -19,6 +19,7 @@ from penstock.server.settings import BenchSettings, UsageError
 from penstock.server.target_server import Address
 
 from ...servers import COMMAND
+from ..bodies import table
 from ..fake_server import Answered, Received, Serve, openai_server
 
 SHORT = ("--seconds", "0.2", "--warm-up", "0", "--rounds", "1", "--connections", "1")
@@ -70,15 +71,7 @@ def others(received: Received) -> Answered:
     return Answered(replies[path]()) if path in replies else Answered({}, 404)
 
 
-@pytest.mark.parametrize(
-    ("server", "flags", "line"),
-    [
-        ("tei", ("--task", "rerank"), "tei /tei/rerank, t"),
-        ("ollama", (), "ollama /ollama/api/embed, o"),
-        ("cohere", ("--dialect", "cohere", "--model", "d"), "cohere /cohere/v2/embed, d"),
-        ("infinity", (), "openai /infinity/embeddings, i"),
-    ],
-)
+@pytest.mark.parametrize(("server", "flags", "line"), table("bench_cases", "each kind of server is measured"))
 def test_each_kind_of_server_is_measured(serve: Serve, server: str, flags: tuple[str, ...], line: str) -> None:
     url = f"{serve(others)}/{server}"
     done = bench(url, *SHORT, *flags)
@@ -121,17 +114,7 @@ def test_interrupted_run_prints_the_rounds_so_far(serve: Serve, tmp_path: Path) 
     assert 1 <= len(found["results"][0]["rounds"]) < 1000
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ((), "returned 2 results for 1 texts"),
-        (("--task", "rerank"), "returned 400"),
-        (("--dialect", "tei"), "lists no model: GET /info returned 404"),
-        (("--dialect", "ollama", "--model", "m", "--task", "rerank"), "the dialect ollama has no such route"),
-        (("--load", "missing.txt"), "cannot be read as a file"),
-        (("--connections", "0"), "must be whole numbers above 0"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), table("bench_cases", "unusable server or flag ends with one line"))
 def test_unusable_server_or_flag_ends_with_one_line(serve: Serve, flags: tuple[str, ...], message: str) -> None:
     def answer(received: Received) -> Answered:
         known = {"/v1/models": {"data": [{"id": "m"}]}, "/v1/embeddings": {"data": [1, 2]}}
@@ -276,15 +259,7 @@ def test_jsonl_file_gives_its_texts(tmp_path: Path) -> None:
     assert len(workload.query(0).split()) == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("\n", "has no text; write one text per line"),
-        ('"a"\n{"text"', "line 2 of .* is not JSON"),
-        ('{"text": ""}', 'line 1 of .* has no text; write {"text"'),
-        ('{"text": 5}', "has no text"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), table("bench_cases", "unusable file of texts is rejected"))
 def test_unusable_file_of_texts_is_rejected(content: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
     file.write_text(content)

@@ -58,16 +58,7 @@ def test_pin_and_ttl_are_rejected_on_a_cluster(run, tmp_path: Path) -> None:
     assert run("serve", "--config", file) == (2, message)
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"body": ["a"]}, "has no column 'text'; it has body; see --field"),
-        (
-            {"text": ["a"], "embedding": [[1.0]]},
-            "has a column 'embedding', the name of the output column; rename it",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("columns", "message"), table("commands_cases", "invalid input is rejected without a cluster"))
 def test_invalid_input_is_rejected_without_a_cluster(run, columns: dict, message: str, tmp_path: Path) -> None:
     parquet.write_table(pa.table(columns), tmp_path / "in.parquet")
     code, error = run("embed", tmp_path / "in.parquet", tmp_path / "out")
@@ -94,14 +85,7 @@ def test_output_that_holds_the_input_is_rejected(run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "dtype"),
-    [
-        ({}, "float32"),
-        ({"device": "cpu", "replica_gpus": 1}, "float32"),
-        ({"replica_gpus": 0.5}, "auto"),
-        ({"device": "cuda"}, "auto"),
-        ({"devices": "cuda:0,cuda:1"}, "auto"),
-        ({"dtype": "bfloat16"}, "bfloat16"),
-    ],
+    table("commands_cases", "all engines of a cluster have one dtype"),
     ids=str,
 )
 def test_all_engines_of_a_cluster_have_one_dtype(given: dict[str, object], dtype: str, caplog) -> None:

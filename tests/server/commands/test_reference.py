@@ -8,13 +8,9 @@ import pytest
 from penstock.server.commands.reference import PAGES
 
 from ...conftest import ROOT
+from ..bodies import table
 
-ROW = {
-    "settings": "| `--max-queue-s SECONDS`",
-    "models": "| `BAAI/bge-m3` |",
-    "routes": "| `POST /v2/rerank` | rerank |",
-    "metrics": "| `penstock_batches_ended_total` | counter |",
-}
+ROW = table("commands_cases", "row")
 
 
 @pytest.mark.parametrize("name", ROW)

@@ -23,6 +23,7 @@ from penstock.server.embed_jobs.run import check_options, pooling_params, row_op
 from penstock.server.settings import CommandError, EmbedSettings, UsageError
 
 from ...clock import Clock
+from ..bodies import table
 
 SHARD_ROWS = 5
 TEXTS = [f"text number {i}" for i in range(23)] + ["", "naïve 東京"]
@@ -222,15 +223,7 @@ def test_jsonl_values_are_written_as_csv(run, fake, tmp_path: Path) -> None:
     assert {name: value for name, value in second.items() if value} == {"text": "b", "late": "c"}
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "has no header"),
-        ("id;text\n1;a\n", "has no column 'text'; it has 'id;text', separated by commas; see --field"),
-        ("text,\udcff\n", "its header is not valid UTF-8"),
-        ("text,text\na,b\n", "two columns are named 'text'; rename one"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), table("embed_jobs_cases", "unusable csv header is rejected"))
 def test_unusable_csv_header_is_rejected(run, content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text(content, errors="surrogateescape")
     with pytest.raises(UsageError, match=message):

@@ -12,6 +12,8 @@ import pytest
 
 from penstock.server.http.image_fetcher import AllowedHost, FetchError, ImageFetcher, is_public, open_tls
 
+from ..bodies import table
+
 PUBLIC = "93.184.215.14"
 HOST = "img.example.org"
 MAX_BYTES = 100_000
@@ -122,25 +124,7 @@ async def test_framing_of_http_is_understood(site, parts) -> None:
     assert await site.fetch() == b"image"
 
 
-PRIVATE = [
-    "127.0.0.1",
-    "10.1.2.3",
-    "169.254.169.254",
-    "100.64.0.1",
-    "0.0.0.0",
-    "224.0.0.1",
-    "240.0.0.1",
-    "::1",
-    "fe80::1%eth0",
-    "fd00::1",
-    "ff0e::1",
-    "::ffff:8.8.8.8",
-    "64:ff9b::a9fe:a9fe",
-    "2002:7f00:1::1",
-    "2001:0:7f00:1::1",
-    "3fff::1",
-    "localhost",
-]
+PRIVATE = table("http_cases", "private")
 
 
 @pytest.mark.parametrize("address", PRIVATE)
@@ -216,17 +200,7 @@ async def test_redirect_is_followed_and_resolved_again(site, target) -> None:
     assert len(site.resolved) == 2
 
 
-@pytest.mark.parametrize(
-    ("target", "part"),
-    [
-        ("http://a.example.org/end", "not an https URL"),
-        ("https://127.0.0.1/end", "does not allow"),
-        ("https://internal.net/end", "does not allow"),
-        ("https://private.example.org/end", "not public"),
-        ("https://[x", "redirects to a URL that is not valid"),
-        ("/start", "more than 3 redirects"),
-    ],
-)
+@pytest.mark.parametrize(("target", "part"), table("http_cases", "redirect is checked like the url"))
 async def test_redirect_is_checked_like_the_url(site, target, part) -> None:
     site.addresses["private.example.org"] = [["169.254.169.254"]]
     with pytest.raises(FetchError, match=part) as error:

@@ -10,6 +10,7 @@ from penstock.server.middleware.auth import CHECK_EVERY_S, ApiKeys
 from penstock.server.settings import UsageError
 
 from ...clock import Clock
+from ..bodies import table
 
 KEYS = ("first-key", "second-key")
 BODY = {"input": "a"}
@@ -21,35 +22,12 @@ async def guarded(serving, engine):
         yield client
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"authorization": "Bearer first-key"},
-        {"authorization": "bearer second-key"},
-        {"authorization": "Bearer   first-key "},
-        {"authorization": "first-key"},
-        {"api-key": "second-key"},
-        {"authorization": "Bearer wrong", "api-key": "first-key"},
-    ],
-)
+@pytest.mark.parametrize("headers", table("middleware_cases", "key is accepted in each header"))
 async def test_key_is_accepted_in_each_header(guarded: httpx.AsyncClient, headers: dict[str, str]) -> None:
     assert (await guarded.post("/v1/embeddings", json=BODY, headers=headers)).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {},
-        {"authorization": ""},
-        {"authorization": "Bearer"},
-        {"authorization": "Bearer "},
-        {"authorization": "Bearer None"},
-        {"authorization": "Bearer first-ke"},
-        {"authorization": "Bearer first-key2"},
-        {"authorization": "Basic first-key"},
-        {"api-key": ""},
-    ],
-)
+@pytest.mark.parametrize("headers", table("middleware_cases", "wrong or missing key gets 401"))
 async def test_wrong_or_missing_key_gets_401(guarded: httpx.AsyncClient, engine, headers: dict[str, str]) -> None:
     for path in ("/v1/embeddings", "/v1/embeddings/", "/rerank", "/score", "/nowhere", "/v1/v1/embeddings"):
         response = await guarded.post(path, json=BODY, headers=headers)

@@ -15,6 +15,7 @@ from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 
+from ..bodies import table
 from ..conftest import client_of
 
 
@@ -153,19 +154,7 @@ async def test_request_without_a_name_goes_to_a_suitable_model(make_engine) -> N
     kinds = {"e": "embedding", "c": "sequence_classifier", "f": "embedding", "r": "cross_encoder"}
     engines = {name: make_engine(kind, ("x", "y"), name=name) for name, kind in kinds.items()}
     async with serving(*(served(engine, info=engine.info) for engine in engines.values())) as (client, _):
-        for path, body, expected in (
-            ("/v1/embeddings", {"input": "a"}, "e"),
-            ("/v1/embeddings", {"input": "a", "model": "f"}, "f"),
-            ("/embed", {"inputs": "a"}, "e"),
-            ("/rerank", {"query": "a", "documents": ["b"]}, "r"),
-            ("/rerank", {"query": "a", "texts": ["b"]}, "r"),
-            ("/rerank", {"query": "a", "documents": ["b"], "model": "e"}, "e"),
-            ("/score", {"text_1": "a", "text_2": "b"}, "r"),
-            ("/classify", {"input": "a"}, "c"),
-            ("/classify", {"input": "a", "labels": ["x", "y"]}, "e"),
-            ("/predict", {"inputs": "a"}, "c"),
-            ("/invocations", {"input": "a", "model": "c"}, "c"),
-        ):
+        for path, body, expected in table("models_cases", "request without a name goes to a suitable model"):
             for engine in engines.values():
                 engine.calls.clear()
             response = await client.post(path, json=body)

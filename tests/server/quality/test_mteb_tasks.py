@@ -10,6 +10,8 @@ import pytest
 from penstock.server.quality.evaluate import MtebEncoder, find_tasks, run_tasks
 from penstock.server.settings import CommandError, UsageError
 
+from ..bodies import table
+
 LOADER = [{"text": ["a", "b"]}, {"text": ["c"]}]
 
 
@@ -50,15 +52,7 @@ def mteb(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "prompt_type", "input_type"),
-    [
-        ("Classification", None, "classification"),
-        ("MultilabelClassification", None, "classification"),
-        ("Clustering", None, "clustering"),
-        ("STS", None, "similarity"),
-        ("Retrieval", "query", "query"),
-        ("Clustering", "document", "document"),
-    ],
+    ("kind", "prompt_type", "input_type"), table("quality_cases", "task selects the prompt of all batches")
 )
 def test_task_selects_the_prompt_of_all_batches(kind: str, prompt_type: str | None, input_type: str) -> None:
     client = Client()

@@ -19,13 +19,10 @@ from penstock.server.quality.tasks import (
 )
 from penstock.server.settings import UsageError
 
+from ..bodies import table
+
 Write = Callable[..., Path]
-RETRIEVAL = {
-    "corpus.jsonl": '{"_id": "1", "title": "A", "text": "dam"}\n{"_id": 2, "text": "song"}\n'
-    '{"_id": "3", "text": "x"}\n',
-    "queries.jsonl": '{"_id": "q", "text": "wall"}\n{"_id": "not judged", "text": "y"}\n',
-    "qrels/test.tsv": "query-id\tcorpus-id\tscore\nq\t1\t2\nq\t3\t1\nq\t2\t0\n",
-}
+RETRIEVAL = table("quality_cases", "retrieval")
 STS = "sentence1\tsentence2\tscore\n"
 
 

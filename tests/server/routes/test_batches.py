@@ -14,6 +14,7 @@ from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, UsageError
 
 from ...waiting import until
+from ..bodies import table
 
 ENDS = ("completed", "failed", "expired", "cancelled")
 
@@ -117,12 +118,9 @@ async def test_rejected_lines_are_in_the_error_file(client) -> None:
     assert batch["status"] == "completed"
     assert batch["request_counts"] == {"total": 5, "completed": 1, "failed": 4}
     errors = {error["custom_id"]: error for error in await content(client, batch["error_file_id"])}
-    assert {name: error["response"] and error["response"]["status_code"] for name, error in errors.items()} == {
-        "line-2": 400,
-        "line-3": 404,
-        "line-4": 400,
-        "line-5": None,
-    }
+    assert {name: error["response"] and error["response"]["status_code"] for name, error in errors.items()} == table(
+        "routes_cases", "rejected lines are in the error file"
+    )
     assert "'unknown'" in errors["line-3"]["response"]["body"]["error"]["message"]
     assert errors["line-5"]["error"]["code"] == "unsupported_answer"
     assert len(await content(client, batch["output_file_id"])) == 1
@@ -164,13 +162,7 @@ async def test_file_of_50_001_lines_is_rejected(client) -> None:
 
 
 async def test_lines_may_call_other_routes(client, engine) -> None:
-    for endpoint, body in {
-        "/v1/rerank": {"query": "a b", "documents": ["a b", "c"]},
-        "/v1/score": {"text_1": "a", "text_2": ["a", "b"]},
-        "/v2/embed": {"texts": ["a"], "embedding_types": ["float"], "input_type": "search_query"},
-        "/v1/classify": {"input": ["a"], "labels": ["x", "y"]},
-        "/embed": {"inputs": ["a"], "parameters": {"priority": -9}},
-    }.items():
+    for endpoint, body in table("routes_cases", "lines may call other routes").items():
         line = {"custom_id": "1", "method": "POST", "url": endpoint, "body": {"priority": -9, **body}}
         batch = await finished(client, await start(client, [line], endpoint=endpoint))
         (answer,) = await content(client, batch["output_file_id"])

@@ -9,6 +9,7 @@ from penstock.engine.protocol.model_info import Activation
 from penstock.engine.protocol.results import ClassResult
 from penstock.engine.protocol.tasks import PoolingTask
 
+from ..bodies import table
 from ..conftest import FakeEngine, Serving
 
 EXAMPLES = [{"text": "where is it", "label": "shipping"}, {"text": "money back", "label": "refund"}]
@@ -113,21 +114,11 @@ async def test_examples_make_an_embedding_model_classify(serving: Serving, engin
     assert params.truncate_prompt_tokens == -1
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"inputs": ["a"]}, (-1, "right")),
-        ({"inputs": ["a"], "truncate": "END"}, (-1, "right")),
-        ({"inputs": ["a"], "truncate": "START"}, (-1, "left")),
-        ({"inputs": ["a"], "truncate": "NONE"}, (None, None)),
-        ({"input": ["a"]}, (None, None)),
-        ({"input": ["a"], "truncate": "START"}, (-1, "left")),
-    ],
-)
-async def test_truncate_sets_the_side_that_is_cut(serving, engine, fields: dict[str, Any], expected: tuple) -> None:
+@pytest.mark.parametrize(("fields", "expected"), table("routes_cases", "truncate sets the side that is cut"))
+async def test_truncate_sets_the_side_that_is_cut(serving, engine, fields: dict[str, Any], expected: list[Any]) -> None:
     await classify(serving, engine, **fields, examples=EXAMPLES)
     params = engine.calls[-1][1][2]
-    assert (params.truncate_prompt_tokens, params.truncation_side) == expected
+    assert [params.truncate_prompt_tokens, params.truncation_side] == expected
 
 
 async def test_default_prompt_is_for_embedding_models_only(serving: Serving, engine: FakeEngine, make_engine) -> None:

@@ -174,12 +174,7 @@ async def test_both_clients_rerank(v1, v2) -> None:
 
 
 # (kind of the model, Cohere's endpoints)
-ENDPOINTS = [
-    ("embedding", ["embed", "rerank", "classify"]),
-    ("cross_encoder", ["rerank", "classify"]),
-    ("sequence_classifier", ["classify"]),
-    ("token_classifier", []),
-]
+ENDPOINTS = table("routes_cases", "endpoints")
 
 
 @pytest.mark.parametrize(("kind", "endpoints"), ENDPOINTS)

@@ -23,22 +23,7 @@ HTML = {"accept": "text/html"}
 BODIES = table("valid_bodies", "page")
 
 
-@pytest.mark.parametrize(
-    ("accept", "is_page"),
-    [
-        ("text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,image/webp,*/*;q=0.8", True),
-        ("text/html, application/json", True),
-        ("TEXT/HTML ; Q=0.7", True),
-        ("application/json;q=0.5, text/html;q=0.6", True),
-        ("*/*", False),
-        ("", False),
-        ("application/json, text/plain, */*", False),
-        ("text/html;q=0", False),
-        ("text/html;q=nan", False),
-        ("application/json, text/html;q=0.9", False),
-        (";,;;,=", False),
-    ],
-)
+@pytest.mark.parametrize(("accept", "is_page"), table("routes_cases", "browsers get the page and probes get health"))
 async def test_browsers_get_the_page_and_probes_get_health(client, accept: str, is_page: bool) -> None:
     assert prefers_html(accept) is is_page
     for method in ("GET", "HEAD"):

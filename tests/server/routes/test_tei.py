@@ -220,18 +220,7 @@ async def test_decode_returns_a_text_for_each_list(client, engine, ids: list, te
     assert engine.special_tokens == [False, False, True]
 
 
-@pytest.mark.parametrize(
-    ("kind", "labels", "model_type"),
-    [
-        ("embedding", (), {"embedding": {"pooling": "mean"}}),
-        ("cross_encoder", ("X",), {"reranker": {"id2label": {"0": "X"}, "label2id": {"X": 0}}}),
-        (
-            "sequence_classifier",
-            ("a", "b"),
-            {"classifier": {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("kind", "labels", "model_type"), table("routes_cases", "info describes model and limits"))
 async def test_info_describes_model_and_limits(serving, make_engine, kind: str, labels, model_type: dict) -> None:
     settings = {"max_inputs_per_request": 100, "max_queued_tokens": 640, "tokenizer_workers": 3, "max_num_seqs": 5}
     async with serving(make_engine(kind, labels), ("served",), max_num_batched_tokens=32, **settings) as client:

@@ -23,13 +23,7 @@ async def test_wrong_body_is_400_with_field_and_value(client: httpx.AsyncClient,
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "field"),
-    [
-        ("/v1/embeddings", {"input": ["a", "b", "c"]}, "input"),
-        ("/v2/embed", {"texts": ["a", "b", "c"]}, "texts"),
-        ("/detokenize", {"tokens": [1, 2, 3]}, "tokens"),
-        ("/decode", {"ids": [[1], [2], [3]]}, "ids"),
-    ],
+    ("path", "body", "field"), table("routes_cases", "length of a list is limited before its entries are read")
 )
 async def test_length_of_a_list_is_limited_before_its_entries_are_read(client, path, body, field, monkeypatch) -> None:
     monkeypatch.setattr("penstock.server.schemas.inputs.MAX_ENTRIES", 2)

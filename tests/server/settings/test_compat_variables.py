@@ -70,18 +70,7 @@ def test_flags_and_own_variables_have_precedence(plan: Any) -> None:
 
 
 def test_variables_of_infinity_set_settings(plan: Any) -> None:
-    variables = {
-        "INFINITY_MODEL_ID": "a/b;",
-        "INFINITY_PORT": "7997",
-        "INFINITY_API_KEY": "k",
-        "INFINITY_BATCH_SIZE": "64;",
-        "INFINITY_URL_PREFIX": "/api",
-        "INFINITY_LOG_LEVEL": "trace",
-        "INFINITY_DEVICE": "cuda",
-        "INFINITY_DEVICE_ID": "0,1",
-        "INFINITY_ENGINE": "optimum",
-        "INFINITY_QUEUE_SIZES": "1",
-    }
+    variables = table("settings_cases", "variables of infinity set settings")
     settings, (model,) = plan(variables, env_compat="infinity")
     assert (settings.port, settings.api_key, settings.root_path, settings.log_level) == (7997, ("k",), "/api", "debug")
     assert (model.config.model, model.config.devices) == ("a/b", ("cuda:0", "cuda:1"))
@@ -109,14 +98,7 @@ def test_two_variables_for_one_setting_are_rejected(plan: Any) -> None:
 
 
 def test_lists_of_infinity_name_several_models(plan: Any) -> None:
-    variables = {
-        "INFINITY_MODEL_ID": "a/b;c/d;",
-        "INFINITY_SERVED_MODEL_NAME": "x;",
-        "INFINITY_REVISION": ";main",
-        "INFINITY_TRUST_REMOTE_CODE": "true;false",
-        "INFINITY_DTYPE": "float32",
-        "INFINITY_PORT": "1",
-    }
+    variables = table("settings_cases", "lists of infinity name several models")
     with pytest.raises(UsageError, match="served as 'x'"):
         plan(variables, env_compat="infinity")
     settings, models = plan({"INFINITY_SERVED_MODEL_NAME": "x;y"}, env_compat="infinity")
