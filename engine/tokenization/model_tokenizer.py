@@ -283,13 +283,19 @@ class ModelTokenizer:
         is_cancelled: IsCancelled,
     ) -> list[TokenizedInput]:
         """Returns each input as a sequence; see TokenizerPool.encode."""
-        skip = self._count_prefix(prompt, specials) if prompt and skip_prompt else 0
+        skip = self._count_prefix(prompt[: truncation.max_chars], specials) if prompt and skip_prompt else 0
         first_chars = truncation.first_chars
         tokenized: list[TokenizedInput] = []
-        num_chars = [min(len(item), first_chars) if isinstance(item, str) else 0 for item in inputs]
+        whole_chars = [len(prompt) + len(item) if isinstance(item, str) else 0 for item in inputs]
+        num_chars = [min(count, first_chars) for count in whole_chars]
         for first, last in portions(num_chars, is_cancelled):
             part = inputs[first:last]
-            texts = wholes = self.cased([prompt + item for item in part if isinstance(item, str)])
+            strings = [item for item in part if isinstance(item, str)]
+            if max(whole_chars[first:last], default=0) <= first_chars:
+                prompted = [prompt + item for item in strings]
+            else:
+                prompted = [self._prompted(prompt, item, truncation) for item in strings]
+            texts = wholes = self.cased(prompted)
             if self._chars_per_token is not None and truncation.may_truncate:
                 texts = self._first_chars(texts, truncation, self._chars_per_token)
             bounded = self.truncate_chars(texts, truncation, first_chars)
@@ -298,13 +304,28 @@ class ModelTokenizer:
             for index, item in enumerate(part, first):
                 if isinstance(item, str):
                     whole, text, start, encoding = next(encodings)
-                    tokens = self._truncate_text(text, start, encoding, truncation, skip, specials, index)
+                    tokens = self._truncate_text(
+                        text, start, encoding, truncation, skip, specials, index, whole_chars[index]
+                    )
                     tokens.is_truncated |= len(text) < len(whole)
                     tokenized.append(tokens)
                 else:
                     ids = self._truncate_ids(self.checked_ids(item), truncation, index)
                     tokenized.append(TokenizedInput(ids, is_truncated=len(ids) < len(item)))
         return tokenized
+
+    def _prompted(self, prompt: str, text: str, truncation: Truncation) -> str:
+        """Returns prompt and text as one text, without most of the characters beyond `max_chars`.
+
+        The number of texts times the length of the prompt may exceed the memory.
+        """
+        num_chars = truncation.max_chars + _LONGEST_WORD
+        if len(prompt) + len(text) <= num_chars:
+            return prompt + text
+        if self.truncates_left(truncation):
+            text = text[-num_chars:]
+            return prompt[len(prompt) - (num_chars - len(text)) :] + text
+        return prompt[:num_chars] + text[: max(num_chars - len(prompt), 0)]
 
     def _first_chars(self, texts: Sequence[str], truncation: Truncation, chars_per_token: int) -> list[str]:
         """Cuts texts within words, as model2vec does before it tokenizes them."""
@@ -343,13 +364,14 @@ class ModelTokenizer:
         skip: int,
         specials: bool,
         index: int,
+        num_chars: int,
     ) -> TokenizedInput:
-        """Truncates an encoding to the limit, keeping its special tokens."""
+        """Truncates an encoding to the limit, keeping its special tokens. `num_chars`: for errors, with the prompt."""
         limit = truncation.max_num_tokens
         bounded, encoding = self._encode_more(text, bounded, encoding, truncation, specials=specials)
         if len(encoding) <= limit:
             if bounded is not text:
-                truncation.reject_unread_unless_truncated(len(text), len(encoding), index)
+                truncation.reject_unread_unless_truncated(num_chars, len(encoding), index)
             ids = self.text_ids(encoding.ids)
             num_skipped = max(min(skip, len(encoding) - 1), 0)
             return TokenizedInput(ids, num_skipped_tokens=num_skipped, is_truncated=bounded is not text)

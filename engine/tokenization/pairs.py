@@ -45,8 +45,11 @@ class PairEncoder:
     ) -> list[TokenizedInput]:
         """Returns each pair as a sequence; see TokenizerPool.encode_pairs."""
         tokenized: list[TokenizedInput] = []
+        num_added = len(instruction or "")
+        if num_added > truncation.max_chars:
+            raise _long_instruction_error(truncation)
         cased = self._bounded(pairs, truncation)
-        for first, last in portions([len(a) + len(b) for a, b in cased], is_cancelled):
+        for first, last in portions([len(a) + len(b) + num_added for a, b in cased], is_cancelled):
             part = cased[first:last]
             if self._by_template is not None:
                 tokenized += self._encode_with_template(self._by_template, part, truncation, instruction, first)
@@ -59,14 +62,19 @@ class PairEncoder:
         return tokenized
 
     def _bounded(self, pairs: Sequence[Pair], truncation: Truncation) -> list[Pair]:
-        """Truncates very long texts before tokenization. Raises RequestTooLongError if they must not be truncated."""
+        """Truncates very long texts before tokenization. Raises RequestTooLongError if they must not be truncated.
+
+        Equal texts, such as the query of all pairs, are truncated once and share their memory.
+        """
         num_chars = truncation.max_truncated_chars if truncation.may_truncate else truncation.max_chars
         for i, pair in enumerate(pairs):
             longest = max(map(len, pair))
             if longest > num_chars:
                 truncation.reject_unread_unless_truncated(longest, 0, i)
-        sides = (self._tokenizer.truncate_chars(side, truncation, num_chars) for side in zip(*pairs, strict=True))
-        return list(zip(*map(self._tokenizer.cased, sides), strict=True))
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        cased = self._tokenizer.cased(self._tokenizer.truncate_chars(texts, truncation, num_chars))
+        read = dict(zip(texts, cased, strict=True))
+        return [(read[first], read[second]) for first, second in pairs]
 
     def _encode_with_template(
         self,
@@ -109,14 +117,17 @@ class PairEncoder:
 def _no_space_error(
     encoder: ScoreTemplateEncoder, instruction: str | None, truncation: Truncation
 ) -> InvalidRequestError:
-    limit = truncation.max_num_tokens
-    if instruction and encoder.truncate(("a", "a"), None, limit, left=False) is not None:
-        return InvalidRequestError(
-            f"The instruction leaves no room for a query and a document: instruction, query, document and prompt may "
-            f"have {limit} tokens together. Please shorten the instruction.",
-            param="instruction",
-        )
+    if instruction and encoder.truncate(("a", "a"), None, truncation.max_num_tokens, left=False) is not None:
+        return _long_instruction_error(truncation)
     return truncation.no_space_error("the prompt leaves no room for a query and a document")
+
+
+def _long_instruction_error(truncation: Truncation) -> InvalidRequestError:
+    return InvalidRequestError(
+        "The instruction leaves no room for a query and a document: instruction, query, document and prompt may have "
+        f"{truncation.max_num_tokens} tokens together. Please shorten the instruction.",
+        param="instruction",
+    )
 
 
 def _longest_first(first: int, second: int, num_tokens: int) -> tuple[int, int]:

@@ -87,10 +87,11 @@ class PromptEncoder:
         """Returns each pair, such as a query and a document, as one sequence in the model's prompt for pairs."""
         texts_or_images = list(dict.fromkeys(item for pair in pairs for item in pair))
         decoded = dict(zip(texts_or_images, await self._decode(texts_or_images), strict=True))
+        texts = {item: self._text_of(item) for item in texts_or_images}
         patches = [(*decoded[left], *decoded[right]) for left, right in pairs]
         encoded: dict[int, TokenizedInput] = {}
         for limit, positions in self._by_limit(truncation, patches, range(len(pairs))):
-            text_pairs = [(self._text_of(left), self._text_of(right)) for left, right in (pairs[i] for i in positions)]
+            text_pairs = [(texts[left], texts[right]) for left, right in (pairs[i] for i in positions)]
             tokenized = await self._tokenizer.encode_pairs(text_pairs, limit, instruction=instruction)
             encoded.update(zip(positions, tokenized, strict=True))
         return [self._with_images(encoded[i], patches[i], i, truncation) for i in range(len(pairs))]
@@ -188,6 +189,8 @@ class PromptEncoder:
         truncation: Truncation,
     ) -> dict[int, TokenizedInput]:
         leading, trailing = ends
+        if len(before) > truncation.max_chars:
+            raise truncation.no_space_error(f"the model's prompt and instruction have {len(before)} characters")
         before_ids = await self._prompt_ids(before)
         num_ends = len(leading) + len(trailing)
         if num_ends + len(before_ids) >= truncation.max_num_tokens:

@@ -62,6 +62,8 @@ _MIN_JOBS_PER_WORKER: Final = 8
 _Result = tuple[asyncio.Future[Any], Any, BaseException | None]
 _MIN_CHATS_CHARS: Final = LONG_JOB + 1
 """Rendering chats counts as at least this many characters, so that it gets its own thread: a template may be slow."""
+MAX_RENDERED_CHARS: Final = 64_000_000
+"""Characters of all rendered chats of a request. A template may add every argument of the request to each chat."""
 _OLD_RATE_WEIGHT: Final = 0.8
 """Share of the old value in the running mean of the drain rate."""
 _MIN_MEASURED_CHARS: Final = 100_000
@@ -166,7 +168,7 @@ class TokenizerPool:
         Raises:
             InvalidRequestError: A list of ids is empty, or an id is outside the vocabulary.
         """
-        num_chars = sum(len(item) for item in inputs if isinstance(item, str))
+        num_chars = len(prompt) + sum(len(item) for item in inputs if isinstance(item, str))
         return await self._jobs.run(
             lambda is_cancelled: self._tokenizer.encode_parts(inputs, truncation, prompt, is_cancelled), num_chars
         )
@@ -190,7 +192,7 @@ class TokenizerPool:
                 prompt of the model does not support an instruction.
         """
         self._pairs.check_instruction(instruction)
-        num_chars = sum(len(first) + len(second) for first, second in pairs)
+        num_chars = sum(len(first) + len(second) for first, second in pairs) + len(instruction or "") * len(pairs)
         return await self._jobs.run(
             lambda is_cancelled: self._pairs.encode(pairs, truncation, instruction, is_cancelled), num_chars
         )
@@ -200,13 +202,21 @@ class TokenizerPool:
         renderer = self._renderer()
 
         def work(is_cancelled: IsCancelled) -> list[str]:
-            texts = []
+            texts: list[str] = []
+            num_rendered = 0
             for conversation in conversations:
                 check_cancelled(is_cancelled)
                 texts.append(renderer.render(conversation, options))
+                num_rendered += len(texts[-1])
+                if num_rendered > MAX_RENDERED_CHARS:
+                    raise InvalidRequestError(
+                        f"The first {len(texts)} of {len(conversations)} chats have {num_rendered} characters with the "
+                        f"model's chat template; the limit is {MAX_RENDERED_CHARS}. Send fewer chats at once.",
+                        param="messages",
+                    )
             return texts
 
-        num_chars = _count_chars([*conversations, options.arguments])
+        num_chars = _count_chars(conversations) + _count_chars([options.arguments]) * len(conversations)
         return await self._jobs.run(work, max(num_chars, _MIN_CHATS_CHARS))
 
     async def token_ids(

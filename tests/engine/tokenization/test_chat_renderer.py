@@ -142,12 +142,19 @@ async def pool() -> AsyncIterator[TokenizerPool]:
     pool.close()
 
 
-async def test_rendered_chat_has_only_its_own_special_tokens(pool: TokenizerPool) -> None:
+async def test_rendered_chat_has_only_its_own_special_tokens(
+    pool: TokenizerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (text,) = await pool.render_chats([[{"role": "user", "content": "a b"}]], ChatOptions())
     assert text == "<s> user : a b </s>"
     (tokens,) = await pool.encode([text], Truncation(max_num_tokens=7), add_special_tokens=False)
     assert tokens.token_ids.tolist() == [11, 9, 10, 3, 4, 12]
+    monkeypatch.setattr("penstock.engine.tokenization.tokenizer.MAX_RENDERED_CHARS", 38)
+    with pytest.raises(InvalidRequestError, match=r"first 3 of 4 chats have 57 characters .* is 38"):
+        await pool.render_chats([[user("a b")]] * 4, ChatOptions())
     pool._jobs.chars.limit = pool._jobs.chars.used = 40_000
+    with pytest.raises(EngineError, match="this one takes 800"):  # each chat may have all arguments
+        await pool.render_chats([[], []], ChatOptions(arguments={"a": "a" * 40_000}))
     with pytest.raises(EngineError, match="this one takes 400"):  # all characters of the chat
         await pool.render_chats([[user([user("a" * 20_000)]), user("b" * 20_000)]], ChatOptions())
 

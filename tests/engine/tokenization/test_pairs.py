@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
+from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.model_info import TokenizerSpec
 from penstock.engine.protocol.templates import ScoreTemplate
 from penstock.engine.tokenization.model_tokenizer import Truncation
@@ -108,6 +108,7 @@ async def pool(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> AsyncIte
 
 
 PAIRS = [("A B", "c"), ("a", "0 1 2 3 4 5")]
+UNCUT = Truncation(max_num_tokens=512)
 CUT = Truncation(max_num_tokens=9, may_truncate=True)
 
 
@@ -127,6 +128,15 @@ async def test_pool_cuts_or_rejects_long_pairs(pool: TokenizerPool, tokenizer: T
     with pytest.raises(InvalidRequestError, match="instruction leaves no room for a query and") as caught:
         await pool.encode_pairs(PAIRS, CUT, instruction="g g g g g")
     assert caught.value.param == "instruction"
+    with pytest.raises(InvalidRequestError, match="instruction leaves no room for a query and"):
+        await pool.encode_pairs(PAIRS, CUT, instruction=" " * (CUT.max_chars + 1))
+    checks: list[None] = []  # one between two groups of pairs
+    pool._pairs.encode(PAIRS * 2, UNCUT, "g" * 130_000, lambda: bool(checks.append(None)))
+    assert len(checks) == 3
+    pool._jobs.chars.limit = 100
+    pool._jobs.chars.add("", 1)
+    with pytest.raises(EngineOverloadedError, match="this one takes 116"):
+        await pool.encode_pairs(PAIRS, UNCUT, instruction="g" * 50)
 
 
 @pytest.mark.parametrize("pool", [None], indirect=True)

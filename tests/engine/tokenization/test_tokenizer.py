@@ -1,5 +1,6 @@
 """TokenizerPool gives the ids of transformers."""
 
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -234,6 +235,25 @@ async def test_truncated_long_texts_equal_transformers(
     with truncating(reference, side):
         expected = reference([text], truncation=True, max_length=32)["input_ids"]
     assert [cut.token_ids.tolist()] == expected
+    limit = Truncation(max_num_tokens=32, may_truncate=True, side=side)
+    for prompt in (text[:7], text * 7):
+        (whole,) = await pool.encode([prompt + text], limit)
+        (prompted,) = await pool.encode([text], limit, prompt=prompt)
+        assert prompted.token_ids.tolist() == whole.token_ids.tolist()
+
+
+async def test_long_prompt_and_query_are_cut_before_they_are_copied(pool: TokenizerPool) -> None:
+    prompt, query = "fox " * 1_000_000, "q" * 600_000
+    limit = Truncation(max_num_tokens=32, may_truncate=True)
+    tracemalloc.start()
+    cut = await pool.encode(["x"] * 12, limit, prompt=prompt)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * len(prompt)
+    assert {len(tokens) for tokens in cut} == {32}
+    pairs = pool._pairs._bounded([(query, "x")] * 3, limit)
+    assert len({id(first) for first, _ in pairs}) == 1
+    assert len(pairs[0][0]) == 65_536
 
 
 async def test_long_text_is_rejected_before_it_is_read_whole(pool: TokenizerPool) -> None:
