@@ -193,7 +193,9 @@ class TargetSettings:
         parse=_parse_keys,
         is_secret=True,
     )
-    api_key_file: Path | None = setting(None, "File with the API key in its first line; may be the file of the server.", "HTTP", "FILE")
+    api_key_file: Path | None = setting(
+        None, "File with the API key in its first line; may be the file of the server.", "HTTP", "FILE"
+    )
     ca_file: Path | None = setting(
         None,
         "PEM file with further certificates to trust for https://, such as a self-signed one.",
