@@ -44,12 +44,7 @@ def test_no_command_prints_the_help_with_code_2(capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("embed /nonexistent.txt --output out.npy", "/nonexistent.txt"),
-        ("serve", "PENSTOCK_PORT: "),
-        ("info {folder}", "{folder}"),
-    ],
+    ("arguments", "message"), table("commands_cases", "failed process prints one line with code 2")
 )
 def test_failed_process_prints_one_line_with_code_2(arguments: str, message: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PENSTOCK_PORT": "x"} if arguments == "serve" else None
@@ -97,14 +92,7 @@ def test_sigterm_ends_a_command_only_while_it_runs(command: str, monkeypatch: py
     assert events == ["cancelled"]
 
 
-@pytest.mark.parametrize(
-    ("command", "shown"),
-    [
-        ("embed in.txt --output out.npy", ""),
-        ("bench http://x", "table\n"),
-        ("eval http://x data", '{"folder": "data"}\n{"scores": {}}\n'),
-    ],
-)
+@pytest.mark.parametrize(("command", "shown"), table("commands_cases", "completed command has code 0"))
 def test_completed_command_has_code_0(command: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     sweep, embed_file = Mock(results=[1], report=lambda: "table"), Mock()
     monkeypatch.setattr("penstock.server.embed_jobs.run.embed_file", embed_file)

@@ -110,14 +110,7 @@ def test_one_device_is_used_by_several_processes(given: dict[str, Any], device: 
     assert bool(config.cores) == (given.get("devices") == ("cpu",))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"port": 80, "metrics_port": 80}, "--metrics-port: 80 is also --port"),
-        ({"metrics_host": "127.0.0.1"}, "--metrics-host: needs --metrics-port"),
-        ({"port": 0, "metrics_port": 0, "metrics_host": "192.0.2.1"}, "--metrics-host, --metrics-port: cannot listen"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), table("commands_cases", "unusable metrics port is rejected"))
 def test_unusable_metrics_port_is_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         serve.bound_sockets(load(ServerSettings, {"host": "127.0.0.1", **settings}))

@@ -16,11 +16,9 @@ from penstock.server.embed_jobs.job_folder import Shard
 from penstock.server.embed_jobs.parquet_file import ColumnError, ColumnType, ParquetRows, parquet_inputs
 from penstock.server.settings import CommandError, UsageError
 
-ROWS = [
-    {"id": 9_007_199_254_740_993, "text": "a", "score": 1, "meta": {"tags": ["x"], "at": {"page": 1}}, "flag": None},
-    {"text": "b", "score": 0.5, "meta": {"tags": [], "lang": "de"}, "flag": True},
-    {"id": -3, "text": "c", "meta": None, "list": [[1], None, [2, 3]], "none": None},
-]
+from ..bodies import table
+
+ROWS = table("embed_jobs_cases", "rows")
 META_KEYS = ("tags", "at", "lang")
 COLUMNS = [
     {name: row.get(name) for name in ("id", "text", "score", "meta", "flag", "list", "none")}

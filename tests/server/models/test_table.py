@@ -74,11 +74,7 @@ async def test_name_of_an_adapter_selects_its_model(make_engine, is_loaded: bool
             response = await client.post("/v1/embeddings", json={"input": "a", **body})
             assert (response.status_code, response.json()["model"]) == (200, "eins:legal")
             assert engine.calls[-1][1][2].adapter == "legal"
-        for name, message in (
-            ("one:unread", "one has no LoRA adapter 'unread'; it has: legal."),
-            ("two:legal", "two has no LoRA adapter 'legal'; it has: none."),
-            ("three:legal", "The model 'three:legal' does not exist; this server has two, one."),
-        ):
+        for name, message in table("models_cases", "name of an adapter selects its model"):
             response = await client.post("/v1/embeddings", json={"input": "a", "model": name})
             assert (response.status_code, response.json()["error"]["message"]) == (404, message)
         response = await client.post("/v1/embeddings", json={"input": "a", "lora_path": "legal"})

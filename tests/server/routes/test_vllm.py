@@ -188,14 +188,7 @@ async def test_key_of_the_body_selects_the_dialect_of_tokenize(client: httpx.Asy
     assert "error_type" in (await client.post("/tokenize", json={"inputs": 5})).json()
 
 
-@pytest.mark.parametrize(
-    ("limit", "part"),
-    [
-        ("admission.MAX_TOKENIZED_CHARS", "the limit is 2"),
-        ("admission.MAX_RESPONSE_TOKENS", "tokens or more; a response has at most 2"),
-        ("admission.MAX_RESPONSE_BYTES", "the limit is 2"),
-    ],
-)
+@pytest.mark.parametrize(("limit", "part"), table("routes_cases", "tokenized text has a size limit"))
 async def test_tokenized_text_has_a_size_limit(client, monkeypatch: pytest.MonkeyPatch, limit: str, part: str) -> None:
     for path, body, param in table("valid_bodies", "tokenized"):
         assert (await client.post(path, json=body)).status_code == 200
