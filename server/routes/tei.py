@@ -303,6 +303,7 @@ async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response
 @router.task("/", include_in_schema=False)
 async def by_model(body: Annotated[dict[str, Any], Body()], request: Request) -> Response:
     """Responds as the Inference API does: the body or the served model determines the task."""
+    body = {name: value for name, value in body.items() if value is not None}
     model = body.get("model")
     call = await ModelCall.start(request, model if isinstance(model, str) else None)
     if isinstance(body.get("inputs"), dict):

@@ -190,7 +190,9 @@ async def test_logits_become_probabilities_unless_raw(
 async def test_root_path_predicts_pairs_with_a_reranker(serving, make_engine) -> None:
     engine = make_engine("cross_encoder", ["LABEL_0"], activation=Activation.SIGMOID)
     async with serving(engine) as client:
-        answer = (await client.post("/", json={"inputs": [["a", "b"], ["a", "c"]]})).json()
+        answer = (
+            await client.post("/", json={"inputs": [["a", "b"], ["a", "c"]], "texts": None, "parameters": None})
+        ).json()
         assert (await client.post("/", json={"query": "a", "texts": ["b"]})).json()[0]["index"] == 0
     assert [row[0]["label"] for row in answer] == ["LABEL_0"] * 2
 
