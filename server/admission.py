@@ -353,9 +353,11 @@ def size_of_tokens(num_tokens: int) -> ResponseSize:
     return ResponseSize(_TOKEN_BYTES * num_tokens, _TOKEN_MEMORY * num_tokens)
 
 
-def size_of_token_rows(num_rows: int, width: int, *, names_tokens: bool = False) -> ResponseSize:
+def size_of_token_rows(
+    num_rows: int, width: int, *, num_encodings: int = 1, names_tokens: bool = False
+) -> ResponseSize:
     """Returns the size of one row per token, with the token's text and class if `names_tokens` is true."""
-    rows = size_of_numbers(num_rows * width)
+    rows = size_of_numbers(num_rows * width, num_encodings=num_encodings)
     return rows.plus(size_of_tokens(num_rows)) if names_tokens else rows
 
 

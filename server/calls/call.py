@@ -110,6 +110,7 @@ class ModelCall:
         default_prompt_name: Prompt for texts to embed if a request names none.
         adapter: LoRA adapter that the request names; None: none.
         began_s: time.perf_counter() when the handler began.
+        num_images: Number of images in the fields that have been read.
         truncated: Counts the inputs that were truncated.
     """
 
@@ -121,6 +122,7 @@ class ModelCall:
         "engine",
         "info",
         "name",
+        "num_images",
         "request",
         "truncated",
     )
@@ -134,6 +136,7 @@ class ModelCall:
         self.default_prompt_name = target.default_prompt_name
         self.adapter = target.adapter
         self.began_s = began_s
+        self.num_images = 0
         self.truncated = TruncatedInputs()
 
     @classmethod
@@ -163,20 +166,22 @@ class ModelCall:
         self.context.admission.reserve_response(self.request.scope, size, param=param, remedy=remedy)
 
     def reserve_rows(
-        self, options: RequestOptions, *, param: str = "input", names_tokens: bool = False
+        self, options: RequestOptions, *, param: str = "input", num_encodings: int = 1, names_tokens: bool = False
     ) -> RequestOptions:
         """Returns options that reserve memory for token rows when the engine knows their number.
 
         Args:
             options: Options of the engine call.
             param: The request field that holds the inputs.
+            num_encodings: Number of formats in which the response has each row.
             names_tokens: The response also has the text of every token.
         """
 
         def check(num_rows: int, width: int) -> None:
             if names_tokens:
                 check_num_ids(num_rows, param)
-            self.reserve(size_of_token_rows(num_rows, width, names_tokens=names_tokens), param=param)
+            size = size_of_token_rows(num_rows, width, num_encodings=num_encodings, names_tokens=names_tokens)
+            self.reserve(size, param=param)
 
         return replace(options, on_rows=check)
 

@@ -76,9 +76,12 @@ async def read_sources(call: ModelCall, sources: Sequence[ImageSource], param: s
 
     Raises the errors of `read_images` except those of `check_images`.
     """
-    if len(sources) > (limit := call.context.settings.max_images_per_request):
+    call.num_images += len(sources)
+    if call.num_images > (limit := call.context.settings.max_images_per_request):
+        holder = param if call.num_images == len(sources) else "the request"
         raise InvalidRequestError(
-            f"{param} has {len(sources)} images; the limit is {limit} (--max-images-per-request). Send fewer at once.",
+            f"{holder} has {call.num_images} images; the limit is {limit} (--max-images-per-request). "
+            "Send fewer at once.",
             param=param,
         )
     urls = {i: source for i, source in enumerate(sources) if _is_url(source.text)}

@@ -62,7 +62,8 @@ def quantize_rows(rows: Rows, kind: Quantization) -> Sequence[NDArray[Any]]:
     """Returns each row as integers. rows: [N, D] float32, or N arrays of any shape; see `quantize`."""
     if isinstance(rows, np.ndarray):
         return list(quantize(rows, kind))
-    return [quantize(np.atleast_2d(row), kind).reshape(*row.shape[:-1], -1) for row in rows]
+    quantized = [quantize(np.atleast_2d(row), kind) for row in rows]
+    return [new.reshape(*row.shape[:-1], new.shape[1]) for row, new in zip(rows, quantized, strict=True)]
 
 
 def quantize(rows: NDArray[np.float32], kind: Quantization, *, param: str = "embedding_type") -> NDArray[Any]:

@@ -235,7 +235,8 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
     params = body.pooling_params()
     call = await ModelCall.start(request, body.served_name(), EMBEDDERS)
     encodings, options = _encodings_and_options(call, body, params)
-    texts, options = await engine_inputs(call, body, call.reserve_rows(options))
+    options = call.reserve_rows(options, num_encodings=len(encodings))
+    texts, options = await engine_inputs(call, body, options)
     result = await call.engine.token_embed(texts, params, options)
     num_tokens = call.count(PoolingTask.TOKEN_EMBED, result)
     return vectors_response(

@@ -119,7 +119,7 @@ def test_parts_of_base64_have_whole_groups(width: int, monkeypatch: pytest.Monke
 async def test_large_response_has_the_bytes_of_a_small_one(form, kind: Any, dtype: EmbedDtype, is_matrix: bool) -> None:
     rows: Any = np.random.default_rng(1).normal(size=(3_000, 64)).astype(np.float32)
     if is_matrix:
-        rows = [rows[:1], rows[1:2_500], rows[2_500:]]
+        rows = [rows[:0], rows[:1], rows[1:2_500], rows[2_500:]]
     encoding = {"x": Encoding(format=form, quantization=kind, dtype=dtype)}
     large = vectors_response(request_for(LARGE_RESPONSE_BYTES), HEAD, rows, encoding, name="pooling")
     small = vectors_response(request_for(LARGE_RESPONSE_BYTES - 1), HEAD, rows, encoding, name="pooling")
@@ -173,6 +173,7 @@ MULTIMODAL = [{"content": [{"type": "text", "text": "a"}]}]
 SIZES: list[tuple[str, dict[str, Any], int, int]] = [
     ("/v1/multi-vector", {"input": ["a b"]}, 384, 128),
     ("/v1/embeddings", {"input": ["a b"], "return_multivector": True}, 384, 128),
+    ("/v1/multi-vector", {"input": ["a b"], "embedding_type": ["float", "base64"]}, 768, 128),
     ("/pooling", {"input": ["a b"], "task": "token_embed"}, 384, 128),
     ("/embed_all", {"inputs": ["a b"]}, 384, 128),
     ("/v1/encode", {"input": ["a b"], "outputs": ["dense", "multi_vector"]}, 480, 160),

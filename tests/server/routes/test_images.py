@@ -273,6 +273,8 @@ async def test_number_of_images_is_limited(serving, engine) -> None:
         for number, status in ((2, 200), (3, 400)):
             response = await client.post("/v2/embed", json={"images": [URI] * number})
             assert response.status_code == status
+        message = (await client.post("/rerank", json={"query": {"image": URI}, "documents": [{"image": URI}] * 2})).text
+    assert "the request has 3 images; the limit is 2" in message
     assert "images has 3 images; the limit is 2 (--max-images-per-request)" in response.json()["message"]
 
 
