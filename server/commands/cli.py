@@ -211,6 +211,7 @@ def _engine_process(in_process: bool) -> Iterator[EngineProcess | None]:
 
 
 def _stop(number: int, _: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C would interrupt the clean-up with a traceback
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(0)

@@ -81,10 +81,12 @@ def model_and_names(model: str | None, served_names: tuple[str, ...] = ()) -> tu
     """Returns the model to load and its served names, the shown one first.
 
     A local folder is served under its name, or the name of the link to it, and also under the given path.
-    Raises UsageError as `default_model_folder` does.
+    Raises UsageError if the model is empty, or as `default_model_folder` does.
     """
     if model is None:
         return str(default_model_folder()), served_names or NAMES
+    if not model:
+        raise UsageError("MODEL is empty; name a hub id or local folder, or leave it out for the embedded default")
     path = Path(model)
     own_name = path.name if path.is_symlink() else path.resolve().name
     names = (own_name, model) if is_local(model) and own_name else (model,)

@@ -188,9 +188,13 @@ class ImageFolder(InputFile):
         self.image_folder = path
 
     def rows(self) -> Iterator[Row | BadRow]:
-        """Yields one row for each image file, in the order of the paths."""
+        """Yields one row for each image file, in the order of the paths. A row whose name is not UTF-8 is bad."""
         for number, name in enumerate(self._names(), 1):
-            yield self.row(number, name, {self.field: name})
+            shown = os.fsencode(name).decode(errors="backslashreplace")
+            if shown == name:
+                yield self.row(number, name, {self.field: name})
+            else:
+                yield BadRow(number, f"the file name {shown} is not UTF-8; rename the file")
 
     def digest(self) -> str:
         """Returns a digest of the paths. InputSummary.files has sizes and times."""

@@ -258,10 +258,14 @@ class HttpServer(uvicorn.Server):
             self._collected_s = now_s
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        """Lets running requests finish, and closes idle connections."""
+        """Lets running requests finish, except after a second Ctrl-C, and closes idle connections."""
         closing = asyncio.create_task(self._close_idle_connections())
         try:
             await super().shutdown(sockets)
+            if self.force_exit:  # uvicorn would cancel the application with them, which logs a traceback
+                for task in self.server_state.tasks:
+                    task.cancel()
+                await self.lifespan.shutdown()
         finally:
             closing.cancel()
 

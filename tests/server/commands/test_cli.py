@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 from penstock.server.commands import cli
 from penstock.server.commands.model_plans import NAMES, model_and_names
+from penstock.server.settings import UsageError
 
 from ..bodies import table
 
@@ -122,7 +123,8 @@ def test_signal_acts_after_the_engine_process_has_started(number: int, error: ty
     try:
         with pytest.raises(error), cli._engine_process(False):
             events.append("entered")
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) is signal.getsignal(number) is signal.SIG_IGN  # also a second Ctrl-C
+        signal.signal(number, signal.default_int_handler)
         monkeypatch.setattr(cli, "EngineProcess", Mock(side_effect=OSError))
         for in_process in (True, False):
             with cli._engine_process(in_process) as process:
@@ -190,6 +192,8 @@ def test_link_to_a_folder_is_served_under_its_name(tmp_path: Path) -> None:
     (tmp_path / "short").symlink_to(tmp_path / "models--of--owner")
     assert model_and_names(f"{tmp_path}/short/")[1] == ("short", f"{tmp_path}/short/")
     assert model_and_names(f"{tmp_path}/short/../models--of--owner")[1][0] == "models--of--owner"
+    with pytest.raises(UsageError, match=r"^MODEL is empty"):
+        model_and_names("")
 
 
 def test_info_as_json_names_the_source_of_each_value(capsys: pytest.CaptureFixture[str]) -> None:

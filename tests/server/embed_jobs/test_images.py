@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +152,16 @@ def test_bad_images_are_skipped_with_their_reasons(run, fake, folder: Path, tmp_
     for row in report:
         assert BAD[row["line"]] in row["reason"]
     check(fake, [json.loads(line) for line in output.read_text().splitlines()], FILES[:1])
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="file names of macOS are UTF-8")
+def test_file_name_that_is_not_utf8_is_a_bad_row(run, fake, folder: Path, tmp_path: Path) -> None:
+    (folder / os.fsdecode(b"z\xff.png")).write_bytes(FILES[0])
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(CommandError, match=r"image 5: the file name z\\xff\.png is not UTF-8"):
+        run(folder, output)
+    run(folder, output, on_bad_row="skip")
+    check(fake, [json.loads(line) for line in output.read_text().splitlines()])
 
 
 def test_changed_image_does_not_continue_an_interrupted_run(

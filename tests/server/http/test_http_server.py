@@ -91,6 +91,28 @@ async def test_server_sleeps_after_two_signals(ticks: list[int], num_iterations:
         assert len(ticks) <= num_ticks + 1
 
 
+async def test_second_interrupt_cancels_requests_and_ends_the_application() -> None:
+    events: list[str] = []
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            events.append("request")
+            await asyncio.get_running_loop().create_future()
+        for kind in ("startup", "shutdown"):
+            await receive()
+            events.append(kind)
+            await send({"type": f"lifespan.{kind}.complete"})
+
+    async with running(serve, lifespan="on") as (server, port):
+        asking = asyncio.create_task(exchange(port, b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"))
+        await until(lambda: "request" in events)
+        (request,) = server.server_state.tasks
+        server.force_exit = True
+    await asking
+    assert request.done()
+    assert events == ["startup", "request", "shutdown"]
+
+
 def test_idle_server_collects_garbage_after_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     collected: list[int] = []
     monkeypatch.setattr(http_server.gc, "collect", lambda: collected.append(1))
