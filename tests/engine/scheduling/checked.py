@@ -198,7 +198,11 @@ class CheckedScheduler:
         return [*held] + [sequence.allocation for sequence in sequences if sequence.allocation is not None]
 
     def held_blocks(self) -> set[int]:
-        return {block for allocation in self.allocations() for block in allocation.block_ids}
+        return {
+            block
+            for allocation in self.allocations()
+            for block in (*allocation.block_ids, *allocation.cached_duplicates.values())
+        }
 
     def check_batch(self, batch: Batch) -> None:
         """Limits hold, each sequence runs once, and the pooling gets every row that it needs."""

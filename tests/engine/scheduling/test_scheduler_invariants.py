@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from .checked import CheckedScheduler, Setup
 
@@ -104,8 +104,24 @@ urgent = call("urgent", lengths=few, urgent=few, last_row=st.booleans())
 mixed = st.lists(st.one_of(short, short, long), min_size=1, max_size=6)
 
 
+def sent(client: str, *lengths: int) -> Event:
+    options = {"priority": 0, "timeout_s": None, "last_row": False, "token_id": 0, "shares_prefix": False}
+    return "request", {"lengths": [*lengths], "client": client, **options}
+
+
 @settings(max_examples=150, deadline=None)
 @given(setup=setups(), events=events(mixed))
+@example(  # two sequences refer to a cached block of a third one, which has ended, when the cache is cleared
+    Setup(num_blocks=40, num_slots=0, prefixes=True, budget=32, max_num_seqs=6, chunk_size=None),
+    [
+        sent("a", 1),
+        ("lower_budget", {"num_tokens": 4}),
+        sent("a", 17),
+        sent("b", 5, 17),
+        ("short_steps", {"count": 5}),
+        ("clear_prefixes", {}),
+    ],
+)
 def test_invariants_hold_for_long_and_short_sequences(setup: Setup, events: list[Event]) -> None:
     play(setup, events)
 
