@@ -167,7 +167,7 @@ class ImageFetcher:
             return await self._receive(reader, on_bytes)
         except OSError:
             raise FetchError("cannot be fetched: the connection to its server broke") from None
-        except httptools.HttpParserError:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             raise FetchError("cannot be fetched: its server does not speak HTTP/1.1") from None
         finally:
             writer.transport.abort()

@@ -32,8 +32,8 @@ CHECK_EVERY_S: Final = 1.0
 """Seconds between two checks of the file."""
 _NAMESPACE: Final = b"namespace"
 """The purpose of a digest, so that digests with the same salt but another purpose are unrelated."""
-_Version = tuple[int, int, int]
-_MISSING: Final[_Version] = (0, 0, 0)
+_Version = tuple[int, int, int, int]
+_MISSING: Final[_Version] = (0, 0, 0, 0)
 """The version of a file that does not exist."""
 
 
@@ -203,7 +203,7 @@ class ApiKeys:
 
 def _version(file: Path) -> _Version:
     status = file.stat()
-    return status.st_mtime_ns, status.st_size, status.st_ino
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino  # chmod changes st_ctime_ns only
 
 
 def _file_error(error: OSError | ValueError, file: Path) -> str:

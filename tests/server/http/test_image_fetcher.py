@@ -227,6 +227,7 @@ async def test_redirect_is_checked_like_the_url(site, target, part) -> None:
         ([HEAD + b"Content-Length: 10\r\n\r\nima"], "closed the connection"),
         ([b""], "closed the connection"),
         ([b"SSH-2.0-OpenSSH_9.6\r\n"], "does not speak HTTP"),
+        ([b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n"], "does not speak HTTP"),
         ([HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nimage"], "does not speak HTTP"),
     ],
 )

@@ -213,6 +213,10 @@ def test_world_writable_file_is_rejected(tmp_path: Path, caplog: pytest.LogCaptu
     assert accepts(keys, "a-key")
     assert not accepts(keys, "b-key")
     assert "the previous keys stay valid" in caplog.text
+    file.chmod(0o644)
+    clock.tick()
+    assert accepts(keys, "b-key")
+    assert not accepts(keys, "a-key")
 
 
 async def test_more_than_two_keys_are_rejected_with_the_reason(serving, engine) -> None:
