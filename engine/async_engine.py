@@ -167,7 +167,7 @@ class AsyncEngine:
 
     @property
     def state(self) -> EngineState:
-        """Whether the engine can take requests; with replicas, whether one of them can."""
+        """State of the engine. READY if at least one replica takes requests."""
         return self._group.state
 
     @property

@@ -142,7 +142,7 @@ class OpenRequest:
             params: Resolved parameters.
             transform: Applied to the outputs of each input; None: outputs are not changed.
             uses_cache: Whether to look the inputs up in the cache, if there is one.
-            is_admitted: Whether the inputs are a part of those of `admitted`. They are not looked up in the cache.
+            is_admitted: Whether `admitted` has admitted the inputs. They are not looked up in the cache.
 
         Raises:
             EngineUnavailableError: The engine is not running or it ended during the request.

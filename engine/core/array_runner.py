@@ -69,7 +69,7 @@ class ArrayForward:
 
 @dataclass(frozen=True, slots=True)
 class _ForwardStart:
-    """The start and the size of a forward; with its end they give its ForwardTime.
+    """The start and the size of a forward, for its ForwardTime.
 
     Attributes:
         started_s: Seconds, of time.perf_counter().
@@ -83,7 +83,7 @@ class _ForwardStart:
 
     @classmethod
     def now(cls, chunks: Sequence[PrefillChunk]) -> _ForwardStart:
-        """Returns the start of a forward of these chunks that starts now."""
+        """Returns the current time and the tokens of `chunks`."""
         started_s = time.perf_counter()
         chunk_tokens = num_long_tokens(chunks)
         return cls(started_s, chunk_tokens, sum(chunk.num_tokens for chunk in chunks) - chunk_tokens)

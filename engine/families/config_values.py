@@ -48,7 +48,7 @@ def read_config(cls: type[ConfigT], values: Mapping[str, Any], keys: Mapping[str
 
 
 def check_layer_types(types: Sequence[object], count: int, known: Sequence[str]) -> None:
-    """Raises UnsupportedModelError unless `types` has `count` items, all of them known."""
+    """Raises UnsupportedModelError if `types` has an unknown type or not `count` items."""
     if len(types) != count or not all(kind in known for kind in types):
         raise UnsupportedModelError(f"layer_types is {types}; it must be {count} of {', '.join(known)}.")
 

@@ -186,6 +186,11 @@ class DecodeQueue:
             if not image.result.done():
                 image.result.set_exception(_shutting_down())
 
+    def check_open(self) -> None:
+        """Raises EngineUnavailableError after `close`."""
+        if self._is_closed:
+            raise _shutting_down()
+
     def _start_images(self) -> None:
         while not self._is_closed and (image := self._next_image()) is not None:
             self._remove(image)
@@ -253,11 +258,6 @@ class DecodeQueue:
         images.remove(image)
         if not images:
             del self._waiting[image.client]
-
-    def check_open(self) -> None:
-        """Raises EngineUnavailableError after `close`."""
-        if self._is_closed:
-            raise _shutting_down()
 
     @property
     def _rate(self) -> float:

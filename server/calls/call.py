@@ -49,7 +49,7 @@ _TEXTS_PER_CALL: Final = 32
 
 
 class EngineResult(Protocol):
-    """What every result of AsyncEngine has."""
+    """A result of AsyncEngine."""
 
     @property
     def num_tokens(self) -> Sequence[int]:
@@ -173,7 +173,7 @@ class ModelCall:
         Args:
             options: Options of the engine call.
             param: The request field that holds the inputs.
-            num_encodings: Number of formats in which the response has each row.
+            num_encodings: Number of formats. The response has each row in every format.
             names_tokens: The response also has the text of every token.
         """
 

@@ -261,7 +261,7 @@ def _stopped_by_sigterm(*advice: str) -> Iterator[None]:
     def terminate(_: int, frame: FrameType | None) -> None:
         nonlocal is_terminated
         is_terminated = True
-        interrupt = signal.getsignal(signal.SIGINT)  # asyncio's cancels the main task, in which it is safe to stop
+        interrupt = signal.getsignal(signal.SIGINT)  # that of asyncio.run cancels the main task only
         (interrupt if callable(interrupt) else signal.default_int_handler)(signal.SIGINT, frame)
 
     before = signal.signal(signal.SIGTERM, terminate)

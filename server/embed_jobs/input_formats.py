@@ -188,7 +188,7 @@ class ImageFolder(InputFile):
         self.image_folder = path
 
     def rows(self) -> Iterator[Row | BadRow]:
-        """Yields one row for each image file, in the order of the paths. A row whose name is not UTF-8 is bad."""
+        """Yields one row for each image file, in the order of the paths. A name that is not UTF-8 gives a BadRow."""
         for number, name in enumerate(self._names(), 1):
             shown = os.fsencode(name).decode(errors="backslashreplace")
             if shown == name:

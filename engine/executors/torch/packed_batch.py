@@ -106,7 +106,7 @@ class BatchCache:
             of its chunk, padded with 0.
         continued_context_lens_on_device: [N - num_new_seqs] int32, `continued_context_lens` on the device; None if
             every layer copies them.
-        store_rows: [S] int64, rows of the batch whose keys and values are stored; None for all rows.
+        store_rows: [S] int64, batch rows to store the keys and values of; None for all rows.
         store_slots: [S] int64, block * block_size + offset of each stored row.
         ssm: States; None in a model without SSM layers.
         load_indices: [M] int64, sequences of the batch with a saved state.

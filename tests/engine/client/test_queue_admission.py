@@ -236,7 +236,7 @@ def test_lookups_are_limited_to_150_a_second() -> None:
 def test_lookups_of_long_texts_cost_more() -> None:
     clock = Clock()
     limit = LookupRateLimit(clock)
-    limit.spend(150_000)  # 600 lookups, of which 150 are left at the start
+    limit.spend(150_000)  # counts as 600 lookups; 150 are allowed at the start
     for clock.now_s, is_spent in ((0.0, True), (2.9, True), (3.1, False)):
         assert limit.is_exhausted is is_spent
     limit.spend(100_000_000)

@@ -138,7 +138,7 @@ async def test_missing_keys_of_a_message_have_the_defaults_of_asgi() -> None:
 
 
 def edits_between(a: str, b: str) -> int:
-    """Damerau-Levenshtein distance in which no part is edited twice."""
+    """Returns the Damerau-Levenshtein distance. It edits no part twice (optimal string alignment)."""
     if not a or not b:
         return len(a) + len(b)
     steps = [edits_between(a[1:], b) + 1, edits_between(a, b[1:]) + 1, edits_between(a[1:], b[1:]) + (a[0] != b[0])]
