@@ -8,6 +8,8 @@ import pytest
 
 from penstock.engine import host
 
+from ..tables import table
+
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -105,14 +107,7 @@ def test_processors_are_grouped_by_core_and_node(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("version", "drivers", "expected"),
-    [
-        ("2.13.0+cpu", ["nvidiactl"], False),
-        ("2.13.0+cu130", [], False),
-        ("2.13.0+cu130", ["nvidiactl"], True),
-        ("2.13.0", ["kfd"], True),
-        (None, ["nvidiactl"], False),
-    ],
+    ("version", "drivers", "expected"), table(__file__, "gpu needs a driver and a gpu build of torch")
 )
 def test_gpu_needs_a_driver_and_a_gpu_build_of_torch(
     version: str | None, drivers: list[str], expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -27,6 +27,7 @@ from penstock.engine.protocol.errors import (
 from penstock.engine.protocol.request import RequestOptions
 from penstock.engine.protocol.tasks import PoolingTask
 
+from ..tables import table
 from .engines import running
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("three_lane_library")]
@@ -255,15 +256,7 @@ async def test_sparse_router_equals_sentence_transformers(save_bert: Callable[..
         assert (await vectors(engine, RequestOptions()) == queries).all()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"structure": {"a": ["query_0_StaticEmbedding"]}}, "needs a route for queries and one for documents"),
-        ({"structure": {"query": ["document_0_Transformer"]}}, "with a Transformer for queries"),
-        ({"parameters": {"default_route": None, "allow_empty_key": False}}, "the default None"),
-        ({"types": {}}, "is not the config of a Router"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), table(__file__, "unsupported routes are rejected with their reason"))
 async def test_unsupported_routes_are_rejected_with_their_reason(
     backend: Tokenizer, save_bert: Callable[..., Path], tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:

@@ -17,6 +17,7 @@ from penstock.engine.protocol.results import ScoreResult
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.tokenization.input_encoder import InputEncoder
 
+from ...tables import table
 from .word_model import TABLE, WordCore, ids, info, tokenizer_pool
 
 PROMPTS = {"query": "query: ", "document": "document: "}
@@ -92,24 +93,7 @@ async def test_parameters_without_effect_on_scores_are_rejected(params: PoolingP
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "query", "document"),
-    [
-        ({"prompts": PROMPTS}, {}, "query: a", "document: b"),
-        ({"prompts": PROMPTS}, {"prompt": ""}, "a", "b"),
-        ({"prompts": PROMPTS}, {"prompt_name": "document"}, "document: a", "document: b"),
-        (
-            {"prompts": {"query": "Instruct: a \nQuery: ", "document": "document: "}},
-            {"instruction": "find "},
-            "Instruct: find Query: a",
-            "document: b",
-        ),
-        (
-            {"prompts": {"mine": "Instruct: a \nQuery: "}, "default_prompt_name": "mine"},
-            {"instruction": "find "},
-            "Instruct: find Query: a",
-            "Instruct: a Query: b",
-        ),
-    ],
+    ("model", "options", "query", "document"), table(__file__, "queries and documents get their prompts")
 )
 async def test_queries_and_documents_get_their_prompts(
     model: dict[str, Any], options: dict[str, Any], query: str, document: str
@@ -120,15 +104,7 @@ async def test_queries_and_documents_get_their_prompts(
         await score(["a"], ["b"], model=info(prompts=PROMPTS), instruction="find ")
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "message", "param"),
-    [
-        ([], ["a"], "at least one text on each side", "text_1"),
-        (["a"], [], "at least one text on each side", "text_2"),
-        (["a", "b"], ["a"], "2 texts cannot be paired with 1; give 1 to 1, 1 to N or N to N", "text_2"),
-        (["a", "b"], ["a", "b", "c"], "2 texts cannot be paired with 3", "text_2"),
-    ],
-)
+@pytest.mark.parametrize(("left", "right", "message", "param"), table(__file__, "texts without a partner are rejected"))
 async def test_texts_without_a_partner_are_rejected(
     left: list[str], right: list[str], message: str, param: str
 ) -> None:

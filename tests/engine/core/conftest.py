@@ -17,18 +17,11 @@ from penstock.engine.core.runner import Runner
 from penstock.engine.protocol.config import EngineConfig
 
 from ...clock import Clock
+from ...tables import table
 from .fake_stream import FakeStream
 
 WORDS = ["<pad>", "<unk>", "<s>", "One", "short", "text", "to", "begin", "with", "."]
-SIZES = {
-    "vocab_size": 100,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 40,
-    "pad_token_id": 0,
-}
+SIZES = table(__file__, "sizes")
 
 SaveFolder = Callable[..., Path]
 Load = Callable[[EngineConfig], Runner]

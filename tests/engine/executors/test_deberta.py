@@ -14,6 +14,7 @@ from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.model_info import ModelKind
 from penstock.engine.protocol.request import TokenizedInput
 
+from ...tables import table
 from .families import (
     DEBERTA,
     ENCODER_SIZES,
@@ -79,12 +80,7 @@ def test_buckets_are_those_of_transformers(num_buckets, reach):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"relative_attention": False},
-        {"conv_kernel_size": 3},
-        {"embedding_size": 24},
-        {"attention_head_size": 8},
-    ],
+    table(__file__, "other variant runs on transformers"),
     ids=str,
 )
 def test_other_variant_runs_on_transformers(change, resolve, tmp_path):

@@ -7,6 +7,7 @@ from penstock.engine.protocol.errors import UnsupportedModelError
 from penstock.engine.protocol.tasks import PoolingType
 
 from ...gguf_files import write_gguf
+from ...tables import table
 from .families import ENCODER_SIZES, WIDE, assert_close, rows_of
 from .jina_bert import HUB, Reference, make_weights
 
@@ -160,14 +161,7 @@ def test_rope_of_gguf_is_read(
     assert_close(rows, rows_of(reference, sequences))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"pooling_type": 4}, "pooling_type of .*model.gguf is 4.*no rerankers"),
-        ({"embedding_length": None}, "has no qwen3.embedding_length"),
-        ({"rope.scaling.type": "longrope"}, "rope.scaling.type of .* is 'longrope'"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), table(__file__, "unsupported gguf metadata is named"))
 def test_unsupported_gguf_metadata_is_named(changes, message, save_gguf, resolve):
     path, _ = save_gguf("qwen3", "Qwen3Model", DECODER, **changes)
     with pytest.raises(UnsupportedModelError, match=message):

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from penstock.engine.executors.cpu.array_encoder import read_spec
 from penstock.engine.protocol.errors import ModelLoadError
 
+from ...tables import table
 from .array_model import ArrayModel, load_model
 from .families import ENCODER_SIZES, assert_close, first_row_logits, logits_of, relative_error, rows_of
 
@@ -140,27 +141,7 @@ def test_dynamic_scaling_equals_transformers(
 
 @pytest.mark.parametrize(
     ("family", "change"),
-    [
-        ("gte", {"logn_attention_scale": True}),
-        ("gte", {"layer_norm_type": "rms_norm"}),
-        ("gte", {"position_embedding_type": "absolute"}),
-        ("gte", {"rope_scaling": {"type": "ntk", "factor": 2.0, "mixed_b": 0.6}}),
-        ("gte", {"rope_scaling": {"type": "ntk"}}),
-        ("gte", {"rope_scaling": {"type": "unknown", "factor": 2.0}}),
-        ("nomic", {"prenorm": True}),
-        ("nomic", {"parallel_block": True}),
-        ("nomic", {"use_rms_norm": True}),
-        ("nomic", {"causal": True}),
-        ("nomic", {"alibi": True}),
-        ("nomic", {"num_experts": 8, "moe_every_n_layers": 2, "moe_top_k": 2}),
-        ("nomic", {"rotary_emb_fraction": 0.5}),
-        ("nomic", {"rotary_emb_fraction": None}),
-        ("nomic", {"rotary_emb_interleaved": True}),
-        ("nomic", {"rotary_emb_scale_base": 512.0}),
-        ("nomic", {"activation_function": "gelu"}),
-        ("nomic", {"activation_function": None}),
-        ("nomic", {"n_inner": 0}),
-    ],
+    table(__file__, "other variant is rejected"),
     ids=str,
 )
 def test_other_variant_is_rejected(family, change, resolve, tmp_path):

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from penstock.engine.executors.cpu.array_encoder import read_spec
 from penstock.engine.protocol.errors import ModelLoadError
 
+from ...tables import table
 from .families import assert_close, first_row_logits, relative_error
 from .jina_bert import HUB, D, Reference, make_weights
 
@@ -78,14 +79,7 @@ def test_class_in_auto_map_is_recognised(executor, load, save, resolve):
     load(resolve(folder))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"position_embedding_type": "absolute"}, "position_embedding_type"),
-        ({"feed_forward_type": "original"}, "feed_forward_type"),
-        ({"feed_forward_type": "swiglu"}, "feed_forward_type"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), table(__file__, "jina bert: other variant is rejected"))
 def test_other_variant_is_rejected(changes, message, save, resolve):
     folder, _ = save(False, changes)
     with pytest.raises(ModelLoadError, match=message):

@@ -13,29 +13,14 @@ from penstock.engine.images.header import ImageError
 from penstock.engine.images.image_file import ImageLimits, read_image_file
 from penstock.engine.protocol.config import MAX_IMAGE_PIXELS
 
+from ...tables import table
 from .hostile import attacks, jpeg_with_scans, large_but_valid
 from .pictures import encoded, picture
 
 _MEMORY: int = 400 << 20
 """Bytes that a process may take to read all hostile files, in addition to its modules."""
 _SCAN: bytes = b"\xff\xda"
-_VALID = [
-    encoded(picture(mode, 20, 15), format_, **options)
-    for format_, mode, options in (
-        ("PNG", "RGBA", {}),
-        ("PNG", "P", {"transparency": 3}),
-        ("JPEG", "RGB", {}),
-        ("JPEG", "RGB", {"progressive": True, "orientation": 6}),
-        ("WEBP", "RGB", {}),
-        ("WEBP", "RGBA", {"lossless": True, "orientation": 6}),
-        ("GIF", "P", {"transparency": 3}),
-        ("BMP", "RGB", {}),
-        ("BMP", "P", {}),
-        ("TIFF", "RGB", {"compression": "tiff_lzw", "orientation": 6}),
-        ("TIFF", "CMYK", {}),
-        ("TIFF", "RGB", {"compression": "jpeg"}),
-    )
-]
+_VALID = [encoded(picture(mode, 20, 15), format_, **options) for format_, mode, options in table(__file__, "valid")]
 
 
 def _read(data: bytes) -> None:

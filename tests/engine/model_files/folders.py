@@ -8,17 +8,9 @@ from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.model_info import ModelInfo
 
-BERT: dict[str, Any] = {
-    "model_type": "bert",
-    "architectures": ["BertModel"],
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 1,
-    "intermediate_size": 64,
-    "max_position_embeddings": 40,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-}
+from ...tables import table
+
+BERT: dict[str, Any] = table(__file__, "bert")
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
 POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
 MEAN = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}

@@ -12,6 +12,7 @@ from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.tasks import PoolingType
 
+from ...tables import table
 from .folders import BERT, resolve, write
 
 JINA_TASKS = ("retrieval.query", "retrieval.passage", "separation", "classification", "text-matching")
@@ -140,25 +141,7 @@ def read(folder: Path, **values: Any) -> PeftConfig:
     return PeftConfig.read(write(folder, {"adapter_config.json": {"peft_type": "LORA", **values}}))
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"peft_type": "IA3"}, "peft_type is 'IA3'; penstock supports 'LORA'"),
-        ({"use_dora": True}, "use_dora is True, which is not supported: merge the adapter into its model"),
-        ({"bias": "all"}, "bias is 'all'; penstock supports 'none'"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the base weights"),
-        ({"r": 0}, "r is 0; it must be a positive integer"),
-        ({"r": True}, "r is True; it must be a positive integer"),
-        ({"lora_alpha": 0}, "lora_alpha is 0; it must be a positive number"),
-        ({"lora_alpha": True}, "lora_alpha is True; it must be a positive number"),
-        ({"use_rslora": 1}, "use_rslora is 1; it must be true or false"),
-        ({"target_modules": ["q", 3]}, r"target_modules is \['q', 3\]; it must be a text or a list of texts"),
-        ({"target_modules": "("}, "target_modules is '\\('; it must be a text or a list of texts"),
-        ({"layers_to_transform": [0, "1"]}, "it must be an integer or a list of integers"),
-        ({"rank_pattern": {"q": 0}}, "rank_pattern is {'q': 0}; it must be an object with a positive number"),
-        ({"alpha_pattern": {"(": 1}}, "it must be an object with a positive number for each pattern"),
-    ],
-)
+@pytest.mark.parametrize(("values", "message"), table(__file__, "unusable option is rejected with its value"))
 def test_unusable_option_is_rejected_with_its_value(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=rf"adapter_config\.json: .*{message}"):
         read(tmp_path, **values)
@@ -173,18 +156,7 @@ def test_scale_depends_on_rank_and_patterns(tmp_path: Path) -> None:
     assert read(tmp_path).scale("k") == 1.0
 
 
-@pytest.mark.parametrize(
-    ("values", "targeted"),
-    [
-        ({}, ""),
-        ({"target_modules": ["q"]}, "q a.q"),
-        ({"target_modules": r".*\.q"}, "a.q"),
-        ({"target_modules": "all-linear"}, "q a.q a.qq a.k"),
-        ({"target_modules": "all-linear", "exclude_modules": ["k"]}, "q a.q a.qq"),
-        ({"target_modules": ["q", "k"], "layers_to_transform": 1}, "q a.q a.k"),
-        ({"target_modules": ["q", "k"], "layers_to_transform": [0, 2]}, ""),
-    ],
-)
+@pytest.mark.parametrize(("values", "targeted"), table(__file__, "modules of a layer are chosen"))
 def test_modules_of_a_layer_are_chosen(values: dict[str, Any], targeted: str, tmp_path: Path) -> None:
     config = read(tmp_path, **values)
     assert [name for name in ("q", "a.q", "a.qq", "a.k") if config.targets(name, 1)] == targeted.split()

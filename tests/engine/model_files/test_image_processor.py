@@ -18,6 +18,8 @@ from penstock.engine.model_files.image_processor import read_area_spec, read_fil
 from penstock.engine.protocol.errors import UnsupportedModelError
 from penstock.engine.protocol.images import ImageResize, ImageSpec
 
+from ...tables import table
+
 _CLIP_CONFIG = {"model_type": "clip", "vision_config": {"image_size": 224, "patch_size": 32}}
 _SIGLIP_CONFIG = {"model_type": "siglip", "vision_config": {"image_size": 64, "patch_size": 16}}
 _SIGLIP2_CONFIG = {"model_type": "siglip2", "vision_config": {"patch_size": 8}}
@@ -95,21 +97,7 @@ def test_processor_config_takes_precedence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [
-        ({"image_processor_type": "ViTImageProcessor"}, "image_processor_type is 'ViTImageProcessor'"),
-        ({"do_resize": False}, "do_resize is False; penstock supports true"),
-        ({"do_pad": True}, "do_pad is True; penstock supports false"),
-        ({"resample": 0}, "resample is 0; penstock supports 1"),
-        ({"size": {"longest_edge": 224}}, "size is {'longest_edge': 224}; penstock supports shortest_edge"),
-        ({"size": {"shortest_edge": 0}}, "size is {'shortest_edge': 0}"),
-        ({"crop_size": {"shortest_edge": 224}}, "crop_size is {'shortest_edge': 224}; penstock supports height"),
-        ({"crop_size": 336}, "crop_size is 336; penstock supports the image_size of config.json, 224"),
-        ({"do_center_crop": False}, "size is {'shortest_edge': 224}; penstock supports the image_size"),
-        ({"image_mean": [0.5, 0.5]}, "image_mean is [0.5, 0.5]; penstock supports three numbers"),
-        ({"image_std": [0.5, 0, 0.5]}, "image_std is [0.5, 0, 0.5]; penstock supports three numbers above 0"),
-        ({"rescale_factor": "x"}, "rescale_factor is 'x'; penstock supports a number above 0"),
-        ({"patch_size": 14}, "patch_size is 14; penstock supports the patch_size of config.json, 32"),
-    ],
+    table(__file__, "unsupported value is named")
 )  # fmt: skip
 def test_unsupported_value_is_named(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError) as error:
@@ -129,13 +117,7 @@ def test_missing_file_or_kind_is_named(tmp_path: Path) -> None:
 
 
 _QWEN_CONFIG = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2}}
-_QWEN_VALUES = {
-    "image_processor_type": "Qwen2VLImageProcessorFast",
-    "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216},
-    "patch_size": 16,
-    "merge_size": 2,
-    "image_mean": [0.5, 0.5, 0.5],
-}
+_QWEN_VALUES = table(__file__, "qwen values")
 _TILE_VALUES = {"size": {"longest_edge": 2_048}, "max_image_size": {"longest_edge": 512}}
 
 
@@ -185,32 +167,13 @@ def test_limits_of_patches_are_read(tmp_path: Path) -> None:
     assert (spec.max_patches, spec.merge_size, spec.size) == (280, 2, (0, 0))
     longest = {edge: _TILE_VALUES | {"size": {"longest_edge": edge}} for edge in (513, 4_096)}
     assert [_read_tiles(tmp_path, values).max_patches for values in longest.values()] == [5, 65]
-    for values, vision, message in (
-        ({"patch_size": 14}, {"patch_size": 16}, "the patch_size of config.json, 16"),
-        ({"pooling_kernel_size": 2}, {"pooling_kernel_size": 3}, "the pooling_kernel_size of config.json, 3"),
-        ({"max_soft_tokens": 280}, {"position_embedding_size": 839}, "images of up to 839 patches in a row"),
-        ({"image_processor_type": "CLIPImageProcessor"}, {}, "penstock supports Gemma4ImageProcessor"),
-        ({"patch_size": True}, {}, "patch_size is True; penstock supports an integer above 0"),
-        ({"do_normalize": True, "image_mean": [0.5, True, 0.5]}, {}, "penstock supports three numbers"),
-        ({"rescale_factor": 0}, {}, "penstock supports a number above 0"),
-        ({"do_pad": True}, {}, "penstock supports false"),
-    ):
+    for values, vision, message in table(__file__, "limits of patches are read"):
         with pytest.raises(UnsupportedModelError) as error:
             _read_fill(tmp_path, values, vision)
         assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("values", "overrides", "message"),
-    [
-        ({"patch_size": 14}, {}, "patch_size is 14; penstock supports the patch_size of config.json, 16"),
-        ({"merge_size": 3}, {}, "merge_size is 3; penstock supports the spatial_merge_size of config.json, 2"),
-        ({"size": {"shortest_edge": 9, "longest_edge": 4}}, {}, "shortest_edge and longest_edge, the limits"),
-        ({"size": {"shortest_edge": 0, "longest_edge": 4}}, {}, "shortest_edge and longest_edge, the limits"),
-        ({"image_processor_type": "CLIPImageProcessor"}, {}, "penstock supports Qwen2VLImageProcessor"),
-        ({}, {"fps": 1}, "--mm-processor-kwargs: 'fps' is not supported"),
-    ],
-)
+@pytest.mark.parametrize(("values", "overrides", "message"), table(__file__, "unsupported value of an area is named"))
 def test_unsupported_value_of_an_area_is_named(
     tmp_path: Path, values: dict[str, Any], overrides: dict[str, Any], message: str
 ) -> None:
@@ -219,15 +182,7 @@ def test_unsupported_value_of_an_area_is_named(
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"do_image_splitting": False}, "do_image_splitting is False; penstock supports true"),
-        ({"size": {"longest_edge": 4_097}}, "size is {'longest_edge': 4097}; penstock supports longest_edge, up to"),
-        ({"size": {"longest_edge": 0}}, "size is {'longest_edge': 0}; penstock supports longest_edge, up to"),
-        ({"max_image_size": {"longest_edge": 364}}, "penstock supports the image_size of config.json, 512"),
-    ],
-)
+@pytest.mark.parametrize(("values", "message"), table(__file__, "tiles are read or the unsupported value is named"))
 def test_tiles_are_read_or_the_unsupported_value_is_named(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     assert _read_tiles(tmp_path, _TILE_VALUES).max_patches == 17
     with pytest.raises(UnsupportedModelError) as error:

@@ -13,6 +13,7 @@ from penstock.engine.protocol.model_info import Activation, ClassifierMethod, Mo
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.protocol.templates import ScoreTemplate
 
+from ...tables import table
 from .folders import POOLING, TRANSFORMER, resolve as resolve_files, write as write_files
 
 VOCABULARY = ["no", "yes", "0", "1", "Yes", "<unk>"]
@@ -20,12 +21,7 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings":
 QWEN3 = SIZES | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 QWEN2 = SIZES | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 GEMMA = SIZES | {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}
-LOGIT_SCORE = {
-    "idx": 1,
-    "name": "1",
-    "path": "1_LogitScore",
-    "type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore",
-}
+LOGIT_SCORE = table(__file__, "logit score")
 PARTS = {"parts": ["a: {query}", "b: {document}"]}
 
 
@@ -135,21 +131,7 @@ def test_overrides_make_a_reranker_of_a_language_model(
         assert info.sources["classifier_tokens"] == "--hf-overrides: classifier_from_token"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"classifier_from_token": "yes"}, "classifier_from_token is 'yes'; it must be a list"),
-        ({"classifier_from_token": ["yes no"]}, "'yes no' is not one token"),
-        ({"classifier_from_token": [0, 10]}, "names the token id 10; the model has the ids 0 to 9"),
-        ({"classifier_from_token": ["yes"], "method": "softmax"}, "method is 'softmax'; penstock supports 'from_2_way"),
-        ({"classifier_from_token": ["yes"], "method": "from_2_way_softmax"}, "holds 1 tokens; from_2_way_softmax take"),
-        ({"classifier_from_token": ["yes"], "architectures": ["Qwen3Model"]}, "needs a language model"),
-        ({"classifier_from_token": ["yes"], "score_template": "qwen"}, "score_template is 'qwen'; known are 'qwen3-re"),
-        ({"classifier_from_token": ["yes"], "score_template": {"parts": ["{query}"]}}, "{document} 0 times"),
-        ({"classifier_from_token": ["yes"], "score_template": 5}, "is 5; it must be the name of a preset or an object"),
-        ({"classifier_from_token": ["yes"], "score_template": {"text": ""}}, "unknown key 'text'"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "message"), table(__file__, "wrong overrides are rejected"))
 def test_wrong_overrides_are_rejected(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "model", QWEN3)
     with pytest.raises(ModelLoadError) as caught:

@@ -17,6 +17,7 @@ from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelErro
 from penstock.engine.protocol.model_info import Activation, DenseSpec, ModelInfo, ModelKind
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
+from ...tables import table
 from .folders import BERT, MEAN, POOLING, TRANSFORMER, resolve, write
 
 DENSE = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
@@ -41,33 +42,14 @@ def test_plain_encoder_takes_sentence_transformers_defaults(tmp_path: Path) -> N
     assert (info.device, info.dtype) == ("auto", "auto")
 
 
-@pytest.mark.parametrize(
-    ("change", "is_causal"),
-    [
-        ({"model_type": "qwen3", "architectures": ["Qwen3Model"]}, True),
-        ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "is_causal": False}, False),
-        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, False),
-        ({"model_type": "llama_bidirec", "architectures": ["LlamaBidirectionalModel"]}, False),
-        ({"is_decoder": True}, True),
-        ({"architectures": ["BertForMaskedLM"]}, False),
-    ],
-)
+@pytest.mark.parametrize(("change", "is_causal"), table(__file__, "causal models pool the last token"))
 def test_causal_models_pool_the_last_token(tmp_path: Path, change: dict[str, Any], is_causal: bool) -> None:
     info = resolve(write(tmp_path, {"config.json": BERT | change}))
     assert info.is_causal is is_causal
     assert info.sequence_pooling == ((PoolingType.LAST,) if is_causal else (PoolingType.MEAN,))
 
 
-@pytest.mark.parametrize(
-    ("change", "packed"),
-    [
-        ({}, True),
-        ({"is_decoder": True}, False),
-        ({"position_embedding_type": "relative_key"}, False),
-        ({"model_type": "deberta-v2"}, False),
-        ({"model_type": "llama", "is_decoder": True}, True),
-    ],
-)
+@pytest.mark.parametrize(("change", "packed"), table(__file__, "known families are packed"))
 def test_known_families_are_packed(tmp_path: Path, change: dict[str, Any], packed: bool) -> None:
     assert resolve(write(tmp_path, {"config.json": BERT | change})).packed is packed
 
@@ -106,15 +88,7 @@ def test_transformer_and_dense_folders_are_read(tmp_path: Path) -> None:
 
 
 def test_legacy_pooling_keys_are_read_in_order(tmp_path: Path) -> None:
-    keys = {
-        "pooling_mode_lasttoken": True,
-        "pooling_mode_weightedmean_tokens": True,
-        "pooling_mode_mean_sqrt_len_tokens": True,
-        "pooling_mode_mean_tokens": True,
-        "pooling_mode_max_tokens": True,
-        "pooling_mode_cls_token": True,
-        "include_prompt": False,
-    }
+    keys = table(__file__, "legacy pooling keys are read in order")
     files = {
         "config.json": BERT,
         "modules.json": [TRANSFORMER, POOLING],
@@ -167,29 +141,12 @@ def test_labels_are_in_column_order(tmp_path: Path, change: dict[str, Any], labe
     assert (info.sequence_pooling, info.embedding_size) == ((PoolingType.CLS,), 0)
 
 
-@pytest.mark.parametrize(
-    ("change", "activation", "source"),
-    [
-        ({}, Activation.SOFTMAX, "default of classifiers"),
-        ({"problem_type": "multi_label_classification"}, Activation.SIGMOID, "config.json: problem_type"),
-        (
-            {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
-            Activation.IDENTITY,
-            "config.json: sentence_transformers",
-        ),
-        ({"num_labels": 1}, Activation.SIGMOID, "default of cross-encoders"),
-        (
-            {"num_labels": 1, "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
-            Activation.IDENTITY,
-            "config.json: sbert_ce_default_activation_function",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "activation", "source"), table(__file__, "activation of a classifier is read"))
 def test_activation_of_a_classifier_is_read(
-    tmp_path: Path, change: dict[str, Any], activation: Activation, source: str
+    tmp_path: Path, change: dict[str, Any], activation: str, source: str
 ) -> None:
     info = classifier(tmp_path, **change)
-    assert (info.activation, info.sources["activation"]) == (activation, source)
+    assert (info.activation, info.sources["activation"]) == (Activation(activation), source)
 
 
 def test_token_classifier_takes_step_pooling(tmp_path: Path) -> None:
@@ -219,36 +176,16 @@ def test_pooler_config_task_leaves_one_task(tmp_path: Path) -> None:
         resolve(folder, pooler_config=PoolerConfig(task=PoolingTask.CLASSIFY))
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"model_type": "qwen2", "is_causal": False}, PoolingType.LAST),
-        ({"model_type": "llama_bidirec", "is_causal": False, "pooling": "avg"}, PoolingType.MEAN),
-        ({"model_type": "llama_bidirec", "is_causal": False, "pooling": "last"}, PoolingType.LAST),
-        ({"model_type": "roberta"}, PoolingType.CLS),
-        ({"model_type": "modernbert", "classifier_pooling": "mean"}, PoolingType.MEAN),
-    ],
-)
-def test_classifier_pools_the_row_of_its_family(tmp_path: Path, change: dict[str, Any], expected: PoolingType) -> None:
-    assert classifier(tmp_path, **change).sequence_pooling == (expected,)
+@pytest.mark.parametrize(("change", "expected"), table(__file__, "classifier pools the row of its family"))
+def test_classifier_pools_the_row_of_its_family(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
+    assert classifier(tmp_path, **change).sequence_pooling == (PoolingType(expected),)
 
 
 # Limits ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("config", "tokenizer", "sentence_bert", "expected"),
-    [
-        ({}, None, None, 40),
-        ({}, {"model_max_length": 20}, None, 20),
-        ({}, {"model_max_length": int(1e30)}, None, 40),
-        ({}, {"model_max_length": 20}, {"max_seq_length": 30}, 30),
-        ({}, None, {"max_seq_length": 400}, 40),
-        ({}, None, {"max_seq_length": 30, "tokenizer_args": {"model_max_length": 35}}, 35),
-        ({"model_type": "roberta", "pad_token_id": 1, "max_position_embeddings": 42}, None, None, 40),
-        ({"model_type": "t5", "max_position_embeddings": None}, {"model_max_length": 128}, None, 128),
-        ({"model_type": "xlnet", "max_position_embeddings": -1}, None, None, 512),
-    ],
+    ("config", "tokenizer", "sentence_bert", "expected"), table(__file__, "max model len is the smallest limit")
 )
 def test_max_model_len_is_the_smallest_limit(
     tmp_path: Path,
@@ -284,14 +221,7 @@ def test_max_model_len_flag_is_bounded_by_the_positions(tmp_path: Path) -> None:
     assert resolve(tmp_path, max_model_len=41, hf_overrides={"max_position_embeddings": 64}).max_model_len == 41
 
 
-@pytest.mark.parametrize(
-    ("scaling", "reach"),
-    [
-        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
-        ({"rope_type": "linear", "factor": 8.0}, 40),
-        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 40}, 40),
-    ],
-)
+@pytest.mark.parametrize(("scaling", "reach"), table(__file__, "scaled rotary positions raise the bound"))
 def test_scaled_rotary_positions_raise_the_bound(tmp_path: Path, scaling: dict[str, Any], reach: int) -> None:
     folder = write(tmp_path, {"config.json": BERT | {"model_type": "llama", "rope_scaling": scaling}})
     assert resolve(folder).max_model_len == 40
@@ -304,16 +234,7 @@ def test_scaled_rotary_positions_raise_the_bound(tmp_path: Path, scaling: dict[s
 
 
 @pytest.mark.parametrize(
-    ("names", "change", "allows"),
-    [
-        ({"name": "Qwen/Qwen3-Embedding-0.6B"}, {}, True),
-        ({}, {"_name_or_path": "mixedbread-ai/mxbai-embed-large-v1"}, True),
-        ({"name": "me/mpnet-matryoshka-v2"}, {}, True),
-        ({"name": "BAAI/bge-m3"}, {}, False),
-        ({"name": "nomic-embed-text-v1"}, {"_name_or_path": ""}, False),
-        ({"name": "nomic-embed-text-v1.5"}, {"is_matryoshka": False}, False),
-        ({"matryoshka": "any"}, {"matryoshka_dimensions": [8]}, True),
-    ],
+    ("names", "change", "allows"), table(__file__, "known names and the operator allow shorter vectors")
 )
 def test_known_names_and_the_operator_allow_shorter_vectors(
     tmp_path: Path, names: dict[str, str], change: dict[str, Any], allows: bool
@@ -379,16 +300,7 @@ def test_table_shows_values_in_short_lines(tmp_path: Path) -> None:
         info, query_model=query, dense=(dense,), prompts={"query": "q: "}, matryoshka_dimensions=tuple(range(1, 15))
     )
     rows = {name: value for name, value, _ in resolved_table(changed)}
-    expected = {
-        "query_model": "StaticEmbedding in /q",
-        "dense": "32 -> 8 GELU",
-        "prompts": "query: 'q: '",
-        "matryoshka_dimensions": "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, ... (14)",
-        "packed": "yes",
-        "is_causal": "no",
-        "default_prompt_name": "-",
-        "max_model_len": "40",
-    }
+    expected = table(__file__, "table shows values in short lines")
     assert {name: rows[name] for name in expected} == expected
     assert not {"labels", "max_embed_len", "sources", "config"} & rows.keys()
 
@@ -400,7 +312,6 @@ def test_table_shows_values_in_short_lines(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ({"config.json": "{"}, r"config\.json cannot be read"),
-        ({"config.json": BERT | {"model_type": None}}, "no model_type"),
         ({"config.json": {"model_type": "bert"}}, "hidden_size None"),
         ({"config.json": None, "modules.json": [TRANSFORMER]}, r"has no config\.json"),
         ({"modules.json": {"0": TRANSFORMER}}, r"modules\.json must contain a list of modules"),
@@ -416,30 +327,16 @@ def test_table_shows_values_in_short_lines(tmp_path: Path) -> None:
         ({"modules.json": [TRANSFORMER], "sentence_bert_config.json": {"tokenizer_args": 5}}, "must be an object"),
         *(
             ({"modules.json": [TRANSFORMER, POOLING, DENSE], "2_Dense/config.json": dense}, message)
-            for dense, message in [
-                ({"in_features": 7, "out_features": 3}, "rows of 7, .* have 32"),
-                ({"in_features": 32, "out_features": 3, "activation_function": "os.system"}, r"os\.system"),
-                ({"in_features": 32, "out_features": 3, "activation_function": 5}, "has the activation 5"),
-                ({"in_features": 32, "out_features": 0}, "has out_features 0; it must be a positive integer"),
-                ({"in_features": 32, "out_features": 3, "use_residual": True}, "has use_residual, which"),
-                ({"in_features": 32, "out_features": 1, "module_output_name": "scores"}, "a cross-encoder head"),
-            ]
+            for dense, message in table(__file__, "unusable files are rejected with their value")
         ),
         *(({"config.json": CLASSIFIER | {"id2label": {key: "y"}}}, "column numbers") for key in ("x", "4000000000")),
         ({"config.json": CLASSIFIER | {"problem_type": "guess"}}, "problem_type .* 'guess'"),
         ({"config.json": CLASSIFIER | {"sentence_transformers": {"activation_fn": "my.Fn"}}}, "'my.Fn'"),
         ({"config.json": CLASSIFIER | {"num_labels": 0}}, "num_labels .* is 0; it must be from 1 to"),
-        ({"config.json": BERT | {"matryoshka_dimensions": ["8"]}}, "must be a list of widths"),
-        ({"config.json": BERT | {"matryoshka_dimensions": [0]}}, "must be a list of widths"),
-        ({"config.json": BERT | {"is_matryoshka": 1}}, "is_matryoshka is 1; it must be true or false"),
-        ({"config.json": BERT | {"architectures": "BertModel"}}, "is 'BertModel'; it must be a list of names"),
-        ({"config.json": BERT | {"architectures": [""]}}, "it must be a list of names"),
-        ({"config.json": BERT | {"vocab_size": 0}}, "vocab_size 0; it must be a positive integer"),
-        ({"config.json": BERT | {"num_attention_heads": 0}}, "is 0; it must be a positive integer"),
-        ({"config.json": BERT | {"num_attention_heads": 5}}, "is 5; it must divide hidden_size, 32"),
-        ({"config.json": BERT | {"num_hidden_layers": 10_001}}, "is 10001; it must be from 1 to 10000"),
-        ({"config.json": BERT | {"n_layer": 0}}, "is 0; it must be from 1 to 10000"),
-        ({"config.json": BERT | {"rope_scaling": "yarn"}}, "rope_scaling is 'yarn'; it must be an object"),
+        *(
+            ({"config.json": BERT | change}, message)
+            for change, message in table(__file__, "unusable values of config.json")
+        ),
         ({"config.json": ROBERTA | {"pad_token_id": 39}}, "pad_token_id is 39; it must be from 0 to 38"),
         ({"config.json": ROBERTA | {"pad_token_id": -1}}, "pad_token_id is -1; it must be from 0 to 38"),
         ({"config.json": BERT, "1_Pooling/config.json": "[", "modules.json": [TRANSFORMER, POOLING]}, "cannot be read"),
@@ -452,19 +349,7 @@ def test_unusable_files_are_rejected_with_their_value(tmp_path: Path, files: dic
         resolve(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("change", "max_model_len"),
-    [
-        ({"num_hidden_layers": 10_000, "vocab_size": 1}, 40),
-        ({"num_attention_heads": 1}, 40),
-        ({"model_type": "llama", "num_attention_heads": 5}, 40),
-        ({"max_position_embeddings": -1}, 512),  # XLNet writes it
-        ({"max_position_embeddings": int(1e30)}, 512),
-        ({"model_type": "roberta", "pad_token_id": None}, 38),
-        ({"model_type": "roberta", "pad_token_id": 38}, 1),
-        ({"model_type": "mamba", "max_position_embeddings": None}, 8192),
-    ],
-)
+@pytest.mark.parametrize(("change", "max_model_len"), table(__file__, "limits of values are accepted"))
 def test_limits_of_values_are_accepted(tmp_path: Path, change: dict[str, Any], max_model_len: int) -> None:
     assert resolve(write(tmp_path, {"config.json": BERT | change})).max_model_len == max_model_len
 
@@ -532,14 +417,7 @@ def test_language_model_that_may_read_images_is_served(more: dict[str, Any], tmp
 # Against sentence-transformers -----------------------------------------------------------------------------------
 
 
-MODES = {
-    "cls": "CLS",
-    "max": "MAX",
-    "mean": "MEAN",
-    "mean_sqrt_len_tokens": "MEAN_SQRT_LEN",
-    "weightedmean": "WEIGHTED_MEAN",
-    "lasttoken": "LAST",
-}
+MODES = table(__file__, "modes")
 
 
 @pytest.mark.parametrize(("modes", "normalize"), [(tuple(MODES), True), (("mean_sqrt_len_tokens",), False)])
@@ -605,13 +483,7 @@ def test_images_and_texts_of_different_widths_are_rejected(tmp_path: Path) -> No
 
 # Language models that read images -------------------------------------------------------------------------------------
 
-QWEN3_VL = {
-    "model_type": "qwen3_vl",
-    "architectures": ["Qwen3VLForConditionalGeneration"],
-    "text_config": {"hidden_size": 32, "vocab_size": 64, "max_position_embeddings": 512, "num_hidden_layers": 1},
-    "vision_config": {"patch_size": 16},
-    "image_token_id": 5,
-}
+QWEN3_VL = table(__file__, "qwen3 vl")
 AREA = {"patch_size": 16, "min_pixels": 4_096, "max_pixels": 100_000}
 
 

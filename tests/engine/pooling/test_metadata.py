@@ -9,6 +9,7 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingType
 
+from ...tables import table
 from .conftest import make_metadata
 
 
@@ -40,16 +41,7 @@ def test_batch_of_chunks_records_their_spans() -> None:
         PoolingMetadata.for_batch(batch, params, seq_ids="abc", total_lens=[7])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"params": []}, "params has 0 values for 2 sequences"),
-        ({"seq_ids": ["a"]}, "seq_ids has 1 values for 2 sequences"),
-        ({"chunk_sizes": [3, 3]}, "3 tokens at 0 are not within a sequence of 2"),
-        ({"chunk_sizes": [2, 1], "chunk_starts": [0, 3]}, "1 tokens at 3 are not within a sequence of 3"),
-        ({"chunk_sizes": [3, 3], "chunk_starts": [-1, 0]}, "3 tokens at -1 are not within a sequence of 2"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), table(__file__, "lengths that do not fit are rejected"))
 def test_lengths_that_do_not_fit_are_rejected(arguments: dict[str, list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_metadata([2, 3], **arguments)

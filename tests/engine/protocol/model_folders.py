@@ -11,16 +11,12 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.protocol.config import EngineConfig
 
+from ...tables import table
+
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "[unused1]"]
 WORDS = [*"abcdefghijklmnopqrstuvwxyz", *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"), *".,!?-[]", "dam", "gate"]
 QUERIES = ["what dam", "a gate, or a dam?"]
-DOCUMENTS = [
-    "the dam holds.",
-    "a gate - opens! and shuts.",
-    "...",
-    "song",
-    "dam gate dam gate what is it, a dam or a gate",
-]
+DOCUMENTS = table(__file__, "documents")
 
 
 async def start(folder: Path, device: str = "cpu") -> AsyncEngine:

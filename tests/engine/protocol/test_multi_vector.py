@@ -21,6 +21,7 @@ from penstock.engine.protocol.multi_vector import MultiVector, QueryExpansion
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
 
+from ...tables import table
 from .model_folders import DOCUMENTS, QUERIES, change_json, start, write_backbone, write_json, write_modules
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -67,16 +68,7 @@ def write_pylate(folder: Path) -> Path:
     write_dense(folder / "1_Dense", activation_function=IDENTITY)
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 15, "do_lower_case": False})
     write_modules(folder, ("sentence_transformers.models.Transformer", ""), ("pylate.models.Dense.Dense", "1_Dense"))
-    settings = {
-        "model_type": "ColBERT",
-        "query_prefix": "[unused0]",
-        "document_prefix": "[unused1]",
-        "query_length": 16,
-        "document_length": 24,
-        "attend_to_expansion_tokens": True,
-        "skiplist_words": [".", "!"],
-        "prompts": {},
-    }
+    settings = table(__file__, "write pylate")
     write_json(folder / "config_sentence_transformers.json", settings)
     return folder
 
@@ -173,36 +165,14 @@ async def test_long_queries_are_cut_and_long_documents_rejected(engine: AsyncEng
 SETTINGS = "config_sentence_transformers.json"
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "error", "message"),
-    [
-        (SETTINGS, {"query_length": 0}, errors.ModelLoadError, "query_length is 0"),
-        (
-            SETTINGS,
-            {"query_length": 9999},
-            errors.ModelLoadError,
-            r"pads queries to 9999 tokens .*longest input is \d+ ",
-        ),
-        (
-            "sentence_bert_config.json",
-            {"query_expansion": {"strategy": "odd"}},
-            *(errors.ModelLoadError, "'fixed' or"),
-        ),
-        (
-            "config.json",
-            {"model_type": "gpt2"},
-            errors.UnsupportedModelError,
-            "must not attend to, which penstock supports in these families: bert",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "error", "message"), table(__file__, "wrong settings are rejected"))
 async def test_wrong_settings_are_rejected(
-    tmp_path: Path, name: str, change: dict[str, Any], error: type[Exception], message: str
+    tmp_path: Path, name: str, change: dict[str, Any], error: str, message: str
 ) -> None:
     folder = write_pylate(tmp_path)
     change_json(folder / SETTINGS, {"attend_to_expansion_tokens": name == SETTINGS})
     change_json(folder / name, change)
-    with pytest.raises(error, match=message):
+    with pytest.raises(getattr(errors, error), match=message):
         resolve_model(EngineConfig(model=str(folder)))
 
 

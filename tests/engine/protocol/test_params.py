@@ -13,6 +13,7 @@ from penstock.engine.protocol.params import VALID_PARAMETERS, PoolingParams
 from penstock.engine.protocol.setting import json_object
 from penstock.engine.protocol.tasks import ChunkedProcessingMode, PoolingTask, PoolingType
 
+from ...tables import table
 from ..model_infos import make_info
 
 EMBED, TOKEN_EMBED, SCORE = PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE
@@ -138,21 +139,7 @@ def test_task_may_be_a_string() -> None:
 
 
 def test_pooler_config_is_read_from_json() -> None:
-    fields = {
-        "pooling_type": "mean",
-        "normalize": False,
-        "dimensions": 32,
-        "use_activation": True,
-        "logit_mean": 1,
-        "logit_sigma": 2.0,
-        "step_tag_id": 5,
-        "returned_token_ids": [1, 0],
-        "attention_head": 0,
-        "enable_chunked_processing": True,
-        "max_embed_len": 4096,
-        "chunk_overlap": 16,
-        "chunked_processing_mode": "Windows",
-    }
+    fields = table(__file__, "pooler config is read from json")
     enums = {"pooling_type": PoolingType.MEAN, "chunked_processing_mode": ChunkedProcessingMode.WINDOWS}
     config = PoolerConfig.from_dict(json_object(json.dumps(fields)))
     assert config == PoolerConfig(**{**fields, **enums, "logit_mean": 1.0, "returned_token_ids": (1, 0)})
@@ -163,40 +150,7 @@ def test_pooler_config_is_read_from_json() -> None:
     assert PoolerConfig.from_dict(json_object('{"normalize": null}')) == PoolerConfig()
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "not valid JSON"),
-        ("[]", "must be a JSON object, not list"),
-        ('{"pooling": "MEAN"}', "unknown field 'pooling'; known are attention_head, chunk_overlap, chunked_"),
-        ('{"pooling_type": "SUM"}', "pooling_type is 'SUM'; it must be one of CLS, LAST, MEAN"),
-        (
-            '{"pooling_type": "CLS", "seq_pooling_type": "LAST"}',
-            "pooling_type is CLS, seq_pooling_type is LAST; give one",
-        ),
-        ('{"seq_pooling_type": "STEP"}', "seq_pooling_type is STEP; that pools the tokens"),
-        ('{"tok_pooling_type": "MEAN"}', "tok_pooling_type is MEAN; that pools the sequence"),
-        ('{"normalize": 1}', "normalize is 1; it must be true or false"),
-        ('{"logit_bias": "x"}', "logit_bias is 'x'; it must be a number"),
-        ('{"logit_scale": 0}', "logit_scale is 0; every class"),
-        ('{"logit_bias": 1, "logit_mean": 1}', "logit_bias is the older name of logit_mean, but both are given"),
-        ('{"logit_mean": NaN}', "logit_mean is nan; it must be a finite number"),
-        ('{"logit_sigma": 0}', "logit_sigma is 0; logits are divided by it"),
-        ('{"dimensions": 0}', "dimensions is 0; it must be at least 1"),
-        ('{"dimensions": 1.5}', "dimensions is 1.5; it must be an integer"),
-        ('{"max_embed_len": 9}', "max_embed_len needs enable_chunked_processing: true"),
-        ('{"enable_chunked_processing": false, "chunk_overlap": 1}', "chunk_overlap needs enable_chunked"),
-        ('{"enable_chunked_processing": true, "chunk_overlap": -1}', "chunk_overlap is -1; it must be 0 or more"),
-        ('{"chunked_processing_mode": "mean"}', "chunked_processing_mode is 'mean'; it must be one of windows, vllm"),
-        (
-            '{"enable_chunked_processing": true, "chunked_processing_mode": "vllm", "chunk_overlap": 1}',
-            "chunk_overlap is 1; the mode 'vllm' has no overlap",
-        ),
-        ('{"attention_head": -1}', "attention_head is -1; it must be 0 or more"),
-        ('{"returned_token_ids": []}', "must be a list of token ids"),
-        ('{"returned_token_ids": [-1]}', "must be a list of token ids"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), table(__file__, "wrong pooler config is rejected"))
 def test_wrong_pooler_config_is_rejected(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PoolerConfig.from_dict(json_object(text))

@@ -19,6 +19,7 @@ from penstock.engine.protocol.multi_vector import SparseKind, SparseVector
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
 
+from ...tables import table
 from .model_folders import DOCUMENTS, QUERIES, change_json, start, write_backbone, write_json, write_modules
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -159,14 +160,7 @@ async def test_missing_heads_remove_their_tasks(tmp_path: Path, m3: AsyncEngine)
     assert PoolingTask.SPARSE_EMBED not in info.tasks
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("1_SpladePooling/config.json", {"pooling_strategy": "mean"}, "pooling_strategy 'mean'"),
-        ("config_sentence_transformers.json", {"similarity_fn_name": "euclidean"}, "similarity_fn_name 'euclidean'"),
-        ("config.json", {"model_type": "t5"}, "which penstock does not support"),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "message"), table(__file__, "unsupported settings are rejected"))
 async def test_unsupported_settings_are_rejected(
     tmp_path: Path, name: str, change: dict[str, str], message: str
 ) -> None:

@@ -15,6 +15,8 @@ from penstock.engine.tokenization.chat_renderer import ChatRenderer
 from penstock.engine.tokenization.model_tokenizer import IsCancelled, Truncation
 from penstock.engine.tokenization.tokenizer import TokenizerJobs, TokenizerPool
 
+from ...tables import table
+
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TEMPLATES = Path(__file__).with_name("chat_templates")
 CHATML, TRIMMING, PARTS_ONLY, BOTH, FEATURES = (
@@ -94,14 +96,7 @@ CONTINUED = {"continue_final_message": True}
         ("{{ messages[0].role }}", CHATS[0], CONTINUED, "continue_final_message", "leaves the last message out"),
         *(
             (source, CHATS[0], {}, "messages", part)
-            for source, part in [
-                ("{% if %}", "Expected an expression"),
-                ("{{ messages + 1 }}", "TypeError"),
-                ("{{ messages.__class__.__mro__ }}", "unsafe"),
-                ("{% set n = namespace(_x=1) %}", "'_x'"),
-                ("{% set n = namespace() %}{% set n._x = 1 %}", "'_x'"),
-                ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
-            ]
+            for source, part in table(__file__, "chat that cannot be rendered is rejected")
         ),
     ],
 )

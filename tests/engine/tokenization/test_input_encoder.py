@@ -18,17 +18,11 @@ from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.tokenization.input_encoder import InputEncoder
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 
+from ...tables import table
 from ..model_infos import make_info
 
 END = 7
-WORDS = json.dumps(
-    {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "Whitespace"},
-        "model": {"type": "WordLevel", "vocab": {"a": 0, "dam": 1, "?": 2}, "unk_token": "?"},
-    }
-)
+WORDS = json.dumps(table(__file__, "words"))
 PARAMS, OPTIONS = PoolingParams(), RequestOptions()
 SOURCES = {"max_model_len": "config.json: max_position_embeddings"}
 INFO = make_info(vocab_size=10, max_model_len=100, sources=SOURCES)

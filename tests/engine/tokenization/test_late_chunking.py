@@ -21,6 +21,8 @@ from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.tokenization.late_chunking import LateChunking, verify_late_chunking
 from penstock.engine.tokenization.model_tokenizer import SpecialTokens, Truncation
 
+from ...tables import table
+
 PARAMS = PoolingParams()
 CHUNKS = ["Berlin is the capital of Germany.", "The city has 3.85 million people.", "It lies on the Spree."]
 QUERY = RequestOptions(prompt_name="query")
@@ -84,31 +86,7 @@ def test_token_ids_get_no_special_tokens(is_text: list[bool], ids: list[int]) ->
     assert text.tokens.token_ids.tolist() == ids
 
 
-@pytest.mark.parametrize(
-    ("changes", "lists", "prompt", "message"),
-    [
-        ({}, [[1], [], [2]], [], "input 1 has no tokens;"),
-        ({}, [[8], [1]], [8], "input 0 has no tokens;"),
-        (
-            {"may_truncate": True, "max_num_tokens": 4},
-            [[1], [2], [3, 4]],
-            [],
-            "input 2 has no tokens left after truncation",
-        ),
-        (
-            {"may_truncate": True, "max_num_tokens": 3},
-            [[8, 1], [2]],
-            [8],
-            "input 0 has no tokens left after truncation",
-        ),
-        (
-            {"may_truncate": True, "max_num_tokens": 4, "truncates_left": True},
-            [[1], [2], [3]],
-            [],
-            "input 0 has no tokens left",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "lists", "prompt", "message"), table(__file__, "input without tokens is rejected"))
 def test_input_without_tokens_is_rejected(
     changes: dict[str, Any], lists: list[list[int]], prompt: list[int], message: str
 ) -> None:

@@ -16,6 +16,7 @@ from penstock.engine.tokenization.model_tokenizer import Truncation
 from penstock.engine.tokenization.prompt_encoder import PromptEncoder
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 
+from ...tables import table
 from ..images.pictures import colored
 
 pytest.importorskip("PIL")
@@ -96,12 +97,7 @@ class Encoder:
 async def test_prompts_surround_texts_and_images() -> None:
     mixed = MixedInput(("d ", IMAGE, " e ", IMAGE))
     inputs = ["c", IMAGE, mixed, [3, 4]]
-    expected = [
-        "sys find user c end",
-        "user a <image> <image> b f",
-        "user d a <image> <image> b e a <image> <image> b f",
-        "user end",
-    ]
+    expected = table(__file__, "prompts surround texts and images")
     found = await Encoder().encode(*inputs)
     assert shown(found) == [f"[C] {words} [S]" for words in expected[:3]] + expected[3:]
     assert [len(tokens.images) for tokens in found] == [0, 1, 2, 0]

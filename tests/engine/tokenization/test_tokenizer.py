@@ -22,6 +22,8 @@ from penstock.engine.protocol.model_info import TokenizerSpec
 from penstock.engine.tokenization.model_tokenizer import Truncation, truncate_chars
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 
+from ...tables import table
+
 TEXTS = ["", "a", "The quick brown fox.", "naïve café — 東京 🚀", "word " * 40, "\x00 odd \u200b input"]
 PAIRS = [("q", "d " * 50), ("long query " * 30, "short"), ("one two three " * 20, "four five " * 25), ("", "")]
 UNCUT = Truncation(max_num_tokens=10_000)
@@ -297,15 +299,7 @@ def test_bounded_text_ends_at_the_nearest_space(text: str, num_chars: int, keeps
 # Templates of decoders, which pool the last token -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("template", "side", "expected"),
-    [
-        ("$A [SEP]", "right", [1996, 4248, 102]),
-        ("$A [SEP]", "left", [2829, 4419, 102]),
-        ("[CLS] $A", "left", [101, 2829, 4419]),
-        ("$A", "right", [1996, 4248, 2829]),
-    ],
-)
+@pytest.mark.parametrize(("template", "side", "expected"), table(__file__, "truncated text keeps its special tokens"))
 async def test_truncated_text_keeps_its_special_tokens(
     reference: Any, template: str, side: str, expected: list[int]
 ) -> None:

@@ -10,6 +10,8 @@ from penstock.kernels.cpu import CpuKernelError, CpuLibrary, Format, build as bu
 from penstock.kernels.cpu._abi import digest
 from penstock.kernels.cpu.build import NoCompilerError, build, main
 
+from ...tables import table
+
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt-get install gcc")
 
 
@@ -32,15 +34,7 @@ def test_unsupported_machine_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         build(tmp_path / "library.so")
 
 
-@pytest.mark.parametrize(
-    ("compiler", "cause"),
-    [
-        ("", "there is no C compiler"),
-        ("false", "false failed"),
-        ("/nowhere/cc -O1", "/nowhere/cc"),
-        (" ", "CC names no compiler"),
-    ],
-)
+@pytest.mark.parametrize(("compiler", "cause"), table(__file__, "failed build prints one line"))
 def test_failed_build_prints_one_line(
     compiler: str, cause: str, tmp_path: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:

@@ -19,6 +19,8 @@ from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 
+from ....tables import table
+
 MIB = 1 << 20
 CUDA = torch.device("cuda")
 
@@ -123,12 +125,7 @@ def test_auto_takes_cuda_and_its_fastest_dtype(
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "chosen", "remedy"),
-    [
-        (0, "cuda", "install a CUDA build"),
-        (1, "cuda:1", "set cuda:0."),
-        (2, "cuda:2", "set cuda:0 to cuda:1."),
-    ],
+    ("num_devices", "chosen", "remedy"), table(__file__, "missing device is rejected with a remedy")
 )
 def test_missing_device_is_rejected_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, num_devices: int, chosen: str, remedy: str

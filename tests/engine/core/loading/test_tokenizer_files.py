@@ -21,6 +21,8 @@ from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.model_info import PairChat
 
+from ....tables import table
+
 Json = dict[str, Any]
 SIZES = {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 400, "num_hidden_layers": 1}
 LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
@@ -387,41 +389,8 @@ def test_unsupported_tokenizer_is_left_to_transformers(tmp_path: Path) -> None:
             read_tokenizer(changed, Path(changed.path))
 
 
-FLAGS: Json = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 # Model type, vocabulary, tokenizer_config.json, values in `model` of tokenizer.json, and the reason.
-OTHERS: list[tuple[str, str, Json, Json, str]] = [
-    ("bert", "word pieces", {"tokenizer_class": "T5Tokenizer"}, {}, "its class is T5Tokenizer"),
-    ("bert", "word pieces", {"padding_side": "up"}, {}, "padding_side is 'up'"),
-    ("bert", "word pieces", {"truncation_side": None}, {}, "truncation_side is None"),
-    ("bert", "word pieces", {"cls_token": 5}, {}, "a special token is no text"),
-    ("bert", "word pieces", {"cls_token": {"content": "[CLS]"}}, {}, "a special token is no text"),
-    ("bert", "word pieces", {"cls_token": {"__type": "AddedToken", "content": 5}}, {}, "a special token is no text"),
-    ("bert", "word pieces", {"cls_token": None}, {}, "a special token is null"),
-    ("bert", "word pieces", {"mask_token": "[NEW]"}, {}, r"does not have the special token \[NEW\]"),
-    ("bert", "word pieces", {"additional_special_tokens": "[CLS]"}, {}, "no list of texts"),
-    ("bert", "word pieces", {"additional_special_tokens": [5]}, {}, "no list of texts"),
-    (
-        *("bert", "word pieces", {"additional_special_tokens": ["[CLS]"], "extra_special_tokens": ["[CLS]"]}, {}),
-        "no list of texts",
-    ),
-    ("bert", "word pieces", {"do_lower_case": 1}, {}, "do_lower_case is 1"),
-    ("bert", "word pieces", {"added_tokens_decoder": {"x": {}}}, {}, "its added_tokens_decoder is not read here"),
-    ("bert", "word pieces", {"added_tokens_decoder": {}}, {}, "other added tokens than its tokenizer"),
-    (
-        *("bert", "word pieces", {"added_tokens_decoder": {"9": FLAGS | {"content": "e", "special": True}}}, {}),
-        "other added tokens than its tokenizer",
-    ),
-    ("bert", "word pieces", {"backend": "sentencepiece"}, {}, "has the backend 'sentencepiece'"),
-    ("bert", "word pieces", {"chat_template": 5}, {}, "its chat template is no text"),
-    ("bert", "word pieces", {"chat_template": [{"name": "a"}]}, {}, "its chat templates are not read here"),
-    ("bert", "word pieces", {}, {"continuing_subword_prefix": "+"}, "not WordPiece with ##"),
-    ("xlm-roberta", "unigram", {}, {"byte_fallback": True}, "not Unigram with <unk> as number 3"),
-    ("xlm-roberta", "unigram", {}, {"unk_id": 2}, "not Unigram with <unk> as number 3"),
-    ("deberta-v2", "unigram of deberta", {}, {"byte_fallback": True}, "not Unigram with its unknown token"),
-    ("deberta-v2", "unigram of deberta", {}, {"unk_id": 2}, "not Unigram with its unknown token"),
-    ("deberta-v2", "unigram of deberta", {}, {"vocab": 3}, "the score of its unknown token is not 0"),
-    ("roberta", "unigram", {}, {}, "not plain BPE"),
-]
+OTHERS = table(__file__, "files of other forms are left to transformers")
 
 
 @pytest.mark.parametrize(("model_type", "vocabulary", "settings", "model", "reason"), OTHERS)
@@ -441,13 +410,7 @@ def test_files_of_other_forms_are_left_to_transformers(
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("added_tokens.json", {"x": 500}, r"its added_tokens\.json has tokens"),
-        ("special_tokens_map.json", {"other": "x"}, "other settings than special tokens"),
-        ("special_tokens_map.json", {"additional_special_tokens": ["a"]}, "other settings than special tokens"),
-        ("chat_template.json", {"chat_template": 5}, "its chat template is no text"),
-    ],
+    ("name", "content", "reason"), table(__file__, "unusual files beside the tokenizer are left to transformers")
 )
 def test_unusual_files_beside_the_tokenizer_are_left_to_transformers(
     name: str, content: Json, reason: str, tmp_path

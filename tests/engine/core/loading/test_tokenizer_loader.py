@@ -14,6 +14,8 @@ from penstock.engine.protocol.errors import UnsupportedModelError
 from penstock.engine.protocol.model_info import ModelKind, MultiVectorTokens, TokenizerSpec
 from penstock.engine.protocol.multi_vector import MultiVector, QueryExpansion
 
+from ....tables import table
+
 WORDS = ["One", "short", "text", "to", "begin", "with", "."]
 
 
@@ -111,13 +113,7 @@ def test_mixed_token_types_are_rejected(has_types: bool, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("settings", "vocab_size", "end_id"),
-    [
-        ({"eos_token": "with", "pad_token": "to", "bos_token": "<s>"}, 10, 8),
-        ({"eos_token": "with", "pad_token": "to", "bos_token": "<s>"}, 8, 6),
-        ({"eos_token": "with", "bos_token": "<unk>"}, 8, 0),
-        ({"eos_token": "with"}, 8, None),
-    ],
+    ("settings", "vocab_size", "end_id"), table(__file__, "end token is the first with an embedding")
 )
 def test_end_token_is_the_first_with_an_embedding(
     settings, vocab_size: int, end_id: int | None, tmp_path: Path
