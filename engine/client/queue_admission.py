@@ -20,22 +20,16 @@ While the queue is full, cached vectors are still served. LookupRateLimit bounds
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, InvalidRequestError, RejectionReason
-from ..protocol.shared_resource import LimitExceeded, SharedResource
+from ..protocol.shared_resource import SharedResource, WorkLimit
 from .stats import DispatcherStats, DrainRate, total_rate
 
 _LARGE_SHARE: Final = 1 / 16
-"""One request counts for at most this share of the limit in seconds, because small requests run beside it."""
-_LARGE_REQUESTS_SHARE: Final = 1 / 2
-"""Requests above `_LARGE_SHARE` are large. Together they may take this share of the limit in seconds once the queue has
-reached it. The rest stays free for small requests."""
-_RATE_CHANGE: Final = 0.02
-"""Relative change of the drain rate that triggers a recount of the work and of the large requests in the queue."""
+"""Requests above this share of the limit in seconds are large, see WorkLimit."""
 _LOOKUPS_PER_S: Final = 150.0
 """Failed lookups of short texts. They take less than a tenth of a core."""
 _TOKENS_PER_LOOKUP: Final = 250
@@ -81,7 +75,7 @@ class QueueAdmission:
         stats: Gets `num_requests`, `num_tokens` and `num_rejected_total`.
         max_tokens: Tokens in the queue at which the queue is full.
         max_queue_s: Seconds of work in the queue at which the queue is full. For small requests, a large request
-            counts in part: see `_LARGE_SHARE` and `_LARGE_REQUESTS_SHARE`.
+            counts in part, see WorkLimit.
         rates: The drain rate of each replica.
         max_request_tokens: Tokens that one request may have; None: `max_tokens`.
 
@@ -108,30 +102,12 @@ class QueueAdmission:
         self._max_queue_s = max_queue_s
         self._rates = rates
         share = RejectionReason.CLIENT_SHARE
-        in_time = RejectionReason.QUEUE_SECONDS
-        flag = "--max-queue-s"
-        # Resource   Counts                                      Limit
-        # _tokens    tokens                                      --max-queued-tokens
-        # _work      tokens, at most `_largest` of a request     --max-queue-s times the measured tokens per second
-        # _large     tokens of requests above `_largest`         _LARGE_REQUESTS_SHARE of the limit of `_work`
         self._tokens = SharedResource(
             max_tokens, "the queue", "tokens", "--max-queued-tokens", full=RejectionReason.QUEUE_TOKENS, share=share
         )
-        self._work = SharedResource(
-            max_tokens, "the queue", "seconds of work", flag, full=in_time, share=share, shown=self._seconds
+        self._work = WorkLimit(
+            max_queue_s, _LARGE_SHARE, "the queue", "tokens", full=RejectionReason.QUEUE_SECONDS, share=share
         )
-        self._large = SharedResource(
-            max_tokens,
-            "the queue for large requests",
-            "seconds of work",
-            f"half of {flag}",
-            full=in_time,
-            share=in_time,
-            shown=self._seconds,
-        )
-        self._largest = max_tokens
-        self._has_work_limit = False  # whether `max_queue_s` is a smaller limit than `max_tokens`
-        self._sizes: dict[tuple[str, int], int] = {}  # number of requests by client and tokens
         for rate in rates:
             rate.on_change = self._update_work_limit
 
@@ -140,9 +116,7 @@ class QueueAdmission:
         """Whether the engine is ready and the queue is full: `check` then rejects clients at their share."""
         if self.closed_message is not None:
             return False
-        if self._tokens.is_full:
-            return True
-        return self._exceeds_work_limit and self._work.is_full
+        return self._tokens.is_full or (self._can_measure_rate and self._work.is_full)
 
     @property
     def queue_s(self) -> float:
@@ -180,20 +154,20 @@ class QueueAdmission:
             )
         self._check_capacity(client, num_tokens)
         self.stats.enter(num_tokens)
-        self._count(client, num_tokens, 1)
+        self._tokens.add(client, num_tokens)
+        self._work.add(client, num_tokens, 1)
 
     def leave(self, num_tokens: int, client: str = "") -> None:
         """Removes a request from the queue."""
         self.stats.leave(num_tokens)
-        self._count(client, num_tokens, -1)
+        self._tokens.add(client, -num_tokens)
+        self._work.add(client, num_tokens, -1)
 
     def _check_capacity(self, client: str, num_new: int = 0) -> None:
         """Raises EngineOverloadedError if the queue is full and the client has used its share."""
         rejection = self._tokens.rejection(client)
-        if rejection is None and self._exceeds_work_limit:
-            rejection = self._work.rejection(client)
-            if rejection is None and num_new > self._largest:
-                rejection = self._large_rejection(client, num_new)
+        if rejection is None and self._can_measure_rate:
+            rejection = self._work.rejection(client, num_new)
         if rejection is None:
             return
         self.stats.count_rejection()
@@ -204,58 +178,13 @@ class QueueAdmission:
             reason=rejection.reason,
         )
 
-    def _large_rejection(self, client: str, num_new: int) -> LimitExceeded | None:
-        """Returns a LimitExceeded for a request of `num_new` tokens because of other large requests, or None."""
-        rejection = self._large.rejection(client)
-        if rejection is None:
-            return None
-        message = (
-            f"{rejection.message} Requests of more than {self._largest} tokens are large; yours has {num_new}. Split "
-            "it into smaller requests."
-        )
-        return rejection._replace(message=message)
-
     @property
-    def _exceeds_work_limit(self) -> bool:
-        """Whether the tokens in the queue exceed the limit of the work, and suffice to measure the rate."""
-        used = self._tokens.used
-        return self._has_work_limit and used > 2 * self.stats.token_budget and used >= self._work.limit
+    def _can_measure_rate(self) -> bool:
+        """Whether the tokens in the queue suffice to keep the device busy, so that the drain rate is its speed."""
+        return self._tokens.used > 2 * self.stats.token_budget
 
     def _update_work_limit(self) -> None:
-        """Adapts the limits of the work and of large requests after the drain rate has changed."""
+        """Adapts the limit of the work to the drain rate. It applies only if it is below the limit of the tokens."""
         rate = total_rate(self._rates)
-        self._has_work_limit = rate is not None and self._max_queue_s * rate < self._tokens.limit
-        if rate is None or not self._has_work_limit:
-            return
-        self._work.limit = math.ceil(self._max_queue_s * rate)
-        self._large.limit = max(int(self._work.limit * _LARGE_REQUESTS_SHARE), 1)
-        largest = max(math.ceil(self._work.limit * _LARGE_SHARE), 1)
-        if abs(largest - self._largest) <= self._largest * _RATE_CHANGE:
-            return
-        for (client, num_tokens), count in self._sizes.items():
-            self._count_work(client, num_tokens, -count)
-        self._largest = largest
-        for (client, num_tokens), count in self._sizes.items():
-            self._count_work(client, num_tokens, count)
-
-    def _count(self, client: str, num_tokens: int, change: int) -> None:
-        """Adds a request to the queue, or removes one."""
-        self._tokens.add(client, change * num_tokens)
-        size = client, num_tokens
-        count = self._sizes.get(size, 0) + change
-        if count:
-            self._sizes[size] = count
-        else:
-            del self._sizes[size]
-        self._count_work(client, num_tokens, change)
-
-    def _count_work(self, client: str, num_tokens: int, count: int) -> None:
-        """Counts requests of one size in the work and in the large requests."""
-        self._work.add(client, count * min(num_tokens, self._largest))
-        if num_tokens > self._largest:
-            self._large.add(client, count * num_tokens)
-
-    def _seconds(self, num_tokens: int) -> str:
-        rate = total_rate(self._rates)
-        assert rate is not None, "the limit in seconds needs a measured rate"
-        return f"{num_tokens / rate:.3g}"
+        has_limit = rate is not None and self._max_queue_s * rate < self._tokens.limit
+        self._work.set_rate(rate if has_limit else None)

@@ -1,8 +1,7 @@
 """The queue of images before the threads that decode them: admission, order and memory.
 
 Admission: the pixels of waiting and running requests have a limit, `max_queue_s` times the measured pixels per second.
-API keys share it as they share the queue of tokens (engine/client/queue_admission.py). Requests above `_LARGE_SHARE` of
-the limit are large: together they may take half of it, and for other requests each counts as that share.
+API keys share it as they share the queue of tokens (engine/client/queue_admission.py).
 
 Order: clients take turns by start-time fair queueing with pixels as service, and within a client an image may be
 overtaken while its client gets SLOWDOWN times its pixels, both as in engine/scheduling/fair_queue.py.
@@ -17,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import sys
 import time
 from bisect import insort
 from collections.abc import Callable, Iterator
@@ -30,7 +28,7 @@ from ..daemon_threads import DaemonThreads
 from ..host import trim_heap
 from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, RejectionReason
 from ..protocol.request import CLIENT
-from ..protocol.shared_resource import SharedResource
+from ..protocol.shared_resource import WorkLimit
 
 T = TypeVar("T")
 
@@ -40,7 +38,7 @@ TRIM_BYTES: Final = 32 << 20
 SMALL_PIXELS: Final = 1 << 20
 """Pixels of a small image. It takes up to 12 ms and 20 MiB."""
 _LARGE_SHARE: Final = 1 / 64
-_LARGE_REQUESTS_SHARE: Final = 1 / 2
+"""Requests above this share of the limit are large, see WorkLimit."""
 _ASSUMED_RATE: Final = 40_000_000.0
 """Pixels per second of a thread before the first measurement. Lossless WebP takes 12 ns for a pixel, JPEG 2 ns."""
 _MEASURED_S: Final = 1.0
@@ -88,7 +86,6 @@ class DecodeQueue:
     ) -> None:
         self._num_threads = num_threads
         self._max_bytes = max_bytes
-        self._max_queue_s = max_queue_s
         self._on_rejection = on_rejection
         self._threads = DaemonThreads(num_threads + 1, "images")
         self._is_closed = False
@@ -99,24 +96,8 @@ class DecodeQueue:
         self._used = self._peak = 0  # bytes
         self._measured_pixels, self._measured_s = _ASSUMED_RATE * _MEASURED_S, _MEASURED_S
         reason = RejectionReason.QUEUED_PIXELS
-        self._work = SharedResource(
-            sys.maxsize,
-            "the queue of images",
-            "seconds of decoding",
-            "--max-queue-s",
-            full=reason,
-            share=reason,
-            shown=self._seconds,
-        )
-        self._large = SharedResource(
-            sys.maxsize,
-            "the queue of large images",
-            "seconds of decoding",
-            "half of --max-queue-s",
-            full=reason,
-            share=reason,
-            shown=self._seconds,
-        )
+        self._work = WorkLimit(max_queue_s, _LARGE_SHARE, "the queue of images", "pixels", full=reason, share=reason)
+        self._work.set_rate(self._rate)
 
     @contextlib.contextmanager
     def admitted(self, num_pixels: int) -> Iterator[None]:
@@ -127,13 +108,8 @@ class DecodeQueue:
             EngineUnavailableError: The queue is closed.
         """
         self.check_open()
-        client, limit = CLIENT.get(), self._max_queue_s * self._rate
-        largest = sys.maxsize
-        if limit < sys.maxsize:
-            largest = math.ceil(limit * _LARGE_SHARE)
-            self._work.limit, self._large.limit = math.ceil(limit), math.ceil(limit * _LARGE_REQUESTS_SHARE)
-        is_large = num_pixels > largest
-        rejection = self._work.rejection(client) or (self._large.rejection(client) if is_large else None)
+        client = CLIENT.get()
+        rejection = self._work.rejection(client, num_pixels)
         if rejection is not None:
             self._on_rejection()
             raise EngineOverloadedError(
@@ -141,14 +117,11 @@ class DecodeQueue:
                 retry_after_s=rejection.excess / self._rate,
                 reason=rejection.reason,
             )
-        amounts = [(self._work, min(num_pixels, largest))] + ([(self._large, num_pixels)] if is_large else [])
-        for resource, amount in amounts:
-            resource.add(client, amount)
+        self._work.add(client, num_pixels, 1)
         try:
             yield
         finally:
-            for resource, amount in amounts:
-                resource.add(client, -amount)
+            self._work.add(client, num_pixels, -1)
 
     async def run(self, num_pixels: int, num_bytes: int, job: Callable[[], T]) -> T:
         """Runs a job in a thread. A cancelled job that has begun runs to its end.
@@ -236,6 +209,7 @@ class DecodeQueue:
         left = max(1 - seconds / _MEASURED_S, 0.0)
         self._measured_pixels = self._measured_pixels * left + image.num_pixels
         self._measured_s = self._measured_s * left + seconds
+        self._work.set_rate(self._rate)
         if not image.uses_extra_thread:
             self._used -= image.num_bytes
         if not self._used:
@@ -263,9 +237,6 @@ class DecodeQueue:
     def _rate(self) -> float:
         """Pixels per second of all threads."""
         return self._num_threads * self._measured_pixels / self._measured_s
-
-    def _seconds(self, num_pixels: int) -> str:
-        return f"{num_pixels / self._rate:.3g}"
 
 
 def _shutting_down() -> EngineUnavailableError:

@@ -1,12 +1,20 @@
 """A bounded resource that clients share: tokens in the queue, characters to tokenize, memory of bodies and responses.
 
-A SharedResource counts the amount that each client holds. The caller raises an error for LimitExceeded.
+A SharedResource counts the amount that each client holds. A WorkLimit bounds the time that queued work takes. The
+caller raises an error for LimitExceeded.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+_LARGE_REQUESTS_SHARE: Final = 1 / 2
+"""Large requests together may take this share of a WorkLimit once the work in the queue has reached the limit. The rest
+stays free for small requests."""
+_RATE_CHANGE: Final = 0.02
+"""Relative change of the size of a large request that triggers a recount of the requests of a WorkLimit."""
 
 
 class LimitExceeded(NamedTuple):
@@ -162,3 +170,98 @@ class Reservation:
         """Returns the whole amount to the resource."""
         self._resource.add(self._client, -self.amount)
         self.amount = 0
+
+
+class WorkLimit:
+    """Limits the time that the work in a queue takes at a measured rate. Belongs to one event loop.
+
+    Requests above `large_share` of the limit are large. For other requests a large one counts as that share only,
+    because small requests run beside it. See also `_LARGE_REQUESTS_SHARE`.
+
+    Args:
+        max_s: Seconds of work at which the queue is full; inf: no limit.
+        large_share: Share of the limit above which a request is large.
+        name: Name of the queue in messages.
+        unit: Unit of the work in messages, such as "tokens".
+        full: `reason` of a rejection because of the work of all clients.
+        share: `reason` of a rejection because the client has used its share.
+
+    Attributes:
+        rate: Work per second; None before the first measurement, without a limit.
+    """
+
+    def __init__(self, max_s: float, large_share: float, name: str, unit: str, *, full: str, share: str) -> None:
+        self.rate: float | None = None
+        self._max_s = max_s
+        self._large_share = large_share
+        self._unit = unit
+        self._largest = math.inf  # size of a request above which it is large
+        self._total = 0  # work of all requests
+        self._num_by_size: dict[tuple[str, int], int] = {}  # number of requests by client and size
+        flag, seconds = "--max-queue-s", "seconds of work"
+        # `_all` counts at most `_largest` of a request, `_large` only the requests above `_largest`.
+        self._all = SharedResource(0, name, seconds, flag, full=full, share=share, shown=self._seconds)
+        self._large = SharedResource(
+            0, f"{name} for large requests", seconds, f"half of {flag}", full=full, share=full, shown=self._seconds
+        )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `rejection` rejects requests of any size from clients that hold their share."""
+        return self.rate is not None and self._all.is_full
+
+    def set_rate(self, rate: float | None) -> None:
+        """Changes the work per second. None removes the limit."""
+        self.rate = None if math.isinf(self._max_s) else rate
+        if self.rate is None:
+            return
+        self._all.limit = math.ceil(self._max_s * self.rate)
+        self._large.limit = max(int(self._all.limit * _LARGE_REQUESTS_SHARE), 1)
+        largest = max(math.ceil(self._all.limit * self._large_share), 1)
+        if math.isfinite(self._largest) and abs(largest - self._largest) <= self._largest * _RATE_CHANGE:
+            return
+        for (client, size), count in self._num_by_size.items():
+            self._count(client, size, -count)
+        self._largest = largest
+        for (client, size), count in self._num_by_size.items():
+            self._count(client, size, count)
+
+    def add(self, client: str, size: int, change: int) -> None:
+        """Counts a request of `size` work: `change` is 1 when it enters the queue and -1 when it leaves."""
+        self._total += change * size
+        key = client, size
+        count = self._num_by_size.get(key, 0) + change
+        if count:
+            self._num_by_size[key] = count
+        else:
+            del self._num_by_size[key]
+        self._count(client, size, change)
+
+    def rejection(self, client: str, size: int = 0) -> LimitExceeded | None:
+        """Returns a LimitExceeded for a request of `size` work, 0 if it is unknown, or None if it fits.
+
+        Only the work in the queue counts, so a small queue does not keep a large request out for ever.
+        """
+        if self.rate is None or self._total < self._all.limit:
+            return None
+        rejection = self._all.rejection(client)
+        if rejection is not None or size <= self._largest:
+            return rejection
+        rejection = self._large.rejection(client)
+        if rejection is None:
+            return None
+        message = (
+            f"{rejection.message} Requests of more than {self._largest} {self._unit} are large; yours has {size}. "
+            "Split it into smaller requests."
+        )
+        return rejection._replace(message=message)
+
+    def _count(self, client: str, size: int, count: int) -> None:
+        is_large = size > self._largest
+        self._all.add(client, count * (int(self._largest) if is_large else size))
+        if is_large:
+            self._large.add(client, count * size)
+
+    def _seconds(self, work: int) -> str:
+        assert self.rate is not None, "the limit in seconds needs a measured rate"
+        return f"{work / self.rate:.3g}"

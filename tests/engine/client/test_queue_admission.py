@@ -27,12 +27,6 @@ def make(max_tokens: int = 1_000, max_queue_s: float = math.inf, rate: int | Non
     return admission
 
 
-def add(admission: QueueAdmission, num_tokens: int, client: str = "") -> None:
-    """Adds a request that came before the queue was full."""
-    admission.stats.enter(num_tokens)
-    admission._count(client, num_tokens, 1)
-
-
 def rejection(admission: QueueAdmission, client: str = "") -> EngineOverloadedError:
     with pytest.raises(EngineOverloadedError) as rejected:
         admission.check(client)
@@ -90,16 +84,15 @@ def test_queue_is_full_when_its_work_takes_too_long() -> None:
     for _ in range(19):
         admission.enter(500)
     admission.check()
+    admission.stats.token_budget = 8_000  # two forwards hold the whole queue: more is needed to measure the rate
     for _ in range(13):
-        add(admission, 500)
+        admission.enter(500)
+    admission.check()
+    admission.stats.token_budget = 7_999
     error = rejection(admission)
     assert "other requests hold 16 seconds of work; the limit is 10 (--max-queue-s)" in error.message
     assert error.reason == RejectionReason.QUEUE_SECONDS
     assert error.retry_after_s == pytest.approx(6.0, abs=0.01)
-    admission.stats.token_budget = 8_000
-    admission.check()  # two forwards hold the whole queue: more is needed to measure the rate
-    admission.stats.token_budget = 7_999
-    rejection(admission)
     for _ in range(6):
         admission._rates[0].record(1_000_000, 0.01)
     admission.check()
