@@ -12,7 +12,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from penstock.engine.protocol.errors import ConflictError, StorageError
-from penstock.server.batches.batch_run import _MAX_REJECTED, BatchRun, _retry_delay_s
+from penstock.server.batches.batch_run import _MAX_REJECTED, BatchRun, _on_thread, _retry_delay_s
 from penstock.server.batches.input_lines import BatchInput, CheckResult
 from penstock.server.batches.internal_client import RouteResponse
 from penstock.server.batches.output_writer import OutputWriter
@@ -269,6 +269,24 @@ async def test_ended_run_is_freed_and_has_its_error(running, monkeypatch, caplog
         finally:
             gc.enable()
         assert [error.code for error in batch.errors] == ([] if code is None else [code])
+
+
+async def test_error_of_a_cancelled_read_is_not_logged(caplog) -> None:
+    ended = threading.Event()
+
+    def fail() -> None:
+        ended.wait(120)
+        raise OSError
+
+    reading = asyncio.create_task(_on_thread(fail))
+    await asyncio.sleep(0)
+    reading.cancel()
+    ended.set()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    del reading
+    gc.collect()
+    assert not caplog.records
 
 
 async def test_bytes_of_running_lines_are_bounded(running) -> None:

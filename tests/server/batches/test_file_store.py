@@ -26,11 +26,12 @@ async def in_parts(body: bytes, size: int) -> AsyncIterator[bytes]:
 
 @pytest.fixture
 async def files(tmp_path: Path):
-    data = DataDir(tmp_path / "data")
+    data, threads = DataDir(tmp_path / "data"), set(threading.enumerate())
     store = Store(data.database)
     yield Files(data, store, 100_000)
     await store.close()
     data.close()
+    assert not [each for each in threading.enumerate() if each not in threads and each.name.startswith("batches")]
 
 
 async def receive(files: Files, body: bytes, size: int = 1000, media: str = "multipart/form-data") -> FileRecord:
@@ -74,6 +75,10 @@ def field(name: str, value: str) -> bytes:
     return b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n' % (name.encode(), value.encode())
 
 
+def expiry(seconds: str) -> bytes:
+    return field("expires_after[anchor]", "created_at") + field("expires_after[seconds]", seconds)
+
+
 WRONG = [
     (FILE + b"x" + END, "purpose is null"),
     (field("purpose", "vision") + FILE + b"x" + END, "must be 'batch'"),
@@ -82,14 +87,12 @@ WRONG = [
     (HEAD + FILE + b"x\r\n--b", "ends before its last boundary"),
     (b"no form", "cannot be read"),
     (field("other", "1") + HEAD + FILE + b"x" + END, "'other' has no use here"),
-    (field("n" * 65, "1" * 5000) + HEAD + FILE + b"x" + END, "longer than 4096 bytes"),
+    (field("n" * 65, "1" * 4097) + HEAD + FILE + b"x" + END, "longer than 4096 bytes"),
+    (field("n" * 65, "1" * 4096) + HEAD + FILE + b"x" + END, "has no use here"),
     (HEAD * 16 + FILE + b"x" + END, "more than 16 parts"),
     (field("expires_after[anchor]", "now") + HEAD + FILE + b"x" + END, "must be 'created_at'"),
     (field("expires_after[seconds]", "3600") + HEAD + FILE + b"x" + END, "must be 'created_at'"),
-    (
-        field("expires_after[anchor]", "created_at") + field("expires_after[seconds]", "1") + HEAD + FILE + b"x" + END,
-        "3600 to 2592000",
-    ),
+    *((expiry(seconds) + HEAD + FILE + b"x" + END, "3600 to 2592000") for seconds in ("3599", "2592001", "", "1h")),
     (b"--b\r\n" + b"X-Long: " + b"y" * 100_000 + b"\r\n\r\nx" + END, "cannot be read"),
 ]
 
@@ -178,6 +181,20 @@ def test_folder_that_cannot_be_created_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be used"):
         Batches(ServerSettings(data_dir=tmp_path / "file" / "data"))
+
+
+async def test_body_may_have_64_kib_beside_its_file(files: Files) -> None:
+    form = HEAD + FILE + b"x" + END
+    largest = form.ljust(100_000 + 65_536, b"\n")
+    assert (await receive(files, largest)).num_bytes == 1
+    with pytest.raises(HTTPException, match="larger than the limit"):
+        await receive(files, largest + b"\n")
+
+
+async def test_file_expires_when_its_client_says_or_after_30_days(files: Files) -> None:
+    for form, seconds in ((b"", 30 * 86_400), (expiry("3600"), 3600), (expiry("2592000"), 2_592_000)):
+        file = await receive(files, form + HEAD + FILE + b"x" + END)
+        assert file.expires_at == file.created_at + seconds
 
 
 @pytest.mark.parametrize("preamble", [b"", b"x" * 70_000])

@@ -1,10 +1,13 @@
+import itertools
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from penstock.server.batches import input_lines
 from penstock.server.batches.input_lines import BatchInput
+from penstock.server.http.json_reader import count_values
 
 
 def line(name: str = "a", **body: object) -> bytes:
@@ -45,8 +48,10 @@ def test_custom_id_may_have_512_characters(read) -> None:
 
 
 def test_values_of_a_line_are_counted_before_parsing(read) -> None:
-    assert codes(read(line("a", input=[[]] * 50_000))) == []
-    assert codes(read(line("a", input=[[]] * 50_000), max_values=100_000)) == [("line_too_long", 1)]
+    many = line("a", input=[[]] * 50_000)
+    num_values = max(count_values(many))
+    assert codes(read(many, max_values=num_values)) == []
+    assert codes(read(many, max_values=num_values - 1)) == [("line_too_long", 1)]
     assert codes(read(line("a") + b"\n" + b"[" * 100_000, max_values=1_000_000)) == [("invalid_json_line", 2)]
     assert codes(read(b"\xff\xfe\n" + line("a"))) == [("invalid_json_line", 1)]
 
@@ -84,3 +89,15 @@ def test_line_after_much_white_space_is_too_long(read) -> None:
     assert codes(file) == [("line_too_long", 1)]
     assert [span.number for span in file.next_spans(set())] == [1, 2]
     assert read(b" " * 200_000 + b"\n" + line("b"), max_line_bytes=1000).check() == (1, [])
+    assert read(line("a") + b" " * 200_000 + b"\n" + line("b"), max_line_bytes=1000).check() == (2, [])
+    assert codes(read(line("a") + b" " * 200_000 + b"x", max_line_bytes=1000)) == [("line_too_long", 1)]
+    assert codes(read(line("a"), max_line_bytes=len(line("a")))) == []
+    assert codes(read(line("a"), max_line_bytes=len(line("a")) - 1)) == [("line_too_long", 1)]
+
+
+def test_reader_leaves_half_of_the_time_to_other_threads(read, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(input_lines, "time", timer := Mock(monotonic=lambda: next(clock) * 0.0003))
+    assert len(read(b"\n".join(line(str(i)) for i in range(150))).next_spans(set())) == 100
+    assert {call.args for call in timer.sleep.call_args_list} == {(0.001,)}
+    assert 20 <= timer.sleep.call_count <= 30

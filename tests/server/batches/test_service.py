@@ -1,12 +1,13 @@
 """Limits and expiry of files and batches."""
 
 import asyncio
+import os
 import sqlite3
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from fastapi import HTTPException
@@ -68,8 +69,37 @@ async def test_uploads_leave_disk_space_for_outputs(running, monkeypatch) -> Non
         disk.free = 2**30 - 1
         with pytest.raises(StorageError, match=r"reserved for the output of batches.*Delete files"):
             await upload(batches, bytes(10))
-        disk.total = 2**30  # a small disk reserves a twentieth
+        disk.total, disk.free = 2**30, 2**30 // 20  # a small disk reserves a twentieth
         await upload(batches, bytes(10))
+        disk.free -= 1
+        with pytest.raises(StorageError):
+            await upload(batches, bytes(10))
+
+
+async def test_disk_space_is_checked_again_during_an_upload(running, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.server.batches.file_store._CHECK_EVERY_BYTES", 4000)
+    usage = Mock(return_value=SimpleNamespace(total=2**40, free=2**40))
+    monkeypatch.setattr("penstock.server.batches.file_store.shutil.disk_usage", usage)
+    async with running(Routes()) as batches:
+        await upload(batches, bytes(10_000))  # arrives in 11 parts of 1,000 bytes
+        assert usage.call_count == 3
+        usage.side_effect = [usage.return_value, SimpleNamespace(total=2**40, free=0)]
+        with pytest.raises(StorageError):
+            await upload(batches, bytes(10_000))
+        assert num_files(batches) == 1
+
+
+async def test_file_is_on_the_disk_before_it_counts(running, monkeypatch) -> None:
+    synced, fsync = Counter(), os.fsync
+
+    def record(descriptor: int) -> None:
+        synced[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] += 1
+        fsync(descriptor)
+
+    async with running(Routes(lambda number: 400 if number == 1 else 200)) as batches:
+        monkeypatch.setattr(os, "fsync", record)
+        batch = await until_status(batches, await begin(batches, lines(range(2))), BatchStatus.COMPLETED)
+    assert synced == {f"{batch.input_file_id}.part": 1, batch.output_id: 1, batch.error_id: 1, "files": 3}
 
 
 async def test_number_of_unfinished_batches_is_limited(running) -> None:

@@ -1,12 +1,18 @@
 """`penstock bench` against real HTTP servers."""
 
 import asyncio
+import contextlib
+import hashlib
+import io
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -15,6 +21,7 @@ from penstock.server.bench.load_generator import UNSENT, Round, run_round
 from penstock.server.bench.report import Point, Result, check_plot, ratios
 from penstock.server.bench.sweep import Sweep
 from penstock.server.bench.workload import BUILT_IN, Workload
+from penstock.server.commands.cli import main
 from penstock.server.settings import BenchSettings, UsageError
 from penstock.server.target_server import Address
 
@@ -31,19 +38,25 @@ def _no_key_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, "bench", *arguments], capture_output=True, text=True, timeout=120, check=False)
+    """Runs the command in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = main(["bench", *arguments])
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), errors.getvalue())
 
 
 def test_two_servers_are_compared_in_alternating_rounds(serve: Serve, tmp_path: Path) -> None:
-    urls, file = [serve(openai_server), serve(openai_server)], tmp_path / "result.json"
+    urls, file, began_s = [serve(openai_server), serve(openai_server)], tmp_path / "result.json", time.time()
     short = ("--seconds", "0.3", "--warm-up", "0", "--rounds", "2", "--batch-size", "3")
     done = bench(*urls, *short, "--connections", "1,2", "--json", str(file))
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
-    assert found["is_complete"] is True
-    assert found["servers"][0] == {"url": urls[0], "dialect": "openai", "path": "/v1/embeddings", "model": "m"}
-    assert found["settings"]["batch_size"] == 3
+    assert (found["is_complete"], found["client"]["cores"]) == (True, len(os.sched_getaffinity(0)))
+    assert abs(datetime.fromisoformat(found["started_at"]).timestamp() - began_s) < 60
+    assert found["servers"] == [{"url": u, "dialect": "openai", "path": "/v1/embeddings", "model": "m"} for u in urls]
+    assert (found["settings"]["batch_size"], found["settings"]["json"]) == (3, str(file))
     assert "api_key" not in found["settings"]
+    heads = [f"{name}: {url}, openai /v1/embeddings, m" for name, url in zip("ab", urls, strict=True)]
+    assert done.stdout.splitlines()[:4] == [*heads, "queries, 3 per request, 2 rounds of 0.3 s", ""]
     assert [(r["url"], r["connections"]) for r in found["results"]] == [(url, n) for n in (1, 2) for url in urls]
     for result in found["results"]:
         assert result["texts"] == 3 * result["requests"] > 0
@@ -51,8 +64,11 @@ def test_two_servers_are_compared_in_alternating_rounds(serve: Serve, tmp_path: 
         assert result["errors"] == {}
         assert 0 < result["latency_ms"]["p50"] <= result["latency_ms"]["p99.9"] <= result["latency_ms"]["max"]
     assert [ratio["connections"] for ratio in found["ratios"]] == [1, 2]
-    rounds = [line.rpartition(", ")[0].partition(": ")[0] for line in done.stderr.splitlines()]
-    assert [line.rpartition(", ")[2] for line in rounds[:4]] == [urls[0], urls[1], urls[1], urls[0]]
+    order = [(1, urls[0]), (1, urls[1]), (2, urls[1]), (2, urls[0])]
+    rounds = [rf"{load}, round {i} of 2, {url}" for load in ("1 connection", "2 connections") for i, url in order]
+    assert len(rounds) == done.stderr.count("\n")
+    for name, line in zip(rounds, done.stderr.splitlines(), strict=True):
+        assert re.fullmatch(rf"{name}: \d+\.\d s, [1-9]\d* texts/s", line)
 
 
 def others(received: Received) -> Answered:
@@ -240,13 +256,18 @@ async def test_failed_requests_are_counted_by_kind(reply: bytes | str | None, er
     assert kind == "status 503" or found.errors.total() <= 4, "a pause follows a lost connection"
 
 
+DIGESTS = {"queries": "d6b9fc1306b2df4f", "documents": "78e74a3d94c26435", "mixed": "3293d8831d3424f8"}
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_workload_repeats_for_a_seed_and_keeps_its_limit(name: str) -> None:
-    workload = Workload.open(name, 2, 50)
-    texts = [text for request in workload.requests(1) for text in request]
-    assert texts == [text for request in workload.requests(1) for text in request]
-    assert texts != [text for request in workload.requests(2) for text in request]
-    assert max(len(text.split()) for text in texts) == len(workload.longest().split()) == 50
+def test_workload_is_the_same_in_every_version_and_keeps_its_limit(name: str) -> None:
+    full, limited = Workload.open(name, 2, 10**6), Workload.open(name, 2, 50)
+    found = [full.requests(1), full.query(1), full.longest()]
+    assert hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16] == DIGESTS[name]
+    texts = [text for request in limited.requests(1) for text in request]
+    assert texts != [text for request in limited.requests(2) for text in request]
+    assert max(len(text.split()) for text in texts) == len(limited.longest().split()) == 50
+    assert len(Workload.open(name, 1000, 1).requests(0)) == 64
 
 
 def test_jsonl_file_gives_its_texts(tmp_path: Path) -> None:
