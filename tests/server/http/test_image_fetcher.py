@@ -91,11 +91,11 @@ async def test_image_is_fetched_from_the_checked_address(site) -> None:
     site.parts = [response(b"image")]
     counted = []
     site.on_bytes = counted.append
-    assert await site.fetch(f"https://{HOST}/ä b.png?q=ü".replace(" ", "%20")) == b"image"
+    assert await site.fetch(f"https://{HOST}/ä b!.png?q=ü".replace(" ", "%20")) == b"image"
     assert site.opened == [(PUBLIC, HOST)]
     assert sum(counted) == 5
     request = site.requests[0].decode("ascii")
-    assert request.startswith("GET /%C3%A4%20b.png?q=%C3%BC HTTP/1.1\r\nHost: img.example.org\r\n")
+    assert request.startswith("GET /%C3%A4%20b!.png?q=%C3%BC HTTP/1.1\r\nHost: img.example.org\r\n")
     assert not {"cookie", "authorization", "referer"} & {
         line.partition(":")[0].lower() for line in request.split("\r\n")
     }
@@ -159,6 +159,7 @@ async def test_name_that_changes_after_the_check_has_no_effect(site) -> None:
         ("https://img.example.org.evil.net/", "does not allow"),
         ("https://img.example.org:8443/", "does not allow"),
         ("https://user:password@img.example.org/", "user name or password"),
+        ("https://user@img.example.org/", "user name or password"),
         ("https://evil.net\\@img.example.org/", "a backslash"),
         ("https://img.example.org/\r\nX-Injected: 1", "a control character"),
         ("https://img.example.org/a b", "a space"),
@@ -168,7 +169,7 @@ async def test_name_that_changes_after_the_check_has_no_effect(site) -> None:
         ("https://a\u00a0b.example.org/", "a space"),
         ("https://\u00fc" + "a" * 64 + ".example.org/", "not a valid URL"),
         ("https://\u00fc.example.net/", "does not allow"),
-        ("https://img.example.org/" + "a" * 8192, "the limit is 8192"),
+        ("https://img.example.org/" + "a" * (8193 - 24), "8193 characters; the limit is 8192"),
     ],
 )
 async def test_url_is_rejected_before_a_name_is_resolved(site, url, part) -> None:
@@ -189,9 +190,29 @@ async def test_port_of_an_entry_is_allowed(site) -> None:
     assert b"Host: img.example.org:8443\r\n" in site.requests[0]
 
 
-async def redirect(site: Site, target: str) -> bytes:
-    site.by_path = {"/start": response(b"", f"Location: {target}", status="302 Found"), "/end": response(b"image")}
+async def test_largest_url_and_body_are_accepted(site) -> None:
+    site.parts = [response(bytes(MAX_BYTES))]
+    assert await site.fetch(f"https://{HOST}/".ljust(8192, "a")) == bytes(MAX_BYTES)
+    site.parts = [HEAD + b"\r\n", bytes(MAX_BYTES)]
+    assert await site.fetch() == bytes(MAX_BYTES)
+    site.parts.append(b"x")
+    with pytest.raises(FetchError, match="larger than the limit of 100000 bytes"):
+        await site.fetch()
+
+
+async def redirect(site: Site, target: str, status: int = 302) -> bytes:
+    start = response(b"", f"Location: {target}", status=f"{status} Moved")
+    site.by_path = {"/start": start, "/end": response(b"image")}
     return await site.fetch(f"https://{HOST}/start")
+
+
+@pytest.mark.parametrize("status", range(300, 310))
+async def test_only_redirects_with_a_location_are_followed(site, status: int) -> None:
+    if status in (301, 302, 303, 307, 308):
+        assert await redirect(site, "/end", status) == b"image"
+    else:
+        with pytest.raises(FetchError, match=f"status {status}"):
+            await redirect(site, "/end", status)
 
 
 @pytest.mark.parametrize("target", ["/end", "https://a.example.org/end", "//a.example.org/end"])
@@ -275,14 +296,18 @@ async def test_certificate_of_another_host_is_rejected(site) -> None:
     assert not site.requests
 
 
-async def test_next_address_is_tried(site) -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_next_address_is_tried(site, hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.server.http.image_fetcher._CONNECT_TIMEOUT_S", 0.05)
     site.parts = [response(b"image")]
     site.addresses[HOST] = [["2606:4700::1111", PUBLIC]]
     connect = site.connect
 
     async def unreachable(address: str, *rest: object):
         if address != PUBLIC:
+            await asyncio.sleep(3600 * hangs)
             raise OSError("no route")
+        await asyncio.sleep(0.1)  # the last address may take longer
         return await connect(address, *rest)
 
     site.connect = unreachable

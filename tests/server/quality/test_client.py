@@ -1,12 +1,14 @@
 """The client of `penstock eval`, against small fake servers."""
 
 import base64
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from penstock.server.quality.evaluate import EvalClient
-from penstock.server.settings import CommandError, EvalSettings
+from penstock.server.quality.evaluate import EvalClient, evaluate
+from penstock.server.settings import CommandError, EvalSettings, UsageError
 from penstock.server.target_server import TargetServer
 
 from ..fake_server import Answered, Received, Serve, openai_server
@@ -38,3 +40,58 @@ def test_unexpected_response_is_an_error_with_the_path(serve: Serve) -> None:
         client_of(url).embed(["a"], "query")
     with pytest.raises(CommandError, match="POST /v1/rerank returned an unexpected response"):
         client_of(url, rerank="r").rerank([("q", ["a"])])
+
+
+def degrees(text: str) -> list[float]:
+    angle = np.radians(int(text))
+    return [float(np.cos(angle)), float(np.sin(angle))]
+
+
+def test_reports_of_all_tasks(serve: Serve, tmp_path: Path) -> None:
+    """The vector of a text is its direction in degrees, and the reranker prefers the largest number."""
+
+    def answer(received: Received) -> Answered:
+        body = received.body
+        if body is None:
+            return Answered({"data": [{"id": "r", "endpoints": ["rerank"]}, {"id": "m", "endpoints": ["embed"]}]})
+        requests.append((received.path, body))
+        if received.path == "/v1/rerank":
+            results = [{"index": i, "relevance_score": int(text)} for i, text in enumerate(body["documents"])]
+            return Answered({"results": results[::-1]})
+        return Answered({"model": "served", "data": [{"embedding": degrees(text)} for text in body["input"]]})
+
+    requests: list[tuple[str, dict]] = []
+    documents = [json.dumps({"_id": f"d{i}", "text": str(i)}) for i in range(1, 104)]
+    files = {
+        "retrieval/corpus.jsonl": "\n".join(documents),
+        "retrieval/queries.jsonl": '{"_id": "q", "text": "0"}',
+        "retrieval/qrels/test.tsv": "query-id\tcorpus-id\tscore\nq\td102\t1\n",
+        "pairs/test.tsv": "sentence1\tsentence2\tscore\n0\t10\t3\n0\t20\t2\n0\t30\t1\n",
+        "classes/train.csv": "text,category\n0,x\n90,y\n",
+        "classes/test.csv": "text,category\n10,x\n80,y\n70,x\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    url, folders = serve(answer), [tmp_path / name for name in ("retrieval", "pairs", "classes")]
+    settings = EvalSettings(rerank="r", rerank_top_k=102, dimensions=2)
+    (retrieval,) = evaluate(url, folders[:1], settings)
+    names = ("ndcg_at_10", "map_at_10", "recall_at_10", "recall_at_100", "mrr_at_10")
+    head = {"model": "served", "dimensions": 2}
+    counts = {"data": "retrieval", "task": "retrieval", "documents": 103, "queries": 1}
+    scores = {"scores": dict.fromkeys(names, 0.0), "reranked_scores": dict.fromkeys(names, 1.0)}
+    assert retrieval == {**head, **counts, **scores, "reranker": "r"}
+    fields = {"encoding_format": "base64", "truncate_prompt_tokens": -1, "dimensions": 2}
+    embed = ("/v1/embeddings", {"model": "m", "input_type": "query", **fields, "input": ["0"]})
+    ranked = ("/v1/rerank", {"model": "r", "query": "0", "return_documents": False})
+    texts = [[str(i) for i in range(start, end)] for start, end in ((1, 65), (65, 103))]
+    assert requests[2:] == [embed, *((ranked[0], {**ranked[1], "documents": each}) for each in texts)]
+    assert {body["input_type"] for _, body in requests[:2]} == {"document"}
+    requests.clear()
+    pairs, classes = evaluate(url, folders[1:], EvalSettings())
+    assert pairs == {**head, "data": "pairs", "task": "similarity", "pairs": 3, "scores": {"spearman": 1.0}}
+    scores = {"scores": {"accuracy": 0.66667}}
+    assert classes == {**head, "data": "classes", "task": "classification", "texts": 3, **scores}
+    assert [body["input_type"] for _, body in requests] == ["similarity"] * 2 + ["classification"] * 2
+    with pytest.raises(UsageError, match="--rerank: .*pairs has no retrieval task"):
+        next(evaluate(url, folders, settings))
