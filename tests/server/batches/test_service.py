@@ -93,7 +93,7 @@ async def test_file_is_on_the_disk_before_it_counts(running, monkeypatch) -> Non
     synced, fsync = Counter(), os.fsync
 
     def record(descriptor: int) -> None:
-        synced[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] += 1
+        synced[Path(f"/proc/self/fd/{descriptor}").readlink().name] += 1
         fsync(descriptor)
 
     async with running(Routes(lambda number: 400 if number == 1 else 200)) as batches:

@@ -93,5 +93,5 @@ def test_reports_of_all_tasks(serve: Serve, tmp_path: Path) -> None:
     scores = {"scores": {"accuracy": 0.66667}}
     assert classes == {**head, "data": "classes", "task": "classification", "texts": 3, **scores}
     assert [body["input_type"] for _, body in requests] == ["similarity"] * 2 + ["classification"] * 2
-    with pytest.raises(UsageError, match="--rerank: .*pairs has no retrieval task"):
+    with pytest.raises(UsageError, match=r"--rerank: .*pairs has no retrieval task"):
         next(evaluate(url, folders, settings))

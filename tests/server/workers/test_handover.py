@@ -211,6 +211,10 @@ async def test_connection_waits_until_it_can_be_accepted(server: Server, resourc
     assert caplog.messages == [failed, "connections can be accepted again"]
     (connection,) = process.receive()
     assert connection.recv(100) == b"hello"
+    caplog.clear()
+    server.acceptor.close()
+    server.acceptor.add(Process(resources).sender)
+    assert not caplog.records
 
 
 async def test_second_close_of_a_receiver_does_nothing() -> None:

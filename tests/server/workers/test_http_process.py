@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -111,7 +111,27 @@ async def test_end_of_a_process_ends_its_heartbeat_and_questions(worker, pauses,
     assert (first.signals, second.signals, worker._on_end.call_count) == ([], [15], 2)
 
 
+async def test_process_may_hang_without_a_timeout(worker, monkeypatch) -> None:
+    process, worker._hang_timeout_s = Process(), 0.0
+    monkeypatch.setattr(worker, "_start", process.start)
+    monkeypatch.setattr(http_process, "Heartbeat", heartbeat := Mock())
+    running = asyncio.create_task(worker.run())
+    await until(lambda: worker._channel is not None)
+    assert heartbeat.call_args == call(60.0, worker._ask_metrics, worker._give_up)
+    worker._ask_metrics()
+    await until(lambda: process.messages)
+    families = [MetricFamily("a", "b", "counter", [])]
+    process.channel.send(MetricsReport(process.messages[0].request_id, families))
+    await until(lambda: worker.metrics == families)
+    heartbeat.return_value.record_pong.assert_called_once_with()
+    worker._give_up()
+    assert process.signals == []
+    worker.stop(15)
+    await asyncio.wait_for(running, 120)
+
+
 async def test_process_that_closes_its_socket_or_hangs_is_killed(worker, pauses, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(http_process, "Heartbeat", heartbeat := Mock())
     processes = [Process(), Process()]
     starts = iter(processes)
     monkeypatch.setattr(worker, "_start", lambda: next(starts).start())
@@ -124,12 +144,13 @@ async def test_process_that_closes_its_socket_or_hangs_is_killed(worker, pauses,
     worker._give_up()
     assert processes[1].signals == [9]
     assert "an HTTP process has not answered for 60 s; it is killed" in caplog.text
+    assert heartbeat.call_args == call(60.0, worker._ask_metrics, worker._give_up)
     worker.stop(15)
     await asyncio.wait_for(running, 120)
 
 
 async def test_pauses_grow_while_processes_die_soon(worker, pauses: list[float], monkeypatch, caplog) -> None:
-    now_s, lifetimes_s = 0.0, [100.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 90.0, 1.0, 0.0]
+    now_s, lifetimes_s = 0.0, [61.0, 1.0, 2.0, 60.0, 1.0, 1.0, 1.0, 1.0, 90.0, 1.0, 0.0]
 
     async def run_process() -> str:
         nonlocal now_s

@@ -1,7 +1,8 @@
 import asyncio
+import io
 import socket
-import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -93,12 +94,12 @@ def test_plan_is_received_as_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         api_key="one,two", api_key_file=Path("/keys"), response_memory="1GiB", pooler_config='{"normalize":false}'
     )
     monkeypatch.setenv("PENSTOCK_PORT", "1234")  # the receiver reads no variables
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        sending = threading.Thread(target=lambda: (sent.send(ours), sent.send(ours)))
-        sending.start()
-        received, again = WorkerPlan.receive(theirs), WorkerPlan.receive(theirs)
-        sending.join()
+    stream = io.BytesIO()
+    sent.send(Mock(sendall=stream.write))
+    sent.send(Mock(sendall=stream.write))
+    stream.seek(0)
+    slow = Mock(recv=lambda num_bytes: stream.read(min(num_bytes, 7)))
+    received, again = WorkerPlan.receive(slow), WorkerPlan.receive(slow)
     assert received == again == sent
     assert received.settings.port == 8000
 

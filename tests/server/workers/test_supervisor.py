@@ -87,6 +87,19 @@ async def test_server_continues_while_one_process_serves(deaths: list[int]) -> N
     assert (supervisor.failures, supervisor.signals) == ([], [15])
 
 
+async def test_process_that_does_not_end_in_time_is_killed(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(supervisor_module, "_EXIT_TIMEOUT_S", 0.02)
+    killed = asyncio.Event()
+    monkeypatch.setattr(HttpProcess, "run", lambda self: killed.wait())
+    monkeypatch.setattr(HttpProcess, "kill", lambda self: killed.set())
+    supervisor = WorkerSupervisor(ServerSettings(api_workers=2, drain_timeout_s=0), [], None, Mock())
+    running = asyncio.create_task(supervisor.run(listener()))
+    await asyncio.sleep(0)
+    supervisor._handle_signal(15)
+    await asyncio.wait_for(running, 120)
+    assert "2 HTTP processes have not ended in time; they are killed" in caplog.messages
+
+
 async def test_loaded_and_failed_models_are_reported(make_engine, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Any, dict[str, Any]]] = []
 
