@@ -1,30 +1,26 @@
 """The queue of waiting sequences and its order. Plain Python without torch.
 
-Between clients: start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996) with tokens
-as service. The client with the earliest virtual start time runs next, and its start time advances by the tokens that
-ran. When a client starts to wait, its start time is raised to that of the sequence that ran last, so that a pause is
-neither rewarded nor punished. Priorities have no effect between clients.
+The order is start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996) with tokens as
+service, at two levels: between clients, and between the size classes of a client. The requests of a size class differ
+by less than a factor of four in tokens.
 
-Within a client: the request with the smallest `due` runs first. It is set when the request arrives:
+The client with the earliest virtual start time runs next, and within it the class with the earliest virtual start time.
+Both start times advance by the tokens that ran. When a client or class starts to wait, its start time is raised to that
+of the client or class that ran last, so that a pause is neither rewarded nor punished.
 
-    due = start time of the client + SLOWDOWN x tokens of the request + priority x tokens of one second
+Within a class, requests run in order of arrival. A priority level equals the tokens that the device runs in a second:
+within a class, a request runs before those that arrived during that time, and its class before classes whose start time
+is earlier by that much. Priorities have no effect between clients.
 
-It is rounded up to a multiple of the tokens of a forward, because requests that fit into one forward need not overtake
-each other. So equal requests run in order of arrival, short requests run before long ones, and a priority level equals
-the tokens that the device runs in a second. All inputs of a request have the same `due`: a small request overtakes a
-large one, and its inputs run together.
-
-Bound: requests of the same priority that arrive after the client has received SLOWDOWN x n tokens, plus one forward,
-run after a waiting request of n tokens. So no request starves.
-Cost: large requests of one client run one after the other, and under an overload of small requests a large request
-takes up to SLOWDOWN times as long as alone.
+Bound: while n classes of a client wait, each gets a part of 1/n of the client's service. So no request starves, and a
+short request runs in the next forward, however many large requests wait, while short requests take less than that part.
+Cost: large requests of one client run one after the other, and take up to n times as long as alone.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,14 +28,14 @@ from typing import Final
 
 from .sequence import InputSequence, Request
 
-SLOWDOWN: Final = 8
-"""A request of n tokens may be overtaken while its client gets SLOWDOWN x n tokens of service."""
+_SMALLEST_CLASS_BITS: Final = 6
+"""Requests of fewer than 2 ** 6 tokens are one class, because their forwards take about the same time."""
 _NUM_ROUNDS: Final = 2
 """The queue is divided into this many batches for each forward that can run at the same time."""
 
 
-class _ClientQueue:
-    """The waiting short or long sequences of one client, ordered by `due`, then by arrival.
+class _ClassQueue:
+    """The waiting short or long sequences of one size class, ordered by `due`, then by arrival.
 
     `remove` sets `is_queued` of a sequence to False, and keeps it in the lists. The next iteration deletes it there.
 
@@ -100,8 +96,27 @@ class _ClientQueue:
 
 
 def _sort_key(sequence: InputSequence) -> tuple[float, int, int]:
-    """Returns the sort key of a sequence within its client: the smallest runs first."""
+    """Returns the sort key of a sequence within its class: the smallest runs first."""
     return sequence.request.due, sequence.request.number, sequence.index
+
+
+@dataclass(slots=True, eq=False)
+class _SizeClass:
+    """The sequences of the requests of one client with similar numbers of tokens.
+
+    Attributes:
+        start: Virtual start time of its next sequence in tokens.
+        short: Its short sequences.
+        long: Its long sequences.
+    """
+
+    start: float
+    short: _ClassQueue = field(default_factory=_ClassQueue)
+    long: _ClassQueue = field(default_factory=_ClassQueue)
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self.short.num_waiting or self.long.num_waiting)
 
 
 @dataclass(slots=True, eq=False)
@@ -111,18 +126,22 @@ class _Client:
     Attributes:
         start: Virtual start time of its next sequence in tokens.
         number: Number of the client, in order of arrival.
-        short: Its short sequences.
-        long: Its long sequences.
+        virtual_time: Start time of the class that ran last.
+        classes: Its classes by number: larger requests have larger numbers.
+        num_waiting: Number of its waiting sequences.
     """
 
     start: float
     number: int
-    short: _ClientQueue = field(default_factory=_ClientQueue)
-    long: _ClientQueue = field(default_factory=_ClientQueue)
+    virtual_time: float
+    classes: dict[int, _SizeClass] = field(default_factory=dict)
+    num_waiting: int = 0
 
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self.short.num_waiting or self.long.num_waiting)
+    def size_class(self, number: int) -> _SizeClass:
+        size_class = self.classes.get(number)
+        if size_class is None:
+            size_class = self.classes[number] = _SizeClass(self.virtual_time)
+        return size_class
 
 
 class FairQueue:
@@ -131,28 +150,24 @@ class FairQueue:
     Adding a request is a binary search and an insertion into a list. Removing a sequence sets a flag. Reading the next
     k sequences costs O(k), and a step for each client.
 
-    Args:
-        forward_tokens: Tokens of a full forward; `due` is rounded up to a multiple of it.
-
     Attributes:
         num_seqs: Number of waiting sequences.
         num_long: Number of waiting long sequences.
         num_tokens: Tokens of all waiting sequences.
     """
 
-    def __init__(self, forward_tokens: int = 1) -> None:
+    def __init__(self) -> None:
         self.num_seqs = 0
         self.num_long = 0
         self.num_tokens = 0
-        self._forward_tokens = forward_tokens
         self._clients: dict[str, _Client] = {}
         self._max_clients = 64  # above this number idle clients are removed
-        self._virtual_time = 0.0  # start time of the sequence that ran last
+        self._virtual_time = 0.0  # start time of the client that ran last
         self._latest_start = 0.0  # largest start time of all clients
         self._numbers = itertools.count()
 
     def add(self, request: Request, tokens_per_level: float = 0.0) -> None:
-        """Queues the sequences of a new request, and sets its `due` and `number`.
+        """Queues the sequences of a new request, and sets its place in the order.
 
         Args:
             request: The request. `is_long` of its sequences is set.
@@ -161,28 +176,36 @@ class FairQueue:
         if not self.num_seqs:  # the queue was empty: start the next busy period at the latest start time
             self._virtual_time = self._latest_start
         client = self._client(request.client)
-        if not client.is_waiting:
+        if not client.num_waiting:
             client.start = max(client.start, self._virtual_time)
+            client.virtual_time = max([client.virtual_time, *[c.start for c in client.classes.values()]])
         num_tokens = sum([sequence.num_tokens for sequence in request.sequences])
-        due = client.start + SLOWDOWN * num_tokens + request.priority * tokens_per_level
-        request.due = math.ceil(due / self._forward_tokens) * self._forward_tokens
+        request.size_class = _size_class(num_tokens)
+        size_class = client.size_class(request.size_class)
+        if not size_class.is_waiting:
+            size_class.start = max(size_class.start, client.virtual_time)
+        request.advance = -request.priority * tokens_per_level
+        request.due = client.start - request.advance
         request.number = next(self._numbers)
         short = request.sequences
         long = [sequence for sequence in short if sequence.is_long]
         if long:
-            client.long.add(long)
+            size_class.long.add(long)
             self.num_long += len(long)
             short = [sequence for sequence in short if not sequence.is_long]
         if short:
-            client.short.add(short)
+            size_class.short.add(short)
+        client.num_waiting += len(request.sequences)
         self.num_seqs += len(request.sequences)
         self.num_tokens += num_tokens
 
     def requeue(self, sequence: InputSequence) -> None:
         """Queues a long sequence that was preempted, or runs again in chunks, at its former position."""
         client = self._client(sequence.request.client)
-        client.short.delete_removed()  # it may still be in that list, and `is_queued` becomes True
-        client.long.requeue(sequence)
+        size_class = client.size_class(sequence.request.size_class)
+        size_class.short.delete_removed()  # it may still be in that list, and `is_queued` becomes True
+        size_class.long.requeue(sequence)
+        client.num_waiting += 1
         self.num_seqs += 1
         self.num_long += 1
         self.num_tokens += sequence.num_tokens
@@ -190,35 +213,45 @@ class FairQueue:
     def remove(self, sequence: InputSequence) -> None:
         """Removes a waiting sequence: it runs now, or its request was cancelled."""
         client = self._clients[sequence.request.client]
-        (client.long if sequence.is_long else client.short).remove(sequence)
+        size_class = client.classes[sequence.request.size_class]
+        (size_class.long if sequence.is_long else size_class.short).remove(sequence)
+        client.num_waiting -= 1
         self.num_seqs -= 1
         self.num_long -= sequence.is_long
         self.num_tokens -= sequence.num_tokens
 
     def charge(self, sequence: InputSequence, num_tokens: int) -> None:
-        """Advances the start time of a client by the tokens of a sequence that run now."""
+        """Advances the start times of a client and a class by the tokens of a sequence that run now."""
         client = self._client(sequence.request.client)
         if client.start > self._virtual_time:
             self._virtual_time = client.start
         client.start += num_tokens
         if client.start > self._latest_start:
             self._latest_start = client.start
+        size_class = client.size_class(sequence.request.size_class)
+        if size_class.start > client.virtual_time:
+            client.virtual_time = size_class.start
+        size_class.start += num_tokens
 
-    def sort_key(self, sequence: InputSequence) -> tuple[float, float, int, int]:
+    def sort_key(self, sequence: InputSequence) -> tuple[float, float, int, float, int, int]:
         """Returns the sort key of a sequence, waiting or not: the smallest runs first. Changes no client."""
-        client = self._clients.get(sequence.request.client)
-        start = self._virtual_time if client is None else client.start
-        return (start, *_sort_key(sequence))
+        request = sequence.request
+        client = self._clients.get(request.client)
+        start = class_start = self._virtual_time
+        if client is not None:
+            size_class = client.classes.get(request.size_class)
+            start, class_start = client.start, client.virtual_time if size_class is None else size_class.start
+        return (start, class_start - request.advance, request.size_class, *_sort_key(sequence))
 
     def next_sequences(self, max_tokens: int, max_seqs: int, *, is_long: bool = False) -> list[InputSequence]:
         """Returns the next short, or long, sequences in order, up to a limit. At least one if any waits."""
-        clients = []
-        for client in self._clients.values():
-            queue = client.long if is_long else client.short
-            if queue.num_waiting:
-                clients.append((client.start, client.number, iter(queue)))
+        clients = [
+            (client.start, client.number, _by_class(classes))
+            for client in self._clients.values()
+            if client.num_waiting and (classes := _waiting_classes(client, is_long=is_long))
+        ]
         sequences: list[InputSequence] = []
-        for sequence in clients[0][-1] if len(clients) == 1 else _by_start(clients):
+        for sequence in clients[0][-1] if len(clients) == 1 else _by_client(clients):
             sequences.append(sequence)
             max_tokens -= sequence.num_tokens
             if max_tokens <= 0 or len(sequences) >= max_seqs:
@@ -236,15 +269,47 @@ class FairQueue:
         client = self._clients.get(name)
         if client is None:
             if len(self._clients) >= self._max_clients:
-                clients = {n: c for n, c in self._clients.items() if c.is_waiting or c.start > self._virtual_time}
+                clients = {n: c for n, c in self._clients.items() if c.num_waiting or c.start > self._virtual_time}
                 self._clients = clients
                 self._max_clients = 2 * len(clients) + 64
-            client = _Client(self._virtual_time, next(self._numbers))
+            client = _Client(self._virtual_time, next(self._numbers), self._virtual_time)
             self._clients[name] = client
         return client
 
 
-def _by_start(clients: list[tuple[float, int, Iterator[InputSequence]]]) -> Iterator[InputSequence]:
+def _size_class(num_tokens: int) -> int:
+    """Returns the number of the class of a request. The tokens of a class differ by less than a factor of four."""
+    return ((num_tokens >> _SMALLEST_CLASS_BITS).bit_length() + 1) // 2
+
+
+def _waiting_classes(client: _Client, *, is_long: bool) -> list[tuple[int, float, Iterator[InputSequence]]]:
+    """Returns the number, start time and sequences of each class with waiting short, or long, sequences."""
+    queues = [(number, c.start, c.long if is_long else c.short) for number, c in client.classes.items()]
+    return [(number, start, iter(queue)) for number, start, queue in queues if queue.num_waiting]
+
+
+def _by_class(classes: list[tuple[int, float, Iterator[InputSequence]]]) -> Iterator[InputSequence]:
+    """Yields the sequences of a client. The class with the earliest start time is next."""
+    if len(classes) == 1:
+        yield from classes[0][-1]
+        return
+    heads: list[tuple[float, int, float, InputSequence, Iterator[InputSequence]]] = []
+    for number, start, sequences in classes:
+        head = next(sequences)
+        heads.append((start - head.request.advance, number, start, head, sequences))
+    heapq.heapify(heads)
+    while heads:
+        _, number, start, head, sequences = heads[0]
+        yield head
+        start += head.num_tokens
+        following = next(sequences, None)
+        if following is None:
+            heapq.heappop(heads)
+        else:
+            heapq.heapreplace(heads, (start - following.request.advance, number, start, following, sequences))
+
+
+def _by_client(clients: list[tuple[float, int, Iterator[InputSequence]]]) -> Iterator[InputSequence]:
     """Yields sequences of several clients. The client with the earliest start time is next."""
     heapq.heapify(clients)
     while clients:

@@ -91,7 +91,7 @@ class Scheduler:
         self._waits_for_memory = False  # whether the next long sequence waits for memory
         self._held: dict[PrefillChunk, Allocation] = {}  # memory of cancelled sequences that still run
         self.requests: dict[int, Request] = {}
-        self.waiting = FairQueue(self._full_budget)
+        self.waiting = FairQueue()
         self.prefill = ChunkedPrefillManager(prefill_config, order=self.waiting.sort_key)
         self.chunk_sizes = ChunkSizeController(
             self.prefill.config.chunk_size, is_dynamic=self.prefill.config.is_dynamic
@@ -385,7 +385,7 @@ class Scheduler:
         All victims arrived later, where a priority level counts as `ageing_s`. This excludes cycles of preemption.
         Further conditions:
 
-        - Same client: the victim is after the sequence in the order of the client (`due`, then `number`).
+        - Same client: of two requests with equal priorities, the victim is not the smaller one (its size class).
         - Other client: the victim also arrived later without regard to priority.
         """
         starting = sequence.request
@@ -398,10 +398,10 @@ class Scheduler:
             victim = later.pop()
             request = victim.request
             if request.client == starting.client:
-                is_earlier = (request.due, request.number) < (starting.due, starting.number)
+                is_first = request.place < starting.place
             else:
-                is_earlier = request.arrival_s <= starting.arrival_s
-            if is_earlier:
+                is_first = request.arrival_s <= starting.arrival_s
+            if is_first:
                 continue
             assert victim.allocation is not None, "a running long sequence has memory"
             victims.append((victim, victim.allocation))

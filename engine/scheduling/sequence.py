@@ -169,8 +169,16 @@ class Request:
     sequences: list[InputSequence] = field(default_factory=list)  # one per input, in order
     num_unfinished: int = 0  # sequences that have not finished
     started_s: float | None = None  # Seconds, monotonic: when its first forward started
-    due: float = 0.0  # sort key within its client; see FairQueue
+    # Place in the order of FairQueue:
+    size_class: int = 0  # number of its size class
+    due: float = 0.0  # sort key within its class: tokens
+    advance: float = 0.0  # tokens by which its priority puts it before others
     number: int = 0  # number of the request in order of arrival
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Sort key of the requests of a client in preemption: by priority, then size, then arrival."""
+        return self.priority, self.size_class, self.number
 
 
 class RequestBuilder:

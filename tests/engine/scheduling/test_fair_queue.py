@@ -1,11 +1,12 @@
 """Order of the waiting sequences: between clients, within a client, and by length."""
 
 import itertools
+from collections import Counter
 
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.engine.scheduling.fair_queue import SLOWDOWN, FairQueue, group_by_length
+from penstock.engine.scheduling.fair_queue import FairQueue, group_by_length
 
 from .records import make_request
 
@@ -23,41 +24,63 @@ def test_equal_requests_of_a_client_run_in_order_of_arrival(lengths: list[int]) 
 
 
 @given(
-    shorts=st.lists(st.integers(1, 30), min_size=1, max_size=60),
-    num_tokens=st.integers(31, MAX_SEQ_LEN),
-    forward_tokens=st.sampled_from([1, 100, 1_000]),
+    sizes=st.lists(
+        st.sampled_from([1, 30, 63, 64, 200, 255, 256, 1_000, 1_023, 1_024, 4_000]), min_size=3, max_size=30
+    ),
+    num_waiting=st.integers(2, 20),
 )
-def test_request_is_passed_by_a_multiple_of_its_tokens_at_most(
-    shorts: list[int], num_tokens: int, forward_tokens: int
-) -> None:
-    queue, served = FairQueue(forward_tokens), 0
-    queue.add(make_request(0, [num_tokens]))
-    for number in itertools.count(1):
-        queue.add(make_request(number, [shorts[number % len(shorts)]]))
+def test_classes_that_wait_get_equal_parts(sizes: list[int], num_waiting: int) -> None:
+    """Closed loop: a request that runs is replaced by one with the same number of tokens."""
+    limits = [64, 256, 1_024, 4_096]
+    class_of = {size: next(number for number, limit in enumerate(limits) if size < limit) for size in sizes}
+    queue, numbers, served = FairQueue(), itertools.count(), Counter[int]()
+    for size in (size for size in sizes for _ in range(num_waiting)):
+        queue.add(make_request(next(numbers), [size]))
+    for _ in range(200):
         (sequence,) = queue.next_sequences(1, 1)
-        if sequence.request.request_id == 0:
-            break
         queue.remove(sequence)
         queue.charge(sequence, sequence.num_tokens)
-        served += sequence.num_tokens
-    assert served <= SLOWDOWN * num_tokens + forward_tokens + 30
+        served[class_of[sequence.num_tokens]] += sequence.num_tokens
+        queue.add(make_request(next(numbers), [sequence.num_tokens]))
+        parts = [served[number] for number in set(class_of.values())]
+        assert max(parts) - min(parts) <= 2 * max(sizes)
 
 
-def test_requests_of_one_forward_run_in_order_of_arrival() -> None:
-    queue = FairQueue(forward_tokens=100 * SLOWDOWN)
-    for number, num_tokens in enumerate([90, 10, 110, 50]):
-        queue.add(make_request(number, [num_tokens]))
-    assert [sequence.request.request_id for sequence in queue.next_sequences(1_000, 10)] == [0, 1, 3, 2]
+@pytest.mark.parametrize("num_bulk", [1, 100])
+@pytest.mark.parametrize("num_run", [0, 1, 50])
+def test_short_request_is_next_however_many_large_ones_wait(num_bulk: int, num_run: int) -> None:
+    queue = FairQueue()
+    for number in range(num_bulk):
+        queue.add(make_request(number, [100] * 60))
+    for _ in range(num_run):
+        (sequence,) = queue.next_sequences(1, 1)
+        queue.remove(sequence)
+        queue.charge(sequence, 100)
+    queue.add(make_request(999, [10]))
+    assert [sequence.request.request_id for sequence in queue.next_sequences(20, 10)] == [999, 0]
+
+
+def test_cancelled_requests_do_not_delay_their_class() -> None:
+    queue = FairQueue()
+    queue.add(make_request(0, [10], client="a"))
+    for number in range(1, 100):
+        cancelled = make_request(number, [1_000])
+        queue.add(cancelled)
+        queue.remove(cancelled.sequences[0])
+    for number, num_tokens in ((100, 10), (101, 1_000), (102, 10), (103, 10)):
+        queue.add(make_request(number, [num_tokens], client="a"))
+    order = queue.next_sequences(10**6, 10)
+    assert [sequence.request.request_id for sequence in order] == [0, 101, 100, 102, 103]
 
 
 def test_priority_level_is_worth_its_tokens_within_a_client() -> None:
     queue = FairQueue()
     for number, (priority, client) in enumerate([(0, "a"), (-1, "a"), (-1, "b"), (1, "a")]):
         queue.add(make_request(number, [10], priority=priority, client=client), tokens_per_level=100.0)
+    queue.add(make_request(4, [500], client="a"), tokens_per_level=100.0)
     window = queue.next_sequences(1_000, 10)
-    assert [s.request.request_id for s in window if s.request.client == "a"] == [1, 0, 3]
+    assert [s.request.request_id for s in window if s.request.client == "a"] == [1, 4, 0, 3]
     assert [s.request.client for s in window[:2]] == ["a", "b"]
-    assert [s.request.due for s in window[:2]] == [-20, -20]
 
 
 def test_window_ends_at_its_tokens_or_sequences() -> None:
@@ -89,7 +112,7 @@ def test_cancelled_sequences_do_not_pile_up() -> None:
         request = make_request(number, [5])
         queue.add(request)
         queue.remove(request.sequences[0])
-    assert len(queue._clients[""].short.sequences) < 100
+    assert len(queue._clients[""].classes[0].short.sequences) < 100
     assert queue.num_seqs == 1
     assert [sequence.sequence_id for sequence in queue.next_sequences(100, 100)] == [(0, 0)]
 

@@ -150,11 +150,11 @@ def test_last_arrived_are_preempted_and_no_more_than_needed() -> None:
 
 def test_long_request_does_not_preempt_a_shorter_one() -> None:
     checked = CheckedScheduler(NO_PREFIXES)
-    checked.add(40)
+    checked.add(40, client="other")
     checked.step()
     checked.add(150)  # waits for memory
     checked.step()
-    checked.add(100)
+    checked.add(60)
     batches = checked.run_all()
     assert [number for batch in batches for number in preempted(batch)] == []
     assert ended(batches) == [0, 2, 1]
@@ -388,7 +388,7 @@ def test_pool_usage_is_pressure_while_a_sequence_waits() -> None:
     assert checked.sequence_pool.usage == 0.75
     assert checked.scheduler.memory_pressure == 0.0
     checked.scheduler.chunk_sizes.record(32, 0, 0.001)
-    checked.add(100)
+    checked.add(60)
     batch = checked.step(2.0)
     assert checked.scheduler.memory_pressure == 0.375
     assert [chunk.num_tokens for chunk in batch.chunks] == [20]
