@@ -34,6 +34,7 @@ from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import plan_pool
 from penstock.kernels.cpu import CpuForward, CpuKernelError, CpuLibrary
 
+from ...tables import table
 from .fake_runner import CoreDriver
 from .fake_stream import FakeStream
 
@@ -43,15 +44,7 @@ TOLERANCE = 1e-5
 SHORT = (1, 5, 12)
 LONG = (34, 70)
 MAX_NUM_SEQS = 8
-SIZES = {
-    "vocab_size": 200,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 512,
-}
+SIZES = table(__file__, "sizes of chunked models")
 MODELS = {
     "llama": ("LlamaModel", SIZES),
     "gemma2": ("Gemma2Model", SIZES | {"head_dim": 8, "sliding_window": 24, "query_pre_attn_scalar": 8}),

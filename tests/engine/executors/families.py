@@ -3,24 +3,10 @@
 import pytest
 import torch
 
-ENCODER_SIZES = {
-    "vocab_size": 200,
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 80,
-    "max_position_embeddings": 160,
-    "num_labels": 3,
-}
-DISTILBERT = {
-    "vocab_size": 200,
-    "dim": 48,
-    "n_layers": 3,
-    "n_heads": 4,
-    "hidden_dim": 80,
-    "max_position_embeddings": 160,
-    "num_labels": 3,
-}
+from ...tables import table
+
+ENCODER_SIZES = table(__file__, "sizes of encoders")
+DISTILBERT = table(__file__, "sizes of distilbert")
 NOT_ON_CPU = {
     "rope-dynamic",
     "rope-longrope",
@@ -31,15 +17,7 @@ NOT_ON_CPU = {
 }
 """The length of the text changes their rotary positions or queries, or a part of each head is rotated."""
 SPECIAL_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-DEBERTA = {
-    "relative_attention": True,
-    "position_buckets": 16,
-    "pos_att_type": "p2c|c2p",
-    "norm_rel_ebd": "layer_norm",
-    "share_att_key": True,
-    "position_biased_input": False,
-    "pooler_hidden_size": 48,
-}
+DEBERTA = table(__file__, "deberta")
 MODERNBERT = ENCODER_SIZES | SPECIAL_IDS | {"local_attention": 16, "cls_token_id": 1, "sep_token_id": 2}
 MODERNBERT_BIASES = {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True}
 DECODER_SIZES = ENCODER_SIZES | SPECIAL_IDS | {"num_key_value_heads": 2}
@@ -171,16 +149,7 @@ RECURRENT = [
     pytest.param("Mamba2", MAMBA2 | MAMBA_BIASES | {"n_groups": 3, "time_step_limit": [0.1, 0.4]}, id="mamba2-biases"),
     pytest.param("Mamba2", MAMBA2 | {"n_groups": 6, "hidden_act": "relu", "conv_kernel": 2}, id="mamba2-relu"),
 ]
-HYBRID_SIZES = {
-    "vocab_size": 200,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "mamba_d_state": 8,
-    "pad_token_id": 0,
-}
+HYBRID_SIZES = table(__file__, "sizes of hybrid models")
 HYBRID_BIASES = {"mamba_proj_bias": True, "mamba_conv_bias": False}
 MAMBA2_HEADS = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2}
 JAMBA = HYBRID_SIZES | {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4, "num_hidden_layers": 4}

@@ -10,6 +10,7 @@ from penstock.engine.executors.cpu.array_encoder import read_spec
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.tasks import PoolingType
 
+from ...tables import table
 from .families import ENCODER_SIZES, assert_close, first_row_logits, logits_of, relative_error, rows_of
 
 CODE = "jinaai/xlm-roberta-flash-implementation"
@@ -31,15 +32,7 @@ HUB = SIZES | {
     "rotary_emb_base": 500.0,
     "use_flash_attn": True,
 }
-RERANKER = {
-    "architectures": ["XLMRobertaForSequenceClassification"],
-    "auto_map": {
-        "AutoConfig": "configuration_xlm_roberta.XLMRobertaFlashConfig",
-        "AutoModelForSequenceClassification": "modeling_xlm_roberta.XLMRobertaForSequenceClassification",
-    },
-    "lora_adaptations": None,
-    "position_embedding_type": "absolute",
-}
+RERANKER = table(__file__, "xlm-roberta flash reranker")
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 EXECUTORS = pytest.mark.parametrize("executor", ["torch", "cpu"])
 ADAPTED = ("Wqkv", "out_proj", "fc1", "fc2", "word_embeddings", "token_type_embeddings", "dense")

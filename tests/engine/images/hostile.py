@@ -66,6 +66,7 @@ def attacks() -> dict[str, tuple[bytes, str]]:
         "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n", "begins with '%!PS"),
         "random bytes": (_NOISE, "not an image"),
         "png of 50,000 x 50,000": (png(50_000, 50_000, zlib.compress(bytes(1_000_000))), "50000 x 50000 pixels"),
+        "png of another kind": (png(9, 9, b"").replace(b"IHDR", b"CgBI"), "does not begin with IHDR"),
         "png of no width": (png(0, 9, b""), "0 x 9 pixels"),
         "png of no height": (png(9, 0, b""), "9 x 0 pixels"),
         "png with long edge": (png(65_536, 1, zlib.compress(bytes(196_609))), "at most 65535"),

@@ -103,8 +103,11 @@ def test_limits_of_pixels_are_checked() -> None:
 
 def test_scans_are_counted_across_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     data = jpeg_with_scans(40)
-    monkeypatch.setattr("penstock.engine.images.image_file._MAX_DECODED_PIXELS", 1)
+    num_pixels, limit = 800 * 800 * data.count(_SCAN), "penstock.engine.images.image_file._MAX_DECODED_PIXELS"
     for portion in (1, 2, 7, 100, 1 << 20):
         monkeypatch.setattr("penstock.engine.images.jpeg._SEARCHED_BYTES", portion)
-        with pytest.raises(ImageError, match=f"tiles have {800 * 800 * data.count(_SCAN)} pixels together"):
+        monkeypatch.setattr(limit, num_pixels - 1)
+        with pytest.raises(ImageError, match=f"tiles have {num_pixels} pixels together"):
             _read(data)
+    monkeypatch.setattr(limit, num_pixels)
+    assert read_image_file(data, ImageLimits()).num_decoded_pixels == num_pixels // 8

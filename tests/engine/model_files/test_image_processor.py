@@ -32,38 +32,7 @@ def _read(
     return read_image_spec(folder, config, {})
 
 
-@pytest.mark.parametrize(
-    ("values", "config"),
-    [
-        ({"image_processor_type": "CLIPImageProcessor"}, _CLIP_CONFIG),
-        (  # openai/clip-vit-base-patch32
-            {
-                "crop_size": 224, "do_center_crop": True, "do_normalize": True, "do_resize": True,
-                "feature_extractor_type": "CLIPFeatureExtractor", "resample": 3, "size": 224,
-                "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
-            },
-            _CLIP_CONFIG,
-        ),
-        (
-            {
-                "image_processor_type": "CLIPImageProcessorFast", "size": {"shortest_edge": 300}, "resample": 2,
-                "crop_size": {"height": 224, "width": 224}, "do_normalize": False, "rescale_factor": 0.01,
-            },
-            _CLIP_CONFIG,
-        ),
-        (
-            {
-                "image_processor_type": "CLIPImageProcessor", "size": {"height": 224, "width": 224},
-                "do_center_crop": False, "do_rescale": False, "image_mean": 100, "image_std": 9.5,
-            },
-            _CLIP_CONFIG,
-        ),
-        ({"image_processor_type": "SiglipImageProcessor", "size": [64, 64]}, _SIGLIP_CONFIG),
-        ({"image_processor_type": "Siglip2ImageProcessor", "patch_size": 8, "max_num_patches": 60}, _SIGLIP2_CONFIG),
-        ({"image_processor_type": "Siglip2ImageProcessor", "resample": 3}, {"model_type": "siglip2"}),
-    ],
-    ids=["clip-defaults", "clip-legacy", "clip-values", "clip-exact", "siglip", "siglip2", "siglip2-defaults"],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "config"), table(__file__, "file is read like transformers"))
 def test_file_is_read_like_transformers(tmp_path: Path, values: dict[str, Any], config: dict[str, Any]) -> None:
     spec = _read(tmp_path, values, config)
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")

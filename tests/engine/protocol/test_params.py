@@ -26,71 +26,35 @@ def model(kind: ModelKind = ModelKind.EMBEDDING, **changes: Any) -> ModelInfo:
 
 EMBEDDING = model()
 MATRYOSHKA = model(is_matryoshka=True)
-LISTED = model(is_matryoshka=True, matryoshka_dimensions=(16, 32))
 CLASSIFIER = model(ModelKind.SEQUENCE_CLASSIFIER)
 CROSS_ENCODER = model(ModelKind.CROSS_ENCODER)
 TOKENS = model(ModelKind.TOKEN_CLASSIFIER)
-LONG_TEXT = model(enable_chunked_processing=True, max_embed_len=1000)
-STEPS = model(ModelKind.TOKEN_CLASSIFIER, token_pooling=PoolingType.STEP)
+MODELS = {
+    "embedding": EMBEDDING,
+    "matryoshka": MATRYOSHKA,
+    "listed": model(is_matryoshka=True, matryoshka_dimensions=(16, 32)),
+    "classifier": CLASSIFIER,
+    "cross-encoder": CROSS_ENCODER,
+    "token classifier": TOKENS,
+    "long text": model(enable_chunked_processing=True, max_embed_len=1000),
+    "long text without limit": model(enable_chunked_processing=True),
+    "steps": model(ModelKind.TOKEN_CLASSIFIER, token_pooling=PoolingType.STEP),
+}
+
+
+@pytest.mark.parametrize(("name", "task", "fields"), table(__file__, "params of the task are accepted"))
+def test_params_of_the_task_are_accepted(name: str, task: str, fields: dict[str, Any]) -> None:
+    PoolingParams(**fields).verify(task, MODELS[name])
 
 
 @pytest.mark.parametrize(
-    ("info", "task", "fields"),
-    [
-        (EMBEDDING, EMBED, {}),
-        (EMBEDDING, EMBED, {"dimensions": 64}),
-        (EMBEDDING, SCORE, {"use_activation": True}),
-        (EMBEDDING, EMBED, {"truncate_prompt_tokens": -1}),
-        (EMBEDDING, EMBED, {"truncate_prompt_tokens": 128, "truncation_side": "left"}),
-        (MATRYOSHKA, EMBED, {"dimensions": 1}),
-        (LISTED, EMBED, {"dimensions": 32}),
-        (LISTED, EMBED, {"dimensions": 64}),
-        (CROSS_ENCODER, SCORE, {"use_activation": False}),
-        (STEPS, TOKEN_CLASSIFY, {"step_tag_id": 99, "returned_token_ids": (0, 2)}),
-        (LONG_TEXT, SCORE, {"truncate_prompt_tokens": 1000}),
-        (model(enable_chunked_processing=True), EMBED, {"truncate_prompt_tokens": 1000}),
-    ],
-)
-def test_params_of_the_task_are_accepted(info: ModelInfo, task: PoolingTask, fields: dict[str, Any]) -> None:
-    PoolingParams(**fields).verify(task, info)
-
-
-EMBED_TAKES = "'embed' takes the parameters dimensions, normalize, use_activation; it does not take step_tag_id"
-CLASSIFY_TAKES = "'classify' takes the parameters use_activation; it does not take dimensions, normalize"
-TRUNCATION = r"truncate_prompt_tokens value is greater than max_model_len\. Please request a smaller truncation size\."
-
-
-@pytest.mark.parametrize(
-    ("info", "task", "param", "value", "more", "message"),
-    [
-        (EMBEDDING, EMBED, "normalize", True, {"use_activation": False}, "two names of one option"),
-        (EMBEDDING, EMBED, "step_tag_id", 1, {}, EMBED_TAKES),
-        (CLASSIFIER, CLASSIFY, "dimensions", 8, {"normalize": True}, CLASSIFY_TAKES),
-        (EMBEDDING, EMBED, "task", SCORE, {}, "this call runs 'embed'"),
-        (EMBEDDING, EMBED, "dimensions", 0, {}, "must be 1 to 64"),
-        (EMBEDDING, EMBED, "dimensions", 65, {}, "must be 1 to 64"),
-        (EMBEDDING, EMBED, "dimensions", 32, {}, "--matryoshka any"),
-        (LISTED, EMBED, "dimensions", 8, {}, "declares 16, 32 and its native 64"),
-        (EMBEDDING, EMBED, "truncate_prompt_tokens", 0, {}, "at least 1"),
-        (EMBEDDING, EMBED, "truncate_prompt_tokens", 129, {}, TRUNCATION),
-        (LONG_TEXT, EMBED, "truncate_prompt_tokens", 1001, {}, r"greater than max_embed_len.* \(1001 > 1000\)"),
-        (LONG_TEXT, TOKEN_EMBED, "truncate_prompt_tokens", 1000, {}, r"greater than max_model_len.* \(1000 > 128\)"),
-        (
-            model(enable_chunked_processing=True),
-            *(EMBED, "truncate_prompt_tokens", 2**64, {}, "greater than max_embed_len"),
-        ),
-        (EMBEDDING, EMBED, "truncation_side", "top", {}, "must be 'left' or 'right'"),
-        (TOKENS, TOKEN_CLASSIFY, "step_tag_id", 3, {}, "need STEP pooling; tiny uses ALL"),
-        (STEPS, TOKEN_CLASSIFY, "step_tag_id", 100, {}, "it must be 0 to 99"),
-        (STEPS, TOKEN_CLASSIFY, "step_tag_id", -1, {}, "step_tag_id is -1; it must be 0 to 99"),
-        (STEPS, TOKEN_CLASSIFY, "returned_token_ids", (0, 3), {}, "holds 3; tiny has the columns 0 to 2"),
-    ],
+    ("name", "task", "param", "value", "more", "message"), table(__file__, "wrong params are rejected")
 )
 def test_wrong_params_are_rejected(
-    info: ModelInfo, task: PoolingTask, param: str, value: Any, more: dict[str, Any], message: str
+    name: str, task: str, param: str, value: Any, more: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
-        PoolingParams(**{param: value}, **more).verify(task, info)
+        PoolingParams(**{param: value}, **more).verify(task, MODELS[name])
     assert caught.value.param == param
     assert isinstance(caught.value, ValueError)
 

@@ -20,6 +20,7 @@ from penstock.engine.protocol.model_info import ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingType
 
+from ...tables import table
 from ..engines import running
 
 QUERY = "What holds back the water?"
@@ -32,19 +33,7 @@ DOCUMENTS = [
 ]
 INSTRUCTION = "Find the sentence about water."
 RAW = PoolingParams(use_activation=False)
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 640,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+SMALL = table(__file__, "sizes of decoders")
 PROMPTS: dict[str, str] = json.loads(Path(__file__).with_name("published_prompts.json").read_text())
 """Prompts in the code of the publishers."""
 CHAT = (

@@ -117,32 +117,7 @@ FILES: dict[str, tuple[list[tuple[str, str | None]], Callable[[], Tokenizer]]] =
 READERS = [(name, *reader) for name, (readers, _) in FILES.items() for reader in readers]
 BASE = {"model_max_length": 64, "clean_up_tokenization_spaces": True}
 # Contents of tokenizer_config.json.
-SETTINGS: list[Json] = [
-    {},
-    {"do_lower_case": False},
-    {"do_lower_case": False, "strip_accents": True, "tokenize_chinese_chars": False},
-    {"add_prefix_space": True, "trim_offsets": False},
-    {"do_lower_case": True, "split_by_punct": True},
-    {"add_prefix_space": None, "legacy": True},
-    {"add_prefix_space": False, "legacy": False},
-    {"add_prefix_space": "yes"},
-    {"add_bos_token": True, "add_eos_token": True},
-    {"padding_side": "left", "truncation_side": "left"},
-    {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]},
-    {"cls_token": None},
-    {"pad_token": None},
-    {"mask_token": "[NEW]"},
-    {"image_token": "<s>"},
-    {"cls_token": {"__type": "AddedToken", "content": "[SEP]", "lstrip": True}},
-    {"additional_special_tokens": ["<|im_start|>"]},
-    {"extra_special_tokens": ["[MASK]", "<mask>"]},
-    {"extra_special_tokens": {"fim_token": "<mask>"}},
-    {"chat_template": "{{ bos_token }}{{ messages[0].content }}"},
-    {"chat_template": [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]},
-    {"split_special_tokens": True},
-    {"unk_id": 5, "vocab_type": "spm", "backend": "tokenizers", "is_local": False, "local_files_only": True},
-    {"unknown_key": 1},
-]
+SETTINGS: list[Json] = table(__file__, "settings of tokenizer config.json")
 
 
 def odd_texts(count: int) -> list[str]:
