@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.protocol.config import CacheConfig, ChunkedPrefillConfig, PoolerConfig, SchedulerConfig
+from penstock.engine.protocol.config import PoolerConfig
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.params import VALID_PARAMETERS, PoolingParams
@@ -132,12 +132,3 @@ def test_pooler_config_takes_names_of_pooling_types(name: str, pooling_type: Poo
     config = PoolerConfig(**given)
     assert (config.seq_pooling_type, config.tok_pooling_type) == (pooling_type, PoolingType.STEP)
     assert (config.task, config.returned_token_ids) == (PoolingTask.EMBED, (1,))
-
-
-@pytest.mark.parametrize(
-    ("config", "field"),
-    [(CacheConfig, "kv_block_size"), (SchedulerConfig, "max_num_batched_tokens"), (ChunkedPrefillConfig, "chunk_size")],
-)
-def test_setting_below_its_bound_is_rejected(config: Any, field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} is 0; it must be at least 1"):
-        config(**{field: 0})
