@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from penstock.engine.images.decode_queue import SMALL_PIXELS, TRIM_BYTES, DecodeQueue
+from penstock.engine.images.decode_queue import TRIM_BYTES
 from penstock.engine.images.image_file import ImageFile, ImageLimits, read_image_file
 from penstock.engine.images.preprocessor import ImagePreprocessor
 from penstock.engine.protocol.errors import (
-    EngineOverloadedError,
     EngineUnavailableError,
     InvalidRequestError,
     MachineError,
 )
 from penstock.engine.protocol.images import ImageInput, ImagePatches, ImageResize, ImageSpec
-from penstock.engine.protocol.request import CLIENT
 
 from ...waiting import until
 from .pictures import encoded, picture
@@ -188,35 +186,3 @@ def test_process_ends_while_a_job_runs() -> None:
     code = "from penstock.engine.daemon_threads import DaemonThreads; import threading\nbegun = threading.Event()\n"
     code += "DaemonThreads(1, 'a').submit(lambda: begun.set() or threading.Event().wait())\nbegun.wait()"
     assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60, check=False).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("num_threads", "images", "num_first", "expected"),
-    [
-        (1, "a 3 0,a 4 0,a 2 0,b 2 0,a 1 0", 2, "a3 a1 b2 a2 a4"),  # a1 in the additional thread
-        (2, "x 9 60,a 5 180,b 3 30,b 3 30,b 3 30", 3, "x9 b3 b3 a5 b3"),  # a5 is decoded alone
-    ],
-)
-async def test_clients_take_turns(num_threads: int, images: str, num_first: int, expected: str) -> None:
-    queue, began, can_end = DecodeQueue(num_threads, 100), list[str](), threading.Event()
-
-    async def run(client: str, size: str, num_bytes: str) -> None:
-        CLIENT.set(client)
-        name, pixels = client + size, int(size) * SMALL_PIXELS
-        await queue.run(pixels, int(num_bytes), lambda: (began.append(name), name in "a3 x9" and can_end.wait(30)))
-
-    tasks = [asyncio.create_task(run(*image.split())) for image in images.split(",")]
-    await until(lambda: len(began) == num_first)
-    can_end.set()
-    await asyncio.gather(*tasks)
-    assert " ".join(began) == expected
-    queue.close()
-
-
-def test_large_images_leave_room_for_small_ones() -> None:
-    queue = DecodeQueue(1, 100, max_queue_s=1)
-    message = "queue of images for large requests is full.* hold 25 seconds .* more than 625000 pixels are large"
-    with queue.admitted(10**9), queue.admitted(1), pytest.raises(EngineOverloadedError, match=message):
-        queue.admitted(10**9).__enter__()
-    with queue.admitted(10**9):
-        queue.close()
