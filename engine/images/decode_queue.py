@@ -3,8 +3,8 @@
 Admission: the pixels of waiting and running requests have a limit, `max_queue_s` times the measured pixels per second.
 API keys share it as they share the queue of tokens (engine/client/queue_admission.py).
 
-Order: clients take turns by start-time fair queueing with pixels as service, and within a client an image may be
-overtaken while its client gets SLOWDOWN times its pixels, both as in engine/scheduling/fair_queue.py.
+Order: clients take turns by start-time fair queueing with pixels as service, as in engine/scheduling/fair_queue.py.
+Within a client, smaller images overtake an image until the client has received SLOWDOWN times its pixels.
 
 Memory: an image that does not fit into the memory of running images lets others pass, up to its own pixels.
 
