@@ -77,17 +77,13 @@ async def test_queue_is_limited_to_seconds_at_the_measured_rate(monkeypatch: pyt
         with ExitStack() as admitted:
             for num_pixels in (110_000_000 - 1, share + 1):  # each counts as a share for smaller requests
                 admitted.enter_context(queue.admitted(num_pixels))
-            message = (
-                rf"Requests of more than {share} pixels are large; yours has {share + 1}\. .* Please try again"
-            )
+            message = rf"Requests of more than {share} pixels are large; yours has {share + 1}\. .* Please try again"
             with pytest.raises(EngineOverloadedError, match=message) as caught:
                 queue.admitted(share + 1).__enter__()
             assert caught.value.retry_after_s == (110_000_000 + share + 1 - 55_000_000) / rate
             for _ in range(62):
                 admitted.enter_context(queue.admitted(share))
-            message = (
-                r"queue of images is full: other requests hold 0\.5 seconds of work; the limit is 0\.5 \(--max"
-            )
+            message = r"queue of images is full: other requests hold 0\.5 seconds of work; the limit is 0\.5 \(--max"
             with pytest.raises(EngineOverloadedError, match=message) as caught:
                 queue.admitted(1).__enter__()
             assert (caught.value.retry_after_s, caught.value.reason) == (1 / rate, "queued_pixels")
