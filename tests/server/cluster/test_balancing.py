@@ -1,4 +1,6 @@
+import importlib
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -58,3 +60,32 @@ def test_policy_reads_metrics_of_replicas() -> None:
     assert QueuePolicy(0.5)(context) == (6, {"a": 1})
     for context.aggregated_metrics in (None, {}, {BUSY: {"a": 1.0}}):
         assert QueuePolicy(0.5)(context) == (2, {"a": 1}), "no replica has reported its queue"
+
+
+class Router:
+    """RequestRouter of Ray."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+
+    def on_send_request(self, replica_id: str) -> None:
+        self.sent.append(replica_id)
+
+
+async def test_router_tries_the_least_loaded_replica_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(FIFOMixin=type("FIFOMixin", (), {}), RequestRouter=Router)
+    others = ("PendingRequest", "ReplicaID", "RunningReplica")
+    monkeypatch.setitem(
+        sys.modules, "ray.serve.request_router", SimpleNamespace(**vars(module), **dict.fromkeys(others))
+    )
+    monkeypatch.delitem(sys.modules, "penstock.server.cluster.ray_router", raising=False)
+    router = importlib.import_module("penstock.server.cluster.ray_router").LeastTokensRouter()
+    monkeypatch.delitem(sys.modules, "penstock.server.cluster.ray_router")
+    router.initialize_state()
+    stats = {"a": {"queued_tokens": 9.0, "done_tokens": 0.0, "request_tokens": 4.0}, "b": None, "c": {}}
+    replicas = [SimpleNamespace(replica_id=name, routing_stats=each) for name, each in stats.items()]
+    for expected in ("bca", "cba", "bca", "cba"):
+        found = await router.choose_replicas(replicas)
+        assert [replica.replica_id for (replica,) in found] == list(expected)
+        router.on_send_request(expected[0])
+    assert router.sent == ["b", "c", "b", "c"]

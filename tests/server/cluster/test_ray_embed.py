@@ -4,11 +4,12 @@ import importlib
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock, call
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +18,9 @@ from pyarrow import parquet
 
 from penstock.engine import LLM, EngineConfig, PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.server.cluster.ray_settings import RayEmbedSettings
 from penstock.server.embed_jobs.job_folder import JobFolder, Shard
+from penstock.server.settings import CommandError, UsageError, load
 
 from ...waiting import wait_until
 from .conftest import Nodes, Starting, ended
@@ -131,7 +134,76 @@ def embedder_class(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(module, "LLM", RejectsShort)
     monkeypatch.setattr(module, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(module, "RayError", LookupError)
     return module
+
+
+class Dataset:
+    """A dataset of Ray with the numbers of shards. It runs the embedder in this process."""
+
+    def __init__(self, items: list[int], **options: object) -> None:
+        self.items, self.options = items, options
+
+    def map_batches(self, embedder: Any, *, fn_constructor_args: tuple[Any, ...], **options: object) -> Any:
+        self.embed = embedder(*fn_constructor_args)
+        self.options |= options
+        return self
+
+    def iter_rows(self) -> Iterator[dict[str, Any]]:
+        for item in self.items:
+            yield {name: values[0] for name, values in self.embed({"item": np.array([item])}).items()}
+
+
+def test_job_embeds_its_unfinished_shards_until_a_bad_row(embedder_class: Any, tmp_path: Path, capsys) -> None:
+    module, path, folders = embedder_class, str(tmp_path / "in.parquet"), []
+    parquet.write_table(pa.table({"text": ["aa", "bbb", "cc", "d", "ee", "ff"]}), path)
+    shards = [Shard(number, path, 2 * number, 2) for number in range(3)]
+    job = JobFolder(tmp_path / "out", ".parquet", "--overwrite")
+    config = module.EmbedderConfig(EngineConfig(model="m"), "text", False, PoolingParams(), "query", job, "info", "x")
+    given = {"output": "out", "address": "a:1", "min_replicas": 3, "max_replicas": 4, "replica_cpus": 2.5}
+    settings = load(RayEmbedSettings, given)
+    module.ray.init = Mock(side_effect=lambda *_, **__: folders.append(Path.cwd()))
+    datasets: list[Dataset] = []
+
+    def from_items(items: list[int], **options: object) -> Dataset:
+        datasets.append(Dataset(items, **options))
+        return datasets[-1]
+
+    module.ray.data.from_items = Mock(side_effect=from_items)
+    with pytest.raises(CommandError, match=r"row 4: too short; finished rows are kept: run the same command again"):
+        module.embed_on_ray(shards, config, {"a": 1}, settings)
+    parquet.write_table(pa.table({"text": ["aa", "bbb", "cc", "dd", "ee", "ff"]}), path)
+    module.embed_on_ray(shards, config, {"a": 1}, settings)
+    assert "6/6" in capsys.readouterr().err
+    assert [parquet.read_table(job.path(shard)).num_rows for shard in shards] == [2, 2, 2]
+    with pytest.raises(UsageError, match="is finished"):
+        module.embed_on_ray(shards, config, {"a": 1}, settings)
+    assert [dataset.items for dataset in datasets] == [[0, 1, 2], [0, 1]]
+    compute = module.ActorPoolStrategy.return_value
+    options = {"batch_size": 1, "compute": compute, "num_cpus": 2.5, "num_gpus": None}
+    assert [each.options for each in datasets] == [{"override_num_blocks": n, **options} for n in (3, 2)]
+    threads = {"max_concurrent_calls_per_actor": 2, "enable_true_multi_threading": True}
+    sizes = [call(min_size=n, max_size=n, **threads) for n in (3, 2)]
+    assert module.ActorPoolStrategy.call_args_list == sizes
+    module.ray.init.assert_called_with("a:1", logging_level="INFO", log_to_driver=False)
+    assert (folders, module.ray.shutdown.call_count) == ([Path("/")] * 2, 2)
+    assert Path.cwd() != Path("/")
+
+    module.embed_on_ray([], config, {"a": 1}, replace(settings, overwrite=True))
+    assert len(datasets) == 2, "no shard is left"
+    job = JobFolder(tmp_path / "lost", ".parquet", "--overwrite")
+    for error, message in (
+        (LookupError("a\n node died \n"), "the job could not be finished: node died; finished rows are kept"),
+        (None, "3 of 3 shards have no file; run the same command again"),
+    ):
+        rows = Mock(side_effect=error, return_value=iter([]))
+        module.ray.data.from_items.side_effect = None
+        module.ray.data.from_items.return_value.map_batches.return_value.iter_rows = rows
+        with pytest.raises(CommandError, match=message):
+            module.embed_on_ray(shards, config._replace(job=job), {}, settings)
+    module.ray.init.side_effect = ConnectionError("nobody there")
+    with pytest.raises(CommandError, match="--address: nobody there"):
+        module.embed_on_ray(shards, config._replace(job=job), {}, settings)
 
 
 def test_shards_report_their_rows_or_the_first_bad_row(embedder_class: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ from penstock.engine import EngineConfig
 from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.server.app import create_app
+from penstock.server.cluster import ray_replica
 from penstock.server.cluster.ray_replica import RayReplica, mounts_of
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, UsageError
@@ -95,6 +97,24 @@ async def test_paths_are_found_below_any_prefix(make_engine, prefix: str) -> Non
 
 def model(path: str, *names: str, prompt_name: str | None = None) -> tuple[EngineConfig, tuple[str, ...], str | None]:
     return EngineConfig(model=path), names, prompt_name
+
+
+async def test_application_of_a_replica_starts_the_engine_of_its_mount(make_engine, monkeypatch, tmp_path) -> None:
+    engine, configure = make_engine(), Mock()
+    monkeypatch.setattr(ray_replica.AsyncEngine, "start", start := AsyncMock(return_value=engine))
+    monkeypatch.setattr(ray_replica, "configure_logging", configure)
+    (mount,) = mounts_of([model(str(tmp_path), "shown", str(tmp_path), "alias", prompt_name="query")])
+    app = ray_replica.build_app(ServerSettings(log_level="debug", log_format="json"), mount)
+    configure.assert_called_once_with("debug", "json")
+    async with app.router.lifespan_context(app):
+        await app.state.model_manager.wait_until_started()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            (card,) = (await client.get("/v1/models")).json()["data"]
+            assert (await client.post("/v1/embeddings", json={"input": "a", "model": "alias"})).status_code == 200
+    start.assert_awaited_once_with(mount.config, log_level="DEBUG", log_format="json")
+    assert (card["id"], card["aliases"]) == ("shown", ["alias"]), "a path on the disk is not shown"
+    _, _, options = engine.calls[-1][1]
+    assert options.prompt_name == "query"
 
 
 def test_single_model_is_mounted_at_the_root() -> None:

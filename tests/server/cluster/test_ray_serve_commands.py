@@ -15,6 +15,7 @@ import pytest
 from penstock.engine import EngineConfig
 from penstock.server.cluster.ray_replica import mounts_of
 from penstock.server.cluster.ray_settings import RayServeSettings
+from penstock.server.http.http_server import KEEP_ALIVE_S
 from penstock.server.settings import CommandError, UsageError, load
 
 from ...waiting import wait_until
@@ -42,7 +43,9 @@ class Serve:
         return SimpleNamespace(applications=dict(self.applications))
 
     def run(self, _: Any, *, name: str, route_prefix: str) -> None:
-        self.applications[name] = SimpleNamespace(deployments={}, route_prefix=route_prefix)
+        lines = "Traceback:\n  first\n\nValueError: no weights\n  note\n\n" if name == self.broken else ""
+        deployments = {"model": SimpleNamespace(message=lines)}
+        self.applications[name] = SimpleNamespace(deployments=deployments, route_prefix=route_prefix)
         if name == self.broken:
             raise RuntimeError("DEPLOY_FAILED")
 
@@ -110,7 +113,7 @@ def test_failed_start_takes_down_only_new_models(serve_models, ray_serve: Serve,
     serve_models("a", "b", detach=True)
     assert set(ray_serve.applications) == {"penstock-a", "penstock-b"}
     ray_serve.broken = "penstock-d"
-    with pytest.raises(CommandError, match="d cannot be served on Ray"):
+    with pytest.raises(CommandError, match=r"d cannot be served on Ray: ValueError: no weights$"):
         serve_models("a", "c", "d", "e", detach=detach)
     assert set(ray_serve.applications) == {"penstock-a", "penstock-b"}
     assert ray_serve.is_running
@@ -141,11 +144,13 @@ def test_settings_reach_ray(serve_models, ray_serve: Serve) -> None:
     assert options["ray_actor_options"] == {"num_cpus": 3, "num_gpus": 0.5}
     assert (options["max_ongoing_requests"], options["max_queued_requests"]) == (5, 6)
     assert options["backpressure_config"] == {"status_code": 429, "retry_after_s": 1.0}
-    assert options["autoscaling_config"].items() >= scaling.items()
-    policy = options["autoscaling_config"]["policy"]
+    policy = options["autoscaling_config"].pop("policy")
     assert policy["policy_function"](**policy["policy_kwargs"])._target_queue_s == 0.5
-    assert options["request_router_config"]["request_router_class"] is object  # the router of the fixture
-    assert options["graceful_shutdown_timeout_s"] > 9
+    assert options["autoscaling_config"] == {**scaling, "look_back_period_s": 15.0}
+    router = {"request_router_class": object, "request_routing_stats_period_s": 1.0}  # the router of the fixture
+    assert options["request_router_config"] == router
+    assert (options["graceful_shutdown_timeout_s"], options["max_constructor_retry_count"]) == (19.0, 3)
+    assert ray_serve.http_config.keep_alive_timeout_s == KEEP_ALIVE_S
     assert {name: str(value) for name, value in vars(ray_serve.http_config).items() if name in address} == {
         **address, "port": "81"
     }  # fmt: skip
