@@ -1,5 +1,6 @@
 """The client of `penstock bench` and `penstock eval`, against small fake servers."""
 
+import socket
 from collections.abc import Callable
 from email.message import Message
 from email.utils import formatdate
@@ -66,17 +67,21 @@ def test_server_without_list_needs_a_model_name(serve: Serve) -> None:
     model = server.find_model("embed", ("openai",))
     assert (model.name, server.path("/v1/embeddings", model)) == ("m", "/p/v1/embeddings")
 
+    with pytest.raises(CommandError, match=r"is ready, or set --dialect and --model$"):
+        TargetServer(url, TargetSettings(model="m")).find_model("embed", DIALECTS)
 
-@pytest.mark.parametrize("source", ["setting", "file", "variable"])
+
+@pytest.mark.parametrize(("source", "status"), [("setting", 401), ("file", 403), ("variable", 401)])
 def test_key_is_sent_and_its_lack_is_explained(
-    serve: Serve, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, source: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answer(received: Received) -> Answered:
         has_key = received.headers.get("Authorization") == "Bearer secret"
-        return openai_server(received) if has_key else Answered({"message": "no key."}, 401)
+        return openai_server(received) if has_key else Answered({"message": "no key."}, status)
 
     url, file = serve(answer), tmp_path / "key"
-    with pytest.raises(CommandError, match="GET /v1/models returned 401: no key; set --api-key or --api-key-file"):
+    message = f"GET /v1/models returned {status}: no key; set --api-key or --api-key-file"
+    with pytest.raises(CommandError, match=message):
         TargetServer(url, TargetSettings()).find_model("embed", DIALECTS)
     file.write_text("\ufeff# Keys of the server.\nsecret\nother\n", "utf-8")
     if source == "variable":
@@ -186,6 +191,14 @@ def test_wait_ends_before_it_exceeds_the_maximum(serve: Serve, monkeypatch: pyte
 def test_rejected_request_states_the_reason(serve: Serve, answered: Answered, message: str) -> None:
     with pytest.raises(CommandError, match=message):
         TargetServer(serve(lambda _: answered), TargetSettings()).post("/x", b"{}")
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_silent_server_ends_at_the_timeout(scheme: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"{scheme}://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(CommandError, match=f"{url} cannot be reached: .*timed out"):
+            TargetServer(url, TargetSettings(), 0.05).exchange("GET", "/")
 
 
 def test_unreachable_server_is_named(serve: Serve) -> None:

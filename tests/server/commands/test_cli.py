@@ -182,10 +182,11 @@ def no_engine_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_form_of_a_flag_overrides_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_AUTO_TRUNCATE", "true")
     served = []
-    monkeypatch.setattr("penstock.server.commands.serve.serve", lambda settings, *_: served.append(settings))
-    assert cli.main(["serve", "some/model", "--no-auto-truncate"]) == 0
-    assert cli.main(["serve", "some/model"]) == 0
-    assert [settings.engine.auto_truncate for settings in served] == [False, True]
+    monkeypatch.setattr("penstock.server.commands.serve.serve", lambda *given: served.append(given))
+    for flags in (["--no-auto-truncate"], [], ["--in-process"]):
+        assert cli.main(["serve", "some/model", *flags]) == 0
+    assert [settings.engine.auto_truncate for settings, _, _ in served] == [False, True, True]
+    assert [in_process for _, _, in_process in served] == [False, False, True]
 
 
 def test_link_to_a_folder_is_served_under_its_name(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from penstock.server.commands import cli, serve
 from penstock.server.commands.serve import served_models
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, UsageError, load
+from penstock.server.workers.supervisor import NothingServedError
 
 from ...engine.model_files.folders import BERT
 from ..bodies import table
@@ -108,6 +109,30 @@ def test_one_device_is_used_by_several_processes(given: dict[str, Any], device: 
     listener.close()
     assert (config.device, config.devices) == (device, ())
     assert bool(config.cores) == (given.get("devices") == ("cpu",))
+
+
+@pytest.mark.parametrize(
+    ("failures", "signals", "message", "code"),
+    [
+        ([], [signal.SIGTERM, signal.SIGINT], "", None),
+        ([], [signal.SIGINT], "", KeyboardInterrupt),
+        ([NothingServedError()], [signal.SIGINT], "no HTTP process can serve", 3),
+        ([WeightError("no weights")], [], "no weights", 2),
+    ],
+)
+def test_end_of_several_processes_has_an_exit_code(failures, signals, message, code, monkeypatch, caplog) -> None:
+    supervisor, plans = Mock(failures=failures, signals=signals, run=AsyncMock()), [plan(Path("/models/a"), "a")]
+    made = Mock(return_value=supervisor)
+    monkeypatch.setattr("penstock.server.workers.supervisor.WorkerSupervisor", made)
+    settings = ServerSettings(api_workers=2)
+    with contextlib.nullcontext() if code is None else pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
+        serve._serve_by_workers(settings, plans, plans, ["listener"], "process")
+    assert code is None or getattr(ended.value, "code", KeyboardInterrupt) == code
+    assert [record.getMessage() for record in caplog.records] == [message] * bool(message)
+    supervisor.run.assert_awaited_once_with("listener")
+    assert made.call_args.args[:3] == (settings, plans, "process")
+    with pytest.raises(UsageError, match="--api-key-file: /missing"):
+        serve._serve_by_workers(ServerSettings(api_key_file=Path("/missing")), plans, plans, [], None)
 
 
 @pytest.mark.parametrize(("settings", "message"), table("commands_cases", "unusable metrics port is rejected"))

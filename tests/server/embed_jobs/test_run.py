@@ -350,11 +350,7 @@ def test_folder_without_write_permission_is_rejected(run, lines: Path, tmp_path:
 @pytest.mark.parametrize(
     ("source", "output", "part"),
     [
-        ("missing.txt", "out.npy", "FILE: there is no file"),
-        ("in.xml", "out.npy", "FILE: in.xml must end in"),
-        ("in.txt", "out.xml", "--output: out.xml must end in"),
-        ("in.txt", "nowhere/out.npy", "--output: there is no folder"),
-        ("in.txt", "folder.npy", "folder.npy is a folder"),
+        *table("embed_jobs_cases", "unusable path is rejected"),
         ("a" * 300 + ".txt", "out.npy", "File name too long: "),
         ("in.txt", "a" * 300 + ".npy", "File name too long: "),
     ],

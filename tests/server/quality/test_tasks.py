@@ -153,25 +153,7 @@ def test_separable_classes_are_classified_without_error(write: Write) -> None:
 
 @pytest.mark.parametrize(
     ("files", "message"),
-    [
-        ({}, "is no data set: it needs corpus.jsonl, "),
-        ({"qrels/test.tsv": None}, "test.tsv cannot be read: No such file"),
-        ({"corpus.jsonl": '{"_id": "1", "text": "a"}\n{'}, "corpus.jsonl, line 2: no JSON"),
-        ({"corpus.jsonl": '{"_id": "1"}'}, "corpus.jsonl, line 1: field 'text' must be a text, not None"),
-        ({"corpus.jsonl": '{"_id": "9", "text": "a"}'}, "none of the documents of qrels/test.tsv"),
-        ({"queries.jsonl": '{"_id": "z", "text": "a"}'}, "query 'q' of qrels/test.tsv is missing"),
-        ({"qrels/test.tsv": "query-id\tcorpus-id\tscore\nq\t1\thigh\n"}, "line 2: field 'score' must be a number"),
-        ({"qrels/test.tsv": "query-id\tcorpus-id\tscore\nq\t1\tinf\n"}, "line 2: field 'score' must be a number"),
-        ({"qrels/test.tsv": "query-id\tcorpus-id\tscore\n"}, "test.tsv holds no rows"),
-        ({"corpus.jsonl": '{"_id": true, "text": "a"}'}, "line 1: field '_id' must be a text, not True"),
-        ({"queries.jsonl": "\udcff"}, "queries.jsonl cannot be read: 'utf-8' codec can't decode"),
-        ({"corpus.jsonl": "\n[]"}, "corpus.jsonl, line 2: must be a JSON object"),
-        ({"corpus.jsonl": None, "test.tsv": STS + "a\tb\t1\nc\td\t1\n"}, "all rows have the same score"),
-        (
-            {"corpus.jsonl": None, "train.csv": "text,category\na,x\n", "test.csv": "text,category\nb,y\n"},
-            "test.csv: category 'y' has no examples in train.csv",
-        ),
-    ],
+    table("quality_cases", "wrong folder is rejected with file and line"),
 )
 def test_wrong_folder_is_rejected_with_file_and_line(files: dict[str, str | None], message: str, write: Write) -> None:
     wanted = {**RETRIEVAL, **files} if files else {}

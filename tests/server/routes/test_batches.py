@@ -155,12 +155,6 @@ async def test_first_100_errors_of_a_file_are_listed(client) -> None:
     assert [error["line"] for error in batch["errors"]["data"]] == [1, *range(3, 102)]
 
 
-async def test_file_of_50_001_lines_is_rejected(client) -> None:
-    batch = await finished(client, await start(client, [embedding(i) for i in range(50_001)]))
-    (error,) = batch["errors"]["data"]
-    assert (batch["status"], error["code"], error["line"]) == ("failed", "too_many_lines", 50_001)
-
-
 async def test_lines_may_call_other_routes(client, engine) -> None:
     for endpoint, body in table("routes_cases", "lines may call other routes").items():
         line = {"custom_id": "1", "method": "POST", "url": endpoint, "body": {"priority": -9, **body}}
