@@ -64,23 +64,7 @@ def test_published_checkpoint_is_known_by_its_name(
     assert "{document}" in rows["score_template"]
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "files"),
-    [
-        ("Qwen3-Embedding-0.6B", QWEN3, {}),
-        ("Qwen3-Reranker", QWEN2, {}),  # another family
-        ("Qwen3-Reranker/of-another", QWEN3, {}),  # only the folder above has the name
-        ("Qwen3-Reranker-pooled", QWEN3, {"modules.json": [TRANSFORMER, POOLING]}),
-        (
-            "Qwen3-Reranker-dense",
-            QWEN3,
-            {
-                "modules.json": [TRANSFORMER, {"type": "pylate.models.Dense.Dense", "path": "1_Dense"}],
-                "1_Dense/config.json": {"in_features": 16, "out_features": 8, "bias": False},
-            },
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "config", "files"), table(__file__, "other models are not rerankers"))
 def test_other_models_are_not_rerankers(
     name: str, config: dict[str, Any], files: dict[str, Any], tmp_path: Path
 ) -> None:

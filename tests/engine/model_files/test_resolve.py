@@ -52,26 +52,7 @@ def test_known_families_are_packed(tmp_path: Path, change: dict[str, Any], packe
 
 
 def test_transformer_and_dense_folders_are_read(tmp_path: Path) -> None:
-    dense = {
-        "in_features": 32,
-        "out_features": 8,
-        "bias": False,
-        "activation_function": "torch.nn.modules.activation.GELU",
-    }
-    folder = write(
-        tmp_path,
-        {
-            "modules.json": [
-                TRANSFORMER | {"path": "0_Transformer"},
-                POOLING,
-                {"type": "sentence_transformers.models.Dense", "path": "2_Dense"},
-            ],
-            "0_Transformer/config.json": BERT,
-            "0_Transformer/sentence_bert_config.json": {"max_seq_length": 24, "do_lower_case": True},
-            "1_Pooling/config.json": MEAN,
-            "2_Dense/config.json": dense,
-        },
-    )
+    folder = write(tmp_path, table(__file__, "model of three folders") | {"0_Transformer/config.json": BERT})
     info = resolve(folder)
     assert Path(info.path) == (folder / "0_Transformer").resolve()
     assert info.folder == str(folder.resolve())
@@ -218,9 +199,9 @@ def test_max_model_len_flag_is_bounded_by_the_positions(tmp_path: Path) -> None:
     assert resolve(tmp_path, max_model_len=41, hf_overrides={"max_position_embeddings": 64}).max_model_len == 41
 
 
-@pytest.mark.parametrize(("scaling", "reach"), table(__file__, "scaled rotary positions raise the bound"))
-def test_scaled_rotary_positions_raise_the_bound(tmp_path: Path, scaling: dict[str, Any], reach: int) -> None:
-    folder = write(tmp_path, {"config.json": BERT | {"model_type": "llama", "rope_scaling": scaling}})
+@pytest.mark.parametrize(("change", "reach"), table(__file__, "scaled rotary positions raise the bound"))
+def test_scaled_rotary_positions_raise_the_bound(tmp_path: Path, change: dict[str, Any], reach: int) -> None:
+    folder = write(tmp_path, {"config.json": BERT | {"model_type": "llama"} | change})
     assert resolve(folder).max_model_len == 40
     assert resolve(folder, max_model_len=reach).max_model_len == reach
     with pytest.raises(ModelLoadError, match=f"positions for {reach} tokens"):
@@ -363,15 +344,7 @@ def test_pooler_config_that_does_not_fit_is_rejected(
 TEXT_TOWER = {"hidden_size": 32, "vocab_size": 100, "num_attention_heads": 4}
 
 
-@pytest.mark.parametrize(
-    ("config", "inputs"),
-    [
-        ({"model_type": "altclip", "text_config": TEXT_TOWER, "vision_config": {"image_size": 16}}, "images"),
-        ({"model_type": "flava", "image_config": {}, "audio_config": {}}, "audio and images"),
-        ({"model_type": "vit", "hidden_size": 32, "image_size": 16, "patch_size": 8, "num_channels": 3}, "images"),
-        ({"model_type": "ast", "hidden_size": 32, "num_mel_bins": 8, "max_source_positions": 30}, "audio"),
-    ],
-)
+@pytest.mark.parametrize(("config", "inputs"), table(__file__, "model that reads no text is rejected"))
 def test_model_that_reads_no_text_is_rejected(config: dict[str, Any], inputs: str, tmp_path: Path) -> None:
     write(tmp_path, {"config.json": config})
     message = f"model_type '{config['model_type']}'\\) reads {inputs}; penstock reads images only with"
@@ -501,18 +474,8 @@ def test_setting_that_does_not_fit_images_is_rejected(
 
 
 def test_chat_of_sentence_transformers_files_has_precedence(tmp_path: Path) -> None:
-    transformer = {
-        "modality_config": {"message": {"method": "forward", "format": "flat"}},
-        "processing_kwargs": {"chat_template": {"add_generation_prompt": False, "restore_suffix": True}},
-    }
-    files = {
-        "modules.json": [TRANSFORMER, POOLING],
-        "1_Pooling/config.json": {"word_embedding_dimension": 32, "pooling_mode_lasttoken": True},
-        "sentence_bert_config.json": transformer,
-        "config_sentence_transformers.json": {"prompts": {"query": "Find it."}},
-        "config.json": QWEN3_VL,
-        "preprocessor_config.json": AREA,
-    }
+    files = {"config.json": QWEN3_VL, "preprocessor_config.json": AREA}
+    files |= table(__file__, "chat of sentence-transformers")
     info = resolve(write(tmp_path, files))
     assert info.input_chat is not None
     assert (info.input_chat.is_structured, info.input_chat.arguments) == (False, {"add_generation_prompt": False})
