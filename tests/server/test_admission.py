@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError
+from penstock.engine.protocol.multi_vector import SparseVector
 from penstock.server import admission as limits
 from penstock.server.admission import AdmissionController, BodyMemory, LimitError, ResponseSize, ServerRejectionReason
 from penstock.server.request_state import state_of
@@ -70,10 +72,41 @@ def test_values_count_in_the_body_memory() -> None:
 
 def test_dense_values_have_a_separate_memory() -> None:
     admission = controller(max_body_bytes=100 * MIB)
-    held_body(admission, scope("a"), 1, num_values=3 * MIB)
+    memory = held_body(admission, scope("a"), 1, num_values=3 * MIB)
+    dense = admission._dense_values
+    assert dense.used == 8 * (3 * MIB - 1)
     with pytest.raises(LimitError, match="one client may hold 33554432"):
         held_body(admission, scope("a"), 1, num_values=3 * MIB)
     held_body(admission, scope("b"), 3 * MIB, num_values=3 * MIB)
+    assert dense.used == 8 * (3 * MIB - 1), "the other body has one value per byte"
+    memory.release()
+    assert dense.used == 0
+
+
+def test_small_bodies_and_responses_hold_no_memory() -> None:
+    admission = AdmissionController(ServerSettings())
+    for length in (b"4096", b"4097"):
+        request = {**scope(), "headers": [(b"content-length", length)]}
+        assert (admission.body_memory(request) is None) is (length == b"4096")
+        state_of(request).is_batch_line = True
+        assert admission.body_memory(request) is None
+    for num_bytes, held in ((MIB, 0), (MIB + 1, MIB + 1), (5_999_999, 5_999_999), (6_000_000, 5), (256 * MIB, 5)):
+        request = scope()
+        admission.reserve_response(request, ResponseSize(num_bytes, 5), param="input", remedy="")
+        assert admission.responses.used == held
+        admission.release(request)
+        assert (admission.responses.used, state_of(request).response_memory) == (0, None)
+    with pytest.raises(
+        InvalidRequestError, match=r"would have about 268435457 bytes; the limit is 268435456\. Send less"
+    ):
+        admission.reserve_response(scope(), ResponseSize(256 * MIB + 1, 5), param="input", remedy="Send less.")
+
+
+def test_sparse_vectors_take_36_bytes_per_entry() -> None:
+    assert limits.size_of_sparse(2) == (2 * 512 * 36, 2 * 512 * 8)
+    vectors = [SparseVector(np.arange(n, dtype=np.int32), np.ones(n, np.float32)) for n in (600, 500)]
+    assert limits.size_beyond_expected(vectors) == (76 * 36, 76 * 8)
+    assert limits.size_beyond_expected(vectors[1:]) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -136,3 +169,6 @@ def test_one_large_response_may_take_more_than_half() -> None:
 def test_each_process_has_its_part_of_the_memory() -> None:
     admission = AdmissionController(ServerSettings(max_body_bytes=100, response_memory=100), num_processes=4)
     assert (admission.bodies.limit, admission.responses.limit) == (800, 25)
+    assert (admission.fetches.limit, admission._dense_values.limit) == (16, 16 * MIB)
+    admission = AdmissionController(ServerSettings(response_memory=100), num_processes=128)
+    assert (admission.fetches.limit, admission.responses.limit) == (1, 1)

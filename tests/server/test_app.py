@@ -1,12 +1,16 @@
 """Start and stop of the engines of the application."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
+import httpx
 import pytest
 
 from penstock.engine.protocol.errors import ModelLoadError
-from penstock.server.app import create_app
+from penstock.server.app import SharedState, create_app
+from penstock.server.http.http_server import file_limit
 from penstock.server.models.served_model import ServedModel
+from penstock.server.observability.metrics import Metrics
 from penstock.server.settings import ServerSettings
 
 from .bodies import FORWARDS
@@ -22,6 +26,33 @@ def test_fastapi_records_no_telemetry() -> None:
     assert app.metrics_app is not None
     for each in (app, app.metrics_app):
         assert [each._telemetry[kind] for kind in ("tracing", "metrics", "logs")] == [False] * 3
+
+
+async def test_errors_of_the_metrics_port_are_json(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    app = create_app([], ServerSettings(metrics_port=1)).metrics_app
+    monkeypatch.setattr(Metrics, "scrape", AsyncMock(side_effect=RuntimeError("secret detail")))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        for path in ("/docs", "/redoc", "/v1/models"):
+            response = await client.get(path)
+            message = f"There is no '{path}' on this port."
+            assert (response.status_code, response.json()["error"]["message"]) == (404, message)
+        response = await client.get("/metrics")
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+    assert "secret" not in response.text
+
+
+def test_process_without_others_has_all_of_the_memory() -> None:
+    app, settings = create_app([], ServerSettings()), ServerSettings()
+    assert app.state.context.admission.bodies.limit == 32 * settings.max_body_bytes
+    assert app.layers.rejections._max_waiting == file_limit() // 2
+
+
+def test_processes_with_one_salt_know_clients_by_the_same_names() -> None:
+    settings = ServerSettings(api_key=("data",), admin_key=("admin",))
+    apps = [create_app([], settings, shared=SharedState(salt=b"s" * 32)) for _ in range(2)]
+    owners = [[keys.owner_of([key]) for keys, key in zip(app.keys, (b"data", b"admin"), strict=True)] for app in apps]
+    assert owners[0] == owners[1]
+    assert None not in owners[0]
 
 
 async def test_unknown_default_prompt_is_a_load_error(serving, engine) -> None:

@@ -15,7 +15,7 @@ from penstock.engine.protocol.errors import (
     EngineOverloadedError,
     RequestTooLongError,
 )
-from penstock.server.errors import ERROR_KINDS, quote, quote_names
+from penstock.server.errors import ERROR_KINDS, quote, quote_names, status_kind
 from penstock.server.routes import models
 
 from .bodies import table
@@ -56,16 +56,22 @@ def test_every_engine_error_has_a_kind_and_is_documented() -> None:
 async def test_every_engine_error_has_its_status_and_body(client, engine, cls: type[EngineError]) -> None:
     engine.failure = made(cls)
     response = await client.post("/v1/embeddings", json={"input": "a"}, headers={"x-request-id": "id-7"})
-    kind = ERROR_KINDS[cls]
-    assert response.status_code == kind.status
+    status, *expected = table("server_cases", "engine errors")[cls.__name__]
+    assert response.status_code == status
     error = check_envelope(response)
-    assert (error["type"], error["code"]) == (kind.type, kind.code)
+    assert [error["type"], error["code"]] == expected
     # The server names its own deadline, not the time that it left to the engine.
     shown = "deadline of 600 s" if cls is DeadlineExceededError else "secret detail"
-    is_hidden = kind.status == 500
+    is_hidden = status == 500
     assert (shown in error["message"]) is not is_hidden
     assert "secret detail" not in error["message"] or shown == "secret detail"
     assert ("id-7" in error["message"]) is is_hidden
+
+
+def test_status_without_an_engine_error_has_its_type_and_code() -> None:
+    for status, *expected in table("server_cases", "statuses"):
+        kind = status_kind(status)
+        assert [kind.status, kind.type, kind.code] == [status, *expected]
 
 
 @pytest.mark.parametrize(("retry_after_s", "header"), [(0.01, "1"), (2.5, "3"), (1e9, "60")])
@@ -105,6 +111,7 @@ NO_ENGINE: list[tuple[str, str, dict[str, Any], int, list[str]]] = [
     ("GET", "/nowhere", {}, 404, ["/nowhere", "/docs"]),
     ("POST", "/v3/embeddings", {"json": {}}, 404, ["'/v3/embeddings'", "did you mean /v1/embeddings?"]),
     ("POST", "/v1/embeddings" + "s" * 5000, {"json": {}}, 404, ["on this server; /docs"]),
+    ("GET", "/redoc", {}, 404, ["/docs"]),
     ("GET", "/v1/embeddings", {}, 405, ["POST", "GET"]),
     ("POST", "/rerank", {"json": {"model": "x", "query": "a", "documents": ["b"]}}, 404, ["'x'", "fake-model"]),
     ("POST", "/detokenize", {"json": {"model": "x", "tokens": [1]}}, 404, ["'x'"]),

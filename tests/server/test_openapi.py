@@ -146,6 +146,14 @@ async def test_integers_of_bodies_are_bounded(client: httpx.AsyncClient, full_do
             assert (response.status_code, field in response.text) == (400, True), value
 
 
+def test_examples_name_the_served_model() -> None:
+    def example_of(document: dict) -> list[object]:
+        return [parameter.get("example") for parameter in document["paths"]["/v1/models/{name}"]["get"]["parameters"]]
+
+    assert example_of(DOCUMENT) == ["served", None]
+    assert example_of(create_app([], ServerSettings()).openapi()) == [None, None]
+
+
 def test_every_component_is_used(full_document: dict) -> None:
     components = full_document["components"]
     used, texts = set(), [json.dumps(full_document["paths"])]

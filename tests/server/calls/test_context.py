@@ -2,16 +2,19 @@
 
 import asyncio
 import math
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from penstock.engine.protocol.errors import DeadlineExceededError, RequestCancelledError
+from penstock.engine.protocol.errors import DeadlineExceededError, OwnDeadlineExceededError, RequestCancelledError
 from penstock.server.calls import context
+from penstock.server.request_state import RequestState, state_of
+from penstock.server.settings import ServerSettings
 
-from ...waiting import loop_iterations
+from ...waiting import loop_iterations, until
 
 
 def request_of(messages: "asyncio.Queue[Message]") -> Request:
@@ -30,6 +33,30 @@ async def test_no_task_remains_after_a_request() -> None:
             await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == before
+
+
+async def test_ended_watch_leaves_nothing_on_the_connection() -> None:
+    request = request_of(asyncio.Queue())
+    lost = state_of(request.scope).connection_lost = asyncio.get_running_loop().create_future()
+    with context.ClientWatch(request):
+        await until(lambda: lost._callbacks)
+    assert not lost._callbacks
+    with context.ClientWatch(request):
+        pass
+    await loop_iterations()
+    assert not lost._callbacks
+    assert not lost.cancelled()
+
+
+@pytest.mark.parametrize(
+    ("own_s", "longest_s", "timeout_s", "is_own"),
+    [(None, 0.0, math.inf, False), (None, 5.0, 5.0, False), (4.0, 5.0, 4.0, True), (5.0, 5.0, 5.0, False)],
+)
+def test_earlier_deadline_counts(own_s: float | None, longest_s: float, timeout_s: float, is_own: bool) -> None:
+    served = SimpleNamespace(settings=ServerSettings(request_timeout_s=longest_s))
+    deadline = context.ServerContext.deadline(served, RequestState(timeout_s=own_s))
+    assert deadline == (timeout_s, is_own)
+    assert type(deadline.error()) is (OwnDeadlineExceededError if is_own else DeadlineExceededError)
 
 
 async def test_hang_up_cancels_the_request() -> None:

@@ -87,9 +87,20 @@ async def test_numbers_of_a_short_body_are_counted() -> None:
     assert len(await json_reader(1000 + WEIGHT).read(scope(), receiving(body))) == 1000
     with pytest.raises(HTTPException, match="--max-json-values"):
         await json_reader(900).read(scope(), receiving(body))
+    with pytest.raises(HTTPException, match="--max-json-values"):
+        await json_reader(900).read(scope(), receiving(b"[" + b",".join([b"[]"] * 112) + b"]"))
 
 
-@pytest.mark.parametrize("body", [b"{" + b" " * SLICE_BYTES, b'{"a": nul}' + b" " * SLICE_BYTES, b"{", b""])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{" + b" " * SLICE_BYTES,
+        b'"' + b" " * SLICE_BYTES + b"\\",
+        b'{"a": nul}' + b" " * SLICE_BYTES,
+        b"{",
+        b"",
+    ],
+)
 async def test_invalid_json_raises_a_validation_error(body: bytes) -> None:
     with pytest.raises(RequestValidationError) as raised:
         await json_reader().read(scope(), receiving(body))

@@ -5,6 +5,9 @@ from collections.abc import AsyncIterator
 import httpx
 import orjson
 import pytest
+from starlette.types import Message
+
+from penstock.server.middleware.requests import _send_in_parts
 
 
 async def test_request_id_of_the_client_is_returned(client: httpx.AsyncClient) -> None:
@@ -19,6 +22,17 @@ async def test_missing_or_invalid_request_id_is_replaced(client: httpx.AsyncClie
     ids = {(await client.get("/health", headers=headers)).headers["x-request-id"] for _ in range(2)}
     assert len(ids) == 2
     assert given not in ids
+
+
+async def test_large_body_is_sent_in_parts_of_64_kib() -> None:
+    sent: list[tuple[int, bool]] = []
+
+    async def send(message: Message) -> None:
+        sent.append((len(message["body"]), message["more_body"]))
+
+    for size, more in ((131_072, {}), (65_537, {"more_body": False}), (65_537, {"more_body": True})):
+        await _send_in_parts({"type": "http.response.body", "body": bytes(size), **more}, send)
+    assert sent == [(65_536, True), (65_536, False), (65_536, True), (1, False), (65_536, True), (1, True)]
 
 
 async def chunks(body: bytes) -> AsyncIterator[bytes]:

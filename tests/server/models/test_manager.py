@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol.errors import EngineUnavailableError, ModelLoadError
 from penstock.server.models import manager as manager_module
 from penstock.server.models.manager import ModelEntry, ModelLimits, ModelManager, ModelMetrics, ModelStatus
@@ -330,6 +331,8 @@ async def test_requests_that_outlast_the_drain_are_logged(engines: Engines, capl
 
     async def drain(timeout_s: float) -> bool:
         waited.append(timeout_s)
+        entry.engine.state = EngineState.DRAINING
+        assert entry.can_serve, "it is loaded again for the next request"
         return False
 
     entry.engine.drain = drain
@@ -358,6 +361,45 @@ async def test_idle_model_is_unloaded_after_its_ttl(engines: Engines) -> None:
     assert "b" not in manager._timers, "it has no ttl"
     await use(manager, a)
     assert a.state == "ready"
+
+
+async def test_timer_may_be_early_by_10_ms(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = engines.manager(engines.model("a", ttl_s=100.0))
+    (entry,) = manager.entries
+    await manager.load(entry)
+    entry.last_used_s = 0.0
+    for now_s, state in ((99.98, "ready"), (99.995, "unloaded")):
+        monkeypatch.setattr(manager_module, "time", SimpleNamespace(monotonic=lambda now_s=now_s: now_s))
+        await manager._unload_unused(entry)
+        assert entry.state == state
+
+
+async def test_model_in_use_stays_loaded_for_a_minimum_time(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed_s = 0.0
+    monkeypatch.setattr(manager_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s))
+    monkeypatch.setattr(manager_module, "MIN_LOADED_S", 100.0)
+    manager = engines.manager("a", "b", max_loaded=1, drain_timeout_s=500.0)
+    a, b = manager.entries
+    await manager.acquire(a)
+    for_b = asyncio.create_task(manager.load(b))
+    await loop_iterations()
+    assert a.status is ModelStatus.LOADED
+    passed_s = 101.0
+    with later(101.0):
+        await until(lambda: a.status is ModelStatus.LEAVING)
+    a.release(time.monotonic())
+    assert await for_b is None
+
+
+async def test_loaded_model_counts_as_used(engines: Engines) -> None:
+    manager = engines.manager("a", "b", "c", engines.model("d", ttl_s=50.0), max_loaded=2)
+    a, b, c, d = manager.entries
+    for entry in (b, a, c, d):
+        await manager.load(entry)
+    assert engines.closed == ["b", "a"]
+    with later(100.0):
+        d.last_used_s -= 100.0
+        await until(lambda: d.state == "unloaded")
 
 
 async def test_request_before_the_end_of_its_ttl_keeps_a_model(engines: Engines) -> None:

@@ -8,6 +8,7 @@ import pytest
 from penstock.engine.protocol.model_info import Activation
 from penstock.engine.protocol.results import ClassResult
 from penstock.engine.protocol.tasks import PoolingTask
+from penstock.server.routes import classify as classify_route
 
 from ..bodies import table
 from ..conftest import FakeEngine, Serving
@@ -112,6 +113,15 @@ async def test_examples_make_an_embedding_model_classify(serving: Serving, engin
     assert (name, texts) == ("few_shot", ["hello", "you"])
     assert examples == [("where is it", "shipping"), ("money back", "refund")]
     assert params.truncate_prompt_tokens == -1
+
+
+async def test_number_of_scores_is_limited(client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classify_route, "MAX_SCORES", 4)
+    for field, classes in (("labels", ["a", "b"]), ("examples", EXAMPLES)):
+        assert (await client.post("/classify", json={"input": ["x", "y"], field: classes})).status_code == 200
+        response = await client.post("/classify", json={"input": ["x", "y", "z"], field: classes})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+        assert f"3 inputs with 2 classes in {field} give 6 scores; the limit is 4" in response.text
 
 
 @pytest.mark.parametrize(("fields", "expected"), table("routes_cases", "truncate sets the side that is cut"))

@@ -74,20 +74,33 @@ async def test_max_tokens_cut_only_longer_texts(client: httpx.AsyncClient, engin
     (query,), (first, second) = engine.calls[-1][1][:2]
     assert (len(query.split()), len(first.split()), second) == (1, 2, "w1 w2")
     assert first != "w1 w2"
+    await rerank(client, documents=["word " * 70], max_tokens_per_doc=64)
+    assert engine.calls[-1][1][1] == ["word " * 70], "the model truncates it"
+
+
+async def test_long_words_within_the_limit_of_tokens_are_kept(serving, make_engine) -> None:
+    engine, text = make_engine(max_model_len=4000), ("w" * 60 + " ") * 1500
+    async with serving(engine) as client:
+        answer = await rerank(client, documents=[text], max_tokens_per_doc=2000)
+    assert engine.calls[-1][1][1] == [text]
+    assert "warnings" not in answer["meta"]
 
 
 async def test_only_a_part_of_an_enormous_text_is_tokenized(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-    texts = {"query": "a " * 200_000, "documents": ["b " * 200_000, "c"]}
-    await rerank(client, **texts, max_tokens_per_query=3, max_tokens_per_doc=5)
-    (query,), (first, second) = engine.calls[-1][1][:2]
+    texts = {"query": "a " * 200_000, "documents": ["b " * 200_000, "c", "d" + " " * 70_000]}
+    answer = await rerank(client, **texts, max_tokens_per_query=3, max_tokens_per_doc=5)
+    (query,), (first, second, _) = engine.calls[-1][1][:2]
     assert (len(query.split()), len(first.split()), second) == (3, 5, "c")
-    assert engine.num_chars_read < 150_000
+    assert engine.num_chars_read < 200_000
+    assert answer["meta"]["warnings"] == ["Inputs that were truncated because they are too long: 3."]
 
 
 async def test_equal_scores_keep_the_order_of_the_documents(client: httpx.AsyncClient) -> None:
     answer = await rerank(client, query="x", documents=["a"] * 101)
     assert [row["index"] for row in answer["results"]] == list(range(101))
     assert answer["meta"]["billed_units"]["search_units"] == 2  # one is 100 documents
+    answer = await rerank(client, query="x", documents=["a"] * 100)
+    assert answer["meta"]["billed_units"]["search_units"] == 1
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])

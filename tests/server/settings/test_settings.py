@@ -13,11 +13,13 @@ from penstock.server.settings import (
     ServerSettings,
     UsageError,
     declared_settings,
+    did_you_mean,
     environment_variable,
     flag_of,
     load,
     unknown_variables,
 )
+from penstock.server.settings.load import shown_value
 
 from ..bodies import table
 
@@ -50,6 +52,12 @@ def test_json_values_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.engine.pooler_config.pooling_type is PoolingType.CLS
     assert settings.engine.pooler_config.seq_pooling_type is PoolingType.CLS
     assert settings.engine.pooler_config.normalize is False
+
+
+def test_long_values_and_names_are_cut_in_messages() -> None:
+    assert shown_value("a" * 78) == repr("a" * 78)
+    assert shown_value("a" * 79) == repr("a" * 79)[:77] + "..."
+    assert [did_you_mean("a" * n, ["a" * 64, "b"]) for n in (63, 65)] == [f"; did you mean {'a' * 64}?", ""]
 
 
 def test_transfer_limits_are_read_from_settings() -> None:
