@@ -96,7 +96,7 @@ async def test_unknown_key_is_ignored_with_a_warning(client: httpx.AsyncClient, 
     many = {f"{'k' * 36}_{number:03}": 1 for number in range(32)}
     response = await client.post("/v1/embeddings", json={"input": "a", **many})
     assert response.headers["x-ignored-fields"].split(",") == [f"{'k' * 36}_{number:03}" for number in range(32)]
-    assert (await client.post("/v1/embeddings", json={"input": "a", **many, "one_more": 1})).status_code == 400
+    assert (await rejected(client, "/v1/embeddings", {"input": "a", **many, "one_more": 1}))[0] == next(iter(many))
     assert len(caplog.messages) == 1  # one line a minute
     assert "unknown_key" in caplog.text
     metrics = (await client.get("/metrics")).text
@@ -121,11 +121,6 @@ async def test_header_with_ignored_fields_is_ascii_and_short(client: httpx.Async
     assert response.headers["x-ignored-fields"].split(",") == shown
     assert "set-cookie" not in response.headers
     assert "\n" not in caplog.messages[0]
-    many = {"input": "a", **{f"foo_{i}": 1 for i in range(33)}}
-    assert (await rejected(client, "/v1/embeddings", many))[0] == "foo_0"
-    del many["foo_32"]
-    response = await client.post("/v1/embeddings", json=many)
-    assert len(response.headers["x-ignored-fields"].split(",")) == 32
 
 
 @pytest.mark.parametrize(
@@ -142,16 +137,7 @@ async def test_only_misspelt_keys_are_rejected(client: httpx.AsyncClient, key: s
 
 
 # [path, body with an object that has an unknown key, name of the key in the header]
-NESTED = [
-    ("/v1/embeddings", {"input": ["a", {"text": "b", "foo": 1}]}, "input[].foo"),
-    ("/v2/embed", {"inputs": [{"content": "a", "foo": 1}]}, "inputs[].foo"),
-    ("/v1/rerank", {"query": {"text": "a", "foo": 1}, "documents": [{"text": "b", "any": 1}]}, "query.foo"),
-    ("/score", {"text_1": "a", "text_2": [{"text": "b", "foo": 1}]}, "text_2[].foo"),
-    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"], "foo": 1}}, "inputs.foo"),
-    ("/classify", {"inputs": ["a"], "examples": [{"text": c, "label": c, "foo": 1} for c in "xy"]}, "examples[].foo"),
-    ("/api/embed", {"input": [{"text": "a", "foo": 1}]}, "input[].foo"),
-    ("/invocations", {"input": [{"text": "a", "foo": 1}]}, "input[].foo"),
-]
+NESTED = table("dialects", "nested")
 
 
 @pytest.mark.parametrize(("path", "body", "name"), NESTED)

@@ -53,7 +53,8 @@ class Transfer:
 async def enforce(transfer: Transfer, limits: TransferLimits = LIMITS) -> tuple[list[tuple[str, float]], int]:
     """Enforces the limits every five seconds. Returns the end of the transfer and the number of slow transfers."""
     slow: list[None] = []
-    enforcing = ConnectionLimits([transfer], limits, on_slow=lambda: slow.append(None), now=transfer.clock)
+    options = {"on_slow": lambda: slow.append(None), "now": lambda: 1_000 + transfer.clock.now_s}
+    enforcing = ConnectionLimits([transfer], limits, **options)
     while transfer.clock.now_s < 1_000:
         await enforcing.enforce()
         transfer.clock.now_s += 5

@@ -13,6 +13,8 @@ from penstock.server.admission import AdmissionController
 from penstock.server.http.json_reader import SLICE_BYTES, WEIGHT, JsonReader, _is_within, count_values
 from penstock.server.settings import ServerSettings
 
+from ..bodies import table
+
 
 @pytest.mark.parametrize(
     ("value", "num_values"),
@@ -109,15 +111,7 @@ async def test_invalid_json_raises_a_validation_error(body: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("path", "body", "named"),
-    [
-        ("/v1/embeddings", {"input": [[5]] * 5}, "input"),
-        ("/v1/embeddings", {"input": [5, *["a"] * 4]}, "input"),
-        ("/v1/embeddings", {"input": [*[5] * 4, []]}, "input"),
-        ("/v1/embeddings", {"input": "a", "user": [None] * 5}, "user"),
-        ("/rerank", {"query": "a", "texts": [{}] * 5}, "texts"),
-        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": [{}] * 5}}, "sentences"),
-        ("/predict", {"parameters": {"inputs": [[]] * 5}}, "inputs"),
-    ],
+    table("http_cases", "entries are counted before they are validated"),
 )
 async def test_entries_are_counted_before_they_are_validated(serving, engine, path: str, body, named: str) -> None:
     async with serving(engine, max_inputs_per_request=4) as client:

@@ -23,6 +23,8 @@ from penstock.server.http.quantization import EmbedDtype
 from penstock.server.http.vectors import Encoding, EncodingFormat, lazy_rows, vectors_response
 from penstock.server.settings import ServerSettings
 
+from ..bodies import table
+
 HEAD = {"id": "i", "object": "list", "created": 1, "model": "m", "usage": {"prompt_tokens": 1, "total_tokens": 1}}
 FORMATS = [EncodingFormat.FLOAT, EncodingFormat.BASE64, EncodingFormat.BYTES, EncodingFormat.BYTES_ONLY]
 
@@ -165,41 +167,8 @@ async def test_memory_is_held_until_the_response_has_gone(serving, engine) -> No
         assert (await client.post("/embed_all", json={"inputs": "a"})).status_code == 200
 
 
-ONE, THREE = "a".__sizeof__(), "abc".__sizeof__()
-LABELS = {"labels": ["b", "cde"]}
-RANK = {"query": "a", "documents": ["bcd", "e"]}
-MULTIMODAL = [{"content": [{"type": "text", "text": "a"}]}]
-# (path, body, reserved bytes of the response, reserved bytes of its values): 12 and 4 bytes for a number of a vector.
-SIZES: list[tuple[str, dict[str, Any], int, int]] = [
-    ("/v1/multi-vector", {"input": ["a b"]}, 384, 128),
-    ("/v1/embeddings", {"input": ["a b"], "return_multivector": True}, 384, 128),
-    ("/v1/multi-vector", {"input": ["a b"], "embedding_type": ["float", "base64"]}, 768, 128),
-    ("/pooling", {"input": ["a b"], "task": "token_embed"}, 384, 128),
-    ("/embed_all", {"inputs": ["a b"]}, 384, 128),
-    ("/v1/encode", {"input": ["a b"], "outputs": ["dense", "multi_vector"]}, 480, 160),
-    *((path, {"input": ["a", "b"]}, 192, 64) for path in ("/v1/embeddings", "/pooling", "/api/embed")),
-    ("/v1/embeddings", {"input": ["a"], "embedding_type": ["float", "base64"]}, 192, 32),
-    ("/v1/multimodalembeddings", {"inputs": MULTIMODAL, "embedding_type": ["float", "base64"]}, 192, 32),
-    *((path, {"inputs": ["a", "b"]}, 192, 64) for path in ("/embed", "/")),
-    *((path, {"texts": ["abc"]}, 96 + THREE, 32 + THREE) for path in ("/v1/embed", "/v2/embed")),
-    ("/v2/embed", {"texts": ["abc"], "embedding_types": ["float", "int8"]}, 192 + THREE, 32 + THREE),
-    ("/classify", {"input": ["abc"], **LABELS}, 24 + 3, 8),
-    ("/classify", {"inputs": ["abc"], **LABELS}, 90 + 4 + THREE, 8 + THREE),
-    ("/classify", {"input": ["abc"], **LABELS, "raw_scores": False}, 90 + 4, 8),
-    ("/score", {"text_1": "a", "text_2": ["b", "c"]}, 90, 8),
-    ("/score", {"text_1": ["a", "b"], "text_2": ["b", "c"]}, 90, 8),
-    ("/v2/rerank", RANK, 90, 8),
-    ("/v1/rerank", RANK, 90 + ONE + THREE, 8 + ONE + THREE),
-    ("/v1/rerank", {**RANK, "top_n": 1}, 90 + THREE, 8 + THREE),
-    ("/v1/rerank", {**RANK, "top_k": 2, "return_documents": True}, 90 + 2 * (ONE + THREE), 8 + ONE + THREE),
-    ("/rerank", {"query": "a", "texts": ["bcd", "e"]}, 90, 8),
-    ("/rerank", {"query": "a", "texts": ["bcd", "e"], "return_text": True}, 90 + ONE + THREE, 8 + ONE + THREE),
-    ("/rerank", {"query": "a", "texts": ["bcd", "e"], "return_text": True, "top_n": 1}, 90 + THREE, 8 + THREE),
-    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b", "c"]}}, 24, 8),
-    ("/tokenize", {"prompt": "a b"}, 140, 400),
-    ("/tokenize", {"inputs": "a b"}, 140, 400),
-    ("/v1/tokenize", {"text": "a b"}, 140, 400),
-]
+# [path, body, bytes of the response and of its values without texts, texts in the response, how often each is written]
+SIZES: list[tuple[str, dict[str, Any], int, int, list[str], int]] = table("http_cases", "sizes of responses")
 
 
 async def test_each_route_reserves_memory_for_its_response(client: httpx.AsyncClient, engine, monkeypatch) -> None:
@@ -211,12 +180,13 @@ async def test_each_route_reserves_memory_for_its_response(client: httpx.AsyncCl
         hold(self, scope, size, **options)
 
     monkeypatch.setattr(AdmissionController, "reserve_response", record)
-    for path, body, written, held in SIZES:
+    for path, body, written, held, texts, copies in SIZES:
         reserved.clear()
         response = await client.post(path, json=body)
         assert response.status_code == 200, response.text
         sizes = (sum(size.json_bytes for size in reserved), sum(size.value_bytes for size in reserved))
-        assert sizes == (written, held), (path, body)
+        text_bytes = sum(text.__sizeof__() for text in texts)
+        assert sizes == (written + copies * text_bytes, held + text_bytes), (path, body)
 
 
 async def test_too_large_response_stops_before_the_forward(client: httpx.AsyncClient, engine, monkeypatch) -> None:

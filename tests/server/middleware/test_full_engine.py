@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError
+from penstock.engine.protocol.errors import EngineOverloadedError
 from penstock.server.app import create_app
 from penstock.server.http.http_server import HttpServer
 from penstock.server.middleware import rejection_queue
@@ -147,13 +147,6 @@ async def test_of_several_models_only_the_full_one_rejects(engine: FakeEngine) -
         models = ("fake-model", "fake-model-1", "neither")
         answers = await ask(port, *(request("/v1/embeddings", {"input": "a", "model": name}) for name in models))
     assert [answer.status for answer in answers] == [429, 200, 404]
-
-
-async def test_engine_that_is_not_ready_gets_503(engine: FakeEngine) -> None:
-    async with served(engine) as (_, port):
-        engine.failure = EngineUnavailableError("The engine is down.")
-        ((status, _, _),) = await ask(port, EMBED)
-    assert status == 503
 
 
 async def test_wrong_key_gets_401_from_a_full_server(engine: FakeEngine) -> None:

@@ -10,12 +10,6 @@ from starlette.types import Message
 from penstock.server.middleware.requests import _send_in_parts
 
 
-async def test_request_id_of_the_client_is_returned(client: httpx.AsyncClient) -> None:
-    response = await client.post("/v1/embeddings", json={"input": "a"}, headers={"x-request-id": "abc-1"})
-    assert response.headers["x-request-id"] == "abc-1"
-    assert response.json()["id"] == "embd-abc-1"
-
-
 @pytest.mark.parametrize("given", [None, "", "two words", "x" * 200])
 async def test_missing_or_invalid_request_id_is_replaced(client: httpx.AsyncClient, given: str | None) -> None:
     headers = {} if given is None else {"x-request-id": given}

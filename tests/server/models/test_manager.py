@@ -378,7 +378,7 @@ async def test_model_in_use_stays_loaded_for_a_minimum_time(engines: Engines, mo
     passed_s = 0.0
     monkeypatch.setattr(manager_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s))
     monkeypatch.setattr(manager_module, "MIN_LOADED_S", 100.0)
-    manager = engines.manager("a", "b", max_loaded=1, drain_timeout_s=500.0)
+    manager = engines.manager("a", "b", max_loaded=1, drain_timeout_s=50.0, wait_s=50.0)
     a, b = manager.entries
     await manager.acquire(a)
     for_b = asyncio.create_task(manager.load(b))

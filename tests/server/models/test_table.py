@@ -100,22 +100,7 @@ async def test_request_holds_its_model_until_its_response(make_engine, fails: bo
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [
-        ("/score", {"text_1": "a"}),
-        ("/score", {"text_1": "a", "text_2": ["b"] * 5}),
-        ("/rerank", {"query": "a", "documents": ["b"] * 5}),
-        ("/v1/embeddings", {}),
-        ("/v1/embeddings", {"input": ["a"] * 5}),
-        ("/v1/embeddings", {"input": "a", "dimensions": 0}),
-        ("/v1/multi-vector", {"input": ["a"] * 5}),
-        ("/v1/encode", {}),
-        ("/pooling", {}),
-        ("/classify", {}),
-        ("/v2/embed", {"texts": ["a"] * 5, "input_type": "query"}),
-        ("/embed", {"inputs": ["a"] * 5}),
-        ("/api/embed", {"input": ["a"] * 5}),
-        ("/tokenize", {}),
-    ],
+    table("models_cases", "invalid body loads no model"),
 )
 async def test_invalid_body_loads_no_model(make_engine, path: str, body: dict[str, Any]) -> None:
     models = [served(make_engine(name="one")), served(make_engine(name="two"), is_preloaded=False)]

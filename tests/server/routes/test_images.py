@@ -2,7 +2,9 @@
 
 import asyncio
 import base64
+import json
 import warnings
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -15,6 +17,7 @@ from penstock.server.calls import images
 from penstock.server.http.image_fetcher import AllowedHost, FetchError, ImageFetcher
 
 from ...engine.images.pictures import colored, data_uri
+from ..bodies import table
 from ..conftest import NUM_IMAGE_TOKENS, FakeEngine
 
 with warnings.catch_warnings():
@@ -44,32 +47,14 @@ def chat(*parts: dict | str) -> list[dict]:
     return [{"role": "user", "content": content}]
 
 
+def images_in(name: str) -> list[list[Any]]:
+    """Returns a table of cases. $RED and $BLUE stand for data URIs, $BASE64 and $LINES for the base64 of RED."""
+    text = json.dumps(table("images", name)).replace("$RED", URI).replace("$BLUE", BLUE_URI).replace("$BASE64", BASE64)
+    return json.loads(text.replace("$LINES", json.dumps(base64.encodebytes(RED).decode())[1:-1]))
+
+
 MULTIMODAL = "/v1/multimodalembeddings"
-ALONE = [
-    ("openai", "/v1/embeddings", {"messages": chat(part(URI))}),
-    ("openai, detail", "/v1/embeddings", {"messages": chat({**part(URI), "image_url": {"url": URI, "detail": "low"}})}),
-    ("openai, blank text", "/v1/embeddings", {"messages": chat(part(URI), " ")}),
-    ("vllm", "/pooling", {"messages": chat(part(URI)), "task": "embed"}),
-    ("vllm, token rows", "/pooling", {"messages": chat(part(URI)), "task": "token_embed"}),
-    ("vllm, invocations", "/invocations", {"messages": chat(part(URI))}),
-    ("jina, data URI", "/v1/embeddings", {"input": [{"image": URI}]}),
-    ("lines", "/v1/embeddings", {"input": [{"image": base64.encodebytes(RED).decode()}]}),
-    ("jina, base64", "/v1/embeddings", {"input": [{"image": BASE64}], "task": "retrieval.query"}),
-    ("jina, null text", "/v1/embeddings", {"input": [{"text": None, "image": BASE64}]}),
-    ("langchain", "/v1/embeddings", {"input": [{"bytes": BASE64}]}),
-    ("dify, content parts", "/v1/embeddings", {"input": [[part(URI)]]}),
-    ("dify, content part", "/v1/embeddings", {"input": [part(URI)]}),
-    ("openrouter", "/v1/embeddings", {"input": [{"content": [part(URI)]}]}),
-    ("jina, multi-vector", "/v1/multi-vector", {"input": [{"image": URI}]}),
-    ("infinity", "/embeddings", {"input": [URI], "modality": "image", "dimensions": 0, "encoding_format": "base64"}),
-    ("infinity, a text", "/embeddings", {"input": URI, "modality": "image"}),
-    ("cohere images", "/v2/embed", {"images": [URI], "input_type": "image"}),
-    ("cohere v1", "/v1/embed", {"images": [URI], "input_type": "image"}),
-    ("cohere inputs", "/v2/embed", {"inputs": [{"content": [part(URI)]}]}),
-    ("voyage", MULTIMODAL, {"inputs": [{"content": [{"type": "image_base64", "image_base64": URI}]}]}),
-    ("zero-shot", "/v1/classify", {"input": [{"image": URI}], "labels": ["a", "b"]}),
-    ("combined", "/v1/encode", {"input": [{"image": URI}], "outputs": ["dense"]}),
-]
+ALONE = images_in("alone")
 
 
 @pytest.mark.parametrize(("path", "body"), [row[1:] for row in ALONE], ids=[row[0] for row in ALONE])
@@ -79,14 +64,7 @@ async def test_image_reaches_the_engine(client, engine, path: str, body: dict) -
     assert engine.calls[-1][1][0] == [ImageInput(RED)]
 
 
-PLACES = [
-    ("/v1/embeddings", {"input": ["a", {"image": URI}]}, "input[1].image"),
-    ("/v1/embeddings", {"messages": chat(part(URI))}, "messages[0].content[0].image_url.url"),
-    ("/v2/embed", {"images": [URI]}, "images[0]"),
-    (MULTIMODAL, {"inputs": [{"content": [{"type": "image_base64", "image_base64": URI}]}]}, "inputs[0].content[0]"),
-    ("/rerank", {"query": "a", "documents": ["a", {"image": URI}]}, "documents[1].image"),
-    ("/score", {"text_1": "a", "text_2": [{"content": [part(URI)]}]}, "text_2[0].content[0].image_url.url"),
-]
+PLACES = images_in("places")
 
 
 @pytest.mark.parametrize(("path", "body", "place"), PLACES)
@@ -213,16 +191,7 @@ async def test_score_takes_images(client, engine, side, images: list[bytes]) -> 
     assert engine.calls[-1][1][1] == [ImageInput(image) for image in images]
 
 
-MIXED = [
-    ("/v1/embeddings", {"messages": chat("a", part(URI))}, "messages has"),
-    ("/v1/embeddings", {"messages": [chat("a"), chat(part(URI), part(URI))]}, "messages[1] has"),
-    ("/v1/embeddings", {"messages": [{"role": "system", "content": "Be brief."}, *chat(part(URI))]}, "messages has"),
-    ("/v1/embeddings", {"input": ["a", {"text": "b", "image": URI}]}, "input[1] has"),
-    ("/v1/embeddings", {"input": [[{"type": "text", "text": "b"}, part(URI)]]}, "input[0] has"),
-    ("/v2/embed", {"inputs": [{"content": [{"type": "text", "text": "b"}, part(URI)]}]}, "inputs[0].content has"),
-    ("/rerank", {"query": "a", "documents": [{"text": "a", "image": URI}]}, "documents[0] has"),
-    ("/score", {"text_1": "a", "text_2": [{"content": [part(URI), part(URI)]}]}, "text_2[0].content has"),
-]
+MIXED = images_in("mixed")
 
 
 @pytest.mark.parametrize(("path", "body", "where"), MIXED)
@@ -235,25 +204,10 @@ async def test_text_and_image_in_one_input_are_rejected(client, engine, path: st
 
 
 WRONG = [
-    ("data:text/html;base64,AAAA", "is a data URI of 'text/html', not of an image"),
-    ("data:image/png;base64", "is a data URI without a comma"),
+    *images_in("wrong"),
     ("data:image/" + "x" * 245 + ",AAAA", "is a data URI without a comma in its first 256 characters"),
-    ("data:image/png;base64,", "is an image without data"),
-    ("data:image/png;base64,AAA", "a data URI whose base64 is not valid"),
-    ("data:image/png;base64,AA=A", "a data URI whose base64 is not valid"),
-    ("data:image/png;base64,AAAAA===", "= before its end"),
-    ("=AAA", "= before its end"),
-    ("data:image/png;base64,AA-_", "a data URI whose base64 is not valid"),
-    ("data:image/png;base64,AA==\nAAAA", "= before its end"),
-    ("data:image/png;base64,ÄAAA", "a data URI whose base64 is not valid"),
-    ("data:image/png;base64,%4", "a data URI whose base64 is not valid (% must precede two hexadecimal digits)"),
-    ("data:image/png,A%\nA", "a data URI whose percent-encoding is not valid"),
-    ("/etc/passwd", "neither a data URI nor a URL, and is not valid base64"),
-    ("file:///etc/passwd", "neither a data URI nor a URL, and is not valid base64"),
     ("data:image/png," + "a" * 2000, "larger than the limit of 1000 bytes (--max-image-bytes)"),
     ("data:image/png;base64," + "A" * 2000, "larger than the limit of 1000 bytes (--max-image-bytes)"),
-    ("https://img.example.org/a.png", "start the server with --allowed-media-domains"),
-    ("HTTP://img.example.org/a.png", "start the server with --allowed-media-domains"),
 ]
 
 

@@ -73,12 +73,6 @@ async def test_options_reach_the_engine(client: httpx.AsyncClient, engine: FakeE
     assert engine.calls[-1][1][1].normalize is False
 
 
-async def test_default_prompt_applies_if_a_request_names_none(serving: Serving, engine: FakeEngine) -> None:
-    async with serving(engine, default_prompt_name="query") as client:
-        await embed(client, input="a")
-    assert engine.calls[-1][1][2].prompt_name == "query"
-
-
 @pytest.mark.parametrize("value", [True, False, None])
 async def test_late_chunking_runs_all_inputs_as_one_text(client: httpx.AsyncClient, engine, value) -> None:
     inputs = [*HELLO, [5, 6]]
