@@ -8,9 +8,9 @@ The client with the earliest virtual start time runs next, and within it the cla
 Both start times advance by the tokens that ran. When a client or class starts to wait, its start time is raised to that
 of the client or class that ran last, so that a pause is neither rewarded nor punished.
 
-Within a class, requests run in order of arrival. A priority level equals the tokens that the device runs in a second:
-within a class, a request runs before those that arrived during that time, and its class before classes whose start time
-is earlier by that much. Priorities have no effect between clients.
+Within a class, requests run in order of arrival. A priority level counts as the tokens that the device runs in a second:
+it moves a request in its class, and the class while the request is its first one, forward by that many tokens.
+Priorities have no effect between clients.
 
 Bound: while n classes of a client wait, each gets a part of 1/n of the client's service. So no request starves, and a
 short request runs in the next forward, however many large requests wait, while short requests take less than that part.

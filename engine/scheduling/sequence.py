@@ -172,7 +172,7 @@ class Request:
     # Place in the order of FairQueue:
     size_class: int = 0  # number of its size class
     due: float = 0.0  # sort key within its class: tokens
-    advance: float = 0.0  # tokens by which its priority puts it before others
+    advance: float = 0.0  # tokens of its priority: it runs that much earlier
     number: int = 0  # number of the request in order of arrival
 
     @property
