@@ -69,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not words:
             parser.print_help(sys.stderr)
             return UsageError.exit_code
+        if words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
+            raise UsageError(f"the command comes before {words[0].partition('=')[0]}, such as penstock serve")
         arguments = vars(parser.parse_args(words))
         for warning in warnings:
             print(f"penstock: warning: {warning}", file=sys.stderr)

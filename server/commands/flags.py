@@ -15,11 +15,25 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from penstock.engine.protocol.setting import parse_json
 
-from ..settings import GROUPS, UsageError, declared_settings, did_you_mean, environment_variable, flag_of
+from ..settings import (
+    GROUPS,
+    UsageError,
+    declared_settings,
+    did_you_mean,
+    environment_variable,
+    flag_of,
+    flag_of_other_server,
+)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UsageError with one line instead of printing its usage."""
+    """An ArgumentParser that raises UsageError with one line instead of printing its usage.
+
+    A flag has its whole name: as the start of --model-memory, `--model NAME` would be a wrong size.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(  # type: ignore[override]  # typeshed has overloads by the namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -29,16 +43,15 @@ class OneLineParser(argparse.ArgumentParser):
         for flag in extras:
             name = flag.partition("=")[0]
             if name.startswith("--"):
-                self.error(f"unrecognized argument: {name}{did_you_mean(name, self._option_string_actions)}")
+                self.error(f"unrecognized argument: {name}{self._hint(name)}")
         return found, extras
 
-    def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Returns the flags that start with `option_string`. The error of argparse for several would show a value."""
-        found = super()._get_option_tuples(option_string)
-        if len(found) > 1:
-            matches = ", ".join(match[1] for match in found)
-            self.error(f"ambiguous option: {option_string.partition('=')[0]} could match {matches}")
-        return found
+    def _hint(self, flag: str) -> str:
+        """Returns the end of the error for an unknown flag."""
+        if flag in ("--model", "--model-id"):
+            return "; name the model without a flag: penstock serve MODEL"
+        other = flag_of_other_server(flag) if "--env-compat" in self._option_string_actions else ""
+        return other or did_you_mean(flag, self._option_string_actions)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:

@@ -5,7 +5,7 @@ PENSTOCK_MAX_MODEL_LEN and the key `max_model_len`. A flag has precedence over a
 and the file over the default. This package imports no torch.
 """
 
-from .compat_variables import CompatVariables, read_compat_variables
+from .compat_variables import CompatVariables, flag_of_other_server, read_compat_variables
 from .declarations import (
     GROUPS,
     BenchSettings,
@@ -51,6 +51,7 @@ __all__ = [
     "did_you_mean",
     "environment_variable",
     "flag_of",
+    "flag_of_other_server",
     "load",
     "public_values",
     "read_compat_variables",

@@ -85,6 +85,16 @@ def read_compat_variables(server: str, kind: type, given: Collection[str]) -> Co
     return found
 
 
+def flag_of_other_server(flag: str) -> str:
+    """Returns "; use the variable ..." for a flag of TEI or Infinity, or "" for any other flag."""
+    name = flag.removeprefix("--").replace("-", "_").upper()
+    variables = {"tei": name} if name in _TEI else {}
+    if _PREFIX + name in _INFINITY | _INFINITY_MODELS:
+        variables["infinity"] = _PREFIX + name
+    uses = [f"{variable} with --env-compat {server}" for server, variable in variables.items()]
+    return f"; use the variable {', or '.join(uses)}" if uses else ""
+
+
 def _parts(variable: str, text: str) -> list[str]:
     """Returns the values of a variable: one, or those of a list for Infinity's models."""
     return text.removesuffix(";").split(";") if variable in _INFINITY_MODELS else [text]
@@ -252,8 +262,10 @@ _INFINITY: Final[dict[str, Rule]] = {
     "INFINITY_CALIBRATION_DATASET_URL": _ignored("quantisation needs no calibration"),
     "INFINITY_HOME": _ignored("set HF_HOME for models, --cache-dir for vectors"),
     "INFINITY_DISABLE_OPTIMUM": _ignored("penstock does not use optimum"),
-    "INFINITY_MEDIA_URL_BLACKLIST": _ignored("the server downloads no media"),
-    "INFINITY_MEDIA_MAX_DOWNLOAD_BYTES": _ignored("the server downloads no media"),
+    "INFINITY_MEDIA_URL_BLACKLIST": _ignored(
+        "the server downloads no image unless --allowed-media-domains has its host"
+    ),
+    "INFINITY_MEDIA_MAX_DOWNLOAD_BYTES": _ignored("set --max-image-bytes"),
 }
 _INFINITY_MODELS: Final[dict[str, Rule]] = {
     _MODELS: _sets("model"),
