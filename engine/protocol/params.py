@@ -96,7 +96,7 @@ class PoolingParams:
             remedy = "Send the request to /v1/multi-vector or /pooling, or serve" if has_rows else "Serve"
             raise UnsupportedTaskError(
                 f"{model.name} does not support the task {task.value!r}; it supports {listed(model.tasks)}. "
-                f"{remedy} {_MODELS[task]} for it.",
+                f"{remedy} {_MODELS[task]}.",
                 param="task",
             )
         if self.task is not None and _task_of(self.task) is not task:
