@@ -172,6 +172,7 @@ def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns the translated command line, and a warning for each ignored flag.
 
     Underscores count as dashes. `--pooler-config.task embed` sets a key of the JSON value of `--pooler-config`.
+    `serve MODEL --served-model-name A B` gives two names; without a MODEL before the flag, B is the model.
 
     Raises:
         UsageError: A flag has an unsupported value, or both dotted keys and a JSON value.
@@ -179,19 +180,24 @@ def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     left: list[str] = []
     warnings: list[str] = []
     dotted: dict[str, dict[str, Any]] = {}
-    lists_adapters = False
+    repeated = ""  # a flag of vLLM that takes several words: penstock's takes one and is repeated
+    first = argv[2 if argv[:1] == ["ray"] else 1 :][:1]
+    begins_with_model = bool(first) and not first[0].startswith("-")
     words = iter(argv)
     for word in words:
         if not word.startswith("--") or word == "--":
-            if lists_adapters and "=" in word and left[-1] != "--adapter":
-                left.append("--adapter")
+            if word == "--":
+                repeated = ""
+            elif repeated and left[-1] != repeated and (repeated != "--adapter" or "=" in word):
+                left.append(repeated)
             left.append(word)
             continue
         name, has_value, value = word.partition("=")
         name, _, key = name.partition(".")
         name = name.replace("_", "-")
-        lists_adapters = name == "--lora-modules"  # it takes several values
+        takes_several = name == "--lora-modules" or (name == "--served-model-name" and begins_with_model)
         name = _RENAMED_FLAGS.get(name, name)
+        repeated = name if takes_several else ""
         if key and name in _JSON_FLAGS:
             dotted.setdefault(name, {})[key] = _plain(value if has_value else next(words, ""))
         elif name in _IGNORED_FLAGS:
