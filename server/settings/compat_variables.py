@@ -170,6 +170,12 @@ def _api_key(value: str) -> Outcome:
     return {"api_key": (value,)}
 
 
+def _auto_truncate(value: str) -> Outcome:
+    if value.strip().lower() in _FALSE:
+        return "has no effect: TEI's routes truncate long inputs unless the request has truncate: false"
+    return {"auto_truncate": True}
+
+
 def _hostname(value: str) -> Outcome:
     try:
         ipaddress.ip_address(value)
@@ -227,7 +233,7 @@ _TEI: Final[dict[str, Rule]] = {
     "MAX_BATCH_TOKENS": _sets("max_num_batched_tokens"),
     "MAX_BATCH_REQUESTS": _sets("max_num_seqs"),
     "MAX_CLIENT_BATCH_SIZE": _sets("max_inputs_per_request"),
-    "AUTO_TRUNCATE": _truth("auto_truncate", otherwise=False),
+    "AUTO_TRUNCATE": _auto_truncate,
     "DEFAULT_PROMPT_NAME": _sets("default_prompt_name"),
     "DEFAULT_PROMPT": _sets("default_prompt"),
     "DENSE_PATH": _unsupported("the model's modules.json names the Dense modules that run; unset it"),

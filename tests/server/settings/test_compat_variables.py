@@ -71,8 +71,9 @@ def test_variables_without_effect_are_noted(plan: Any) -> None:
         "INFINITY_PERMISSIVE_CORS", "INFINITY_PRELOAD_ONLY"
     ]  # fmt: skip
     assert "INFINITY_URL_PREFIX=/v1/ has no effect: the routes exist with and without /v1" in settings.env_notes
-    settings, _ = plan({"MODEL_ID": "a/b", "HOSTNAME": "10.0.0.1"}, env_compat="tei")
+    settings, _ = plan({"MODEL_ID": "a/b", "HOSTNAME": "10.0.0.1", "AUTO_TRUNCATE": "false"}, env_compat="tei")
     assert settings.host == "10.0.0.1"
+    assert any(note.startswith("AUTO_TRUNCATE=false has no effect: TEI's routes") for note in settings.env_notes)
 
 
 def test_two_variables_for_one_setting_are_rejected(plan: Any) -> None:
