@@ -76,6 +76,7 @@ async def test_truncated_texts_equal_transformers(pool: TokenizerPool, reference
     with truncating(reference, side):
         expected = reference(TEXTS, truncation=True, max_length=limit)["input_ids"]
     assert [t.token_ids.tolist() for t in tokenized] == expected
+    assert [t.is_truncated for t in tokenized] == [len(ids) > limit for ids in reference(TEXTS)["input_ids"]]
 
 
 @pytest.mark.parametrize("limit", [10, 31, 32, 60, 500])
@@ -86,6 +87,12 @@ async def test_truncated_pairs_equal_transformers(pool: TokenizerPool, reference
     assert [t.token_ids.tolist() for t in tokenized] == expected["input_ids"]
     for item, types in zip(tokenized, expected["token_type_ids"], strict=True):
         assert types == [int(i >= item.type_boundary) for i in range(len(item))]
+
+
+@pytest.mark.parametrize(("limit", "expected"), table(__file__, "characters to tokenize of a text"))
+def test_characters_to_tokenize_grow_with_the_limit(limit: int, expected: list[int]) -> None:
+    cut = Truncation(max_num_tokens=limit)
+    assert [cut.first_chars, cut.max_chars, cut.max_truncated_chars] == expected
 
 
 def test_errors_count_tokens_that_are_added_later() -> None:
@@ -140,7 +147,7 @@ async def test_token_ids_are_taken_or_cut_as_they_are(pool: TokenizerPool) -> No
     assert [t.token_ids.tolist() for t in tokenized] == [[5, 6, 7], [101, 1037, 102], [0]]
     for side, expected in (("left", [6, 7]), ("right", [5, 6])):
         (cut,) = await pool.encode([[5, 6, 7]], Truncation(max_num_tokens=2, may_truncate=True, side=side))
-        assert cut.token_ids.tolist() == expected
+        assert (cut.token_ids.tolist(), cut.is_truncated) == (expected, True)
 
 
 @pytest.mark.parametrize("ids", [[], [-1], [30_522], [5, 10**6, 7]])

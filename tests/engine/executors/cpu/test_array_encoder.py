@@ -36,6 +36,7 @@ def test_unsupported_device_and_dtype_are_left_to_torch(change, save_config, res
     info = resolve(save_config("BertModel", **ENCODER_SIZES))
     assert read_spec(info) is not None
     assert read_spec(replace(info, **change)) is None
+    assert read_spec(resolve(save_config("BertModel", **WIDE_HEADS | {"hidden_size": 4096}))) is not None
 
 
 @pytest.mark.parametrize(
