@@ -1,5 +1,6 @@
 """Score templates, chat templates that become score templates, and the chat template of a tokenizer."""
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,40 +19,15 @@ from penstock.engine.protocol.templates import (
     split_at,
 )
 
+from ...tables import table
+
 Messages = list[dict[str, Any]]
 
 
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        (("{query}",), "{document} 0 times"),
-        (("{query} {document}", "{query}"), "{query} 2 times"),
-        (("{query:>9} {document}",), "the field {query}"),
-        (("{query.real} {document}",), "the field {query.real}"),
-        (("{query} {document} {instruction} {instruction}",), "{instruction} 2 times"),
-        (("{query} {document",), "'{query} {document' has a brace that begins or ends no field"),
-        (("{query} {document}", 'json: {"a"'), "known are {instruction}, {query}, {document}. Write {{ and }} for"),
-    ],
-)
-def test_wrong_fields_of_a_score_template_are_rejected(parts: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=r".") as caught:
-        ScoreTemplate(parts=parts)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({}, "parts is None"),
-        ({"parts": ["{query}{document}", 3]}, "must be a list of texts"),
-        ({"parts": ["{query}{document}"], "instruction": 3}, "instruction is 3"),
-        ({"parts": ["{query}{document}"], "instruction_format": "x"}, "must hold {instruction} once"),
-    ],
-)
-def test_wrong_values_of_a_score_template_are_rejected(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=r".") as caught:
+@pytest.mark.parametrize(("values", "message"), table(__file__, "wrong score template is rejected"))
+def test_wrong_score_template_is_rejected(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         ScoreTemplate.from_dict(values)
-    assert message in str(caught.value)
 
 
 def test_fields_are_filled_and_braces_of_texts_stay() -> None:
