@@ -19,13 +19,12 @@ from ..protocol.messages import Frame, FromCore, LoadFailed, LoadResult, ModelRe
 from ..protocol.model_info import ModelInfo
 from .dispatcher import Send
 from .engine_process import EngineProcess
-from .running_core import ProcessCore, ThreadCore
+from .running_core import ProcessCore, ThreadCore, restart_pause_s
 
 logger = logging.getLogger("penstock.engine")
 
 _MAX_RESTARTS = 3
 """Restarts in a row that may fail before the engine counts as dead; attempts go on, more slowly."""
-_MAX_PAUSE_S = 30.0
 
 
 class EngineState(StrEnum):
@@ -179,10 +178,10 @@ class CoreSupervisor:
 
     async def _restart(self) -> None:
         for attempt in itertools.count():
+            await asyncio.sleep(restart_pause_s(attempt))  # outside `try`: no error may repeat without a pause
             try:
                 if self._core is not None:
                     await self._core.close()
-                await asyncio.sleep(min(2.0**attempt - 1, _MAX_PAUSE_S))
                 await self.start()
             except (ModelLoadError, OSError) as error:
                 logger.error("the engine could not be restarted: %s", error)

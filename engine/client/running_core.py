@@ -47,6 +47,12 @@ _MAX_UNANSWERED_PINGS: Final = 10
 machine or a stopped client sends no pings, and receives the echoes when it continues."""
 _DISCONNECTED_TIMEOUT_S: Final = 5.0
 """Seconds until a core that has closed its connection but still runs is killed."""
+_MAX_RESTART_PAUSE_S: Final = 30.0
+
+
+def restart_pause_s(num_failures: int) -> float:
+    """Returns the seconds to wait before a restart after `num_failures` failures in a row: 0, 1, 3, 7, 15, then 30."""
+    return min(2.0 ** min(num_failures, 10) - 1, _MAX_RESTART_PAUSE_S)
 
 
 class CoreLink:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from penstock.engine.client.running_core import Heartbeat
+from penstock.engine.client.running_core import Heartbeat, restart_pause_s
 
 from .handover import Acceptor, ConnectionSender
 from .messages import (
@@ -29,7 +29,6 @@ from .messages import (
 
 logger = logging.getLogger(__name__)
 
-_MAX_PAUSE_S: Final = 30.0
 _SETTLED_S: Final = 60.0
 """Seconds. A process that lives longer restarts without a growing pause."""
 _METRICS_EVERY_S: Final = 6.0
@@ -89,7 +88,7 @@ class HttpProcess:
             if self._stopping.is_set():
                 return
             num_deaths = 0 if time.monotonic() - began_s > _SETTLED_S else num_deaths + 1
-            pause_s = min(2.0 ** (num_deaths - 1) - 1, _MAX_PAUSE_S) if num_deaths else 0.0
+            pause_s = restart_pause_s(max(num_deaths - 1, 0))
             ended = "ended" if self.has_served else "could not serve: it ended"
             logger.error("an HTTP process %s with %s; another one is started in %.0f s.", ended, reason, pause_s)
             await self._pause(pause_s)

@@ -99,6 +99,29 @@ async def test_engine_is_dead_after_three_failed_restarts_and_retries(
     await group.close()
 
 
+async def test_restart_pauses_after_every_error(
+    dispatcher: Dispatcher, running_cores: Cores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = await started(dispatcher, running_cores)
+    sleep, pauses = asyncio.sleep, []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    async def close() -> None:
+        raise RuntimeError("no thread")
+
+    monkeypatch.setattr(core_supervisor.asyncio, "sleep", pause)
+    monkeypatch.setattr(running_cores[0], "close", close)
+    running_cores[0].end("it ended")
+    while len(pauses) < 1100:  # 2.0**1024 overflows
+        await sleep(0)
+    assert (pauses[:6], set(pauses[5:])) == ([0.0, 1.0, 3.0, 7.0, 15.0, 30.0], {30.0})
+    monkeypatch.undo()
+    await group.close()
+
+
 @pytest.mark.parametrize(
     ("action", "error"), [("fail", errors.WeightError), ("end", errors.ModelLoadError)], ids=["fails", "ends"]
 )
