@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from .protocol.errors import EngineUnavailableError, shutting_down
+
 T = TypeVar("T")
 _Job = tuple[Future[Any], Callable[[], Any]]
 
@@ -34,26 +36,35 @@ class DaemonThreads:
         """Queues a job.
 
         Raises:
-            RuntimeError: A thread cannot be started, or `close` was called.
+            EngineUnavailableError: There is no thread and none can be started, or `close` was called.
         """
         future = Future[T]()
         with self._lock:
             if self._is_closed:
-                raise RuntimeError("the threads are closed")
+                raise shutting_down()
             if self._num_threads <= self._num_unfinished and self._num_threads < self._max_threads:
-                threading.Thread(target=self._work, name=self._name, daemon=True).start()
-                self._num_threads += 1
+                self._start_thread()
             self._num_unfinished += 1
             self._jobs.put((future, job))
         return future
 
+    def _start_thread(self) -> None:
+        try:
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        except RuntimeError as error:
+            if not self._num_threads:
+                message = f"The server cannot start a thread at the moment: {error}. Please try again later."
+                raise EngineUnavailableError(message) from None
+        else:
+            self._num_threads += 1
+
     def close(self) -> None:
-        """Ends the threads after their running jobs. Waiting jobs fail with RuntimeError."""
+        """Ends the threads after their running jobs. Waiting jobs fail with EngineUnavailableError."""
         with self._lock:
             self._is_closed = True
             while (waiting := self._next_waiting()) is not None:
                 if waiting[0].set_running_or_notify_cancel():
-                    waiting[0].set_exception(RuntimeError("the threads are closed"))
+                    waiting[0].set_exception(shutting_down())
             for _ in range(self._num_threads):
                 self._jobs.put(None)
 

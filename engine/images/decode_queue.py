@@ -26,7 +26,7 @@ from typing import Any, Final, TypeVar
 
 from ..daemon_threads import DaemonThreads
 from ..host import trim_heap
-from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, RejectionReason
+from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, RejectionReason, shutting_down
 from ..protocol.request import CLIENT
 from ..protocol.shared_resource import WorkLimit
 
@@ -107,7 +107,7 @@ class DecodeQueue:
             EngineOverloadedError: The queue is full. `retry_after_s` is set.
             EngineUnavailableError: The queue is closed.
         """
-        self.check_open()
+        self._check_open()
         client = CLIENT.get()
         rejection = self._work.rejection(client, num_pixels)
         if rejection is not None:
@@ -134,7 +134,7 @@ class DecodeQueue:
         Raises:
             EngineUnavailableError: The queue is closed, or no thread can be started.
         """
-        self.check_open()
+        self._check_open()
         client = CLIENT.get()
         if client not in self._waiting:
             self._waiting[client] = []
@@ -157,23 +157,24 @@ class DecodeQueue:
         self._threads.close()
         for image in [image for images in self._waiting.values() for image in images]:
             if not image.result.done():
-                image.result.set_exception(_shutting_down())
+                image.result.set_exception(shutting_down())
 
-    def check_open(self) -> None:
+    def _check_open(self) -> None:
         """Raises EngineUnavailableError after `close`."""
         if self._is_closed:
-            raise _shutting_down()
+            raise shutting_down()
 
     def _start_images(self) -> None:
         while not self._is_closed and (image := self._next_image()) is not None:
             self._remove(image)
+            if image.result.done():  # cancelled, or failed by `close`
+                continue
             self._virtual_time = max(self._virtual_time, self._starts[image.client])
             self._starts[image.client] += image.num_pixels
             try:
                 future = self._threads.submit(image.job)
-            except RuntimeError as error:
-                message = f"The server cannot decode images at the moment: {error}."
-                image.result.set_exception(EngineUnavailableError(message))
+            except EngineUnavailableError as error:
+                image.result.set_exception(error)
                 continue
             self._running.add(image)
             if not image.uses_extra_thread:
@@ -214,7 +215,7 @@ class DecodeQueue:
             self._used -= image.num_bytes
         if not self._used:
             if self._peak >= TRIM_BYTES:
-                with contextlib.suppress(RuntimeError):  # closed, or no thread: the next large image repeats it
+                with contextlib.suppress(EngineUnavailableError):  # the next large image repeats it
                     self._threads.submit(trim_heap)
             self._peak = 0
         if not image.result.done():
@@ -237,10 +238,6 @@ class DecodeQueue:
     def _rate(self) -> float:
         """Pixels per second of all threads."""
         return self._num_threads * self._measured_pixels / self._measured_s
-
-
-def _shutting_down() -> EngineUnavailableError:
-    return EngineUnavailableError("The server is shutting down.", reason=RejectionReason.DRAINING)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:

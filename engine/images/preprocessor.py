@@ -14,7 +14,6 @@ from typing import Final, NamedTuple
 from ..daemon_threads import DaemonThreads
 from ..protocol.config import IMAGE_MEMORY
 from ..protocol.errors import (
-    EngineUnavailableError,
     InvalidRequestError,
     MachineError,
     RequestCancelledError,
@@ -105,7 +104,7 @@ class ImagePreprocessor:
             InvalidRequestError: An image has an unsupported format, is corrupt, or exceeds a limit. The message names
                 its place.
             EngineOverloadedError: Too many pixels wait.
-            EngineUnavailableError: The preprocessor is closed.
+            EngineUnavailableError: The preprocessor is closed, or no thread can be started.
         """
         positions = range(len(images)) if positions is None else positions
         patches: list[ImagePatches | None] = [None] * len(images)
@@ -150,9 +149,6 @@ class ImagePreprocessor:
 
         try:
             return await asyncio.wrap_future(self._headers.submit(read))
-        except RuntimeError as error:  # no thread can be started, or `close` was called
-            self._queue.check_open()
-            raise EngineUnavailableError(f"The server cannot decode images at the moment: {error}.") from None
         finally:
             has_ended.set()
 

@@ -201,6 +201,11 @@ class EngineUnavailableError(EngineError):
         self.reason = reason
 
 
+def shutting_down() -> EngineUnavailableError:
+    """Returns the error of a request that arrives or waits while the engine is closed."""
+    return EngineUnavailableError("The server is shutting down.", reason=RejectionReason.DRAINING)
+
+
 class ModelExecutionError(EngineError):
     """The model failed on this request. Other requests are not affected."""
 

@@ -30,6 +30,7 @@ from ..protocol.errors import (
     InvalidRequestError,
     RejectionReason,
     drop_tracebacks,
+    shutting_down,
 )
 from ..protocol.model_info import TokenizerSpec
 from ..protocol.request import CLIENT, Text, TokenizedInput
@@ -357,7 +358,7 @@ class TokenizerJobs:
             num_texts: Number of texts if the job only tokenizes texts. Only such a job may run in the event loop.
         """
         if self._is_closed:
-            raise EngineUnavailableError("The server is shutting down.", reason=RejectionReason.DRAINING)
+            raise shutting_down()
         client = CLIENT.get()
         if (rejection := self.chars.rejection(client, num_chars)) is not None:
             self._on_rejection()
@@ -394,9 +395,7 @@ class TokenizerJobs:
         self._threads.close()
         for future in self._awaited:
             if not future.done():
-                future.set_exception(
-                    EngineUnavailableError("The server is shutting down.", reason=RejectionReason.DRAINING)
-                )
+                future.set_exception(shutting_down())
 
     def _measure(self, num_chars: int, seconds: float) -> None:
         """Updates the drain rate with the characters in the queue at a request's arrival, and its total time."""
@@ -446,9 +445,8 @@ class TokenizerJobs:
     def _submit(self, jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
         try:
             self._threads.submit(partial(self._work, jobs, loop))
-        except RuntimeError as error:  # no thread can be started
-            rejection = EngineUnavailableError(f"The server cannot tokenize at the moment: {error}. Please try again.")
-            _settle([(job.future, None, rejection) for job in jobs])
+        except EngineUnavailableError as error:  # no thread can be started
+            _settle([(job.future, None, error) for job in jobs])
 
     @staticmethod
     def _work(jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:

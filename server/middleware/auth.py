@@ -86,7 +86,8 @@ class ApiKeys:
     """Stores keys as salted digests, so that neither comparison times nor identities reveal a key.
 
     The file has one key per line. Empty lines and lines that start with # are skipped. It is read again after a
-    change. If it is then missing or has no key, an error is logged and the previous keys stay valid.
+    change. If it then cannot be read or has no key, an error is logged, the previous keys stay valid, and it is read
+    again until it is valid.
 
     Args:
         file: File with more keys.
@@ -119,7 +120,8 @@ class ApiKeys:
         self._flag = flag
         self._clock_s = clock_s
         self._next_check_s = clock_s() + CHECK_EVERY_S
-        self._version: _Version | None = None
+        self._version: _Version | None = None  # of the keys in `_owners`
+        self._failed_version: _Version | None = None  # its error has been logged
         self._owners = self._configured
         if file is not None:
             try:
@@ -161,12 +163,12 @@ class ApiKeys:
 
     def reload(self) -> None:
         """Reads the file again. If it cannot be read or has no key, an error is logged and the previous keys stay."""
-        self._version = None
+        self._version = self._failed_version = None
         self._next_check_s = -inf
         self._reload_if_changed()
 
     def _reload_if_changed(self) -> None:
-        """Reads the file again if it has changed. Checks it once in CHECK_EVERY_S."""
+        """Reads the file again if it has changed. Checks it once in CHECK_EVERY_S, and so repeats a failed read."""
         if self._file is None or (now_s := self._clock_s()) < self._next_check_s:
             return
         self._next_check_s = now_s + CHECK_EVERY_S
@@ -177,11 +179,12 @@ class ApiKeys:
                 return
             self._owners = self._configured | self._read(self._file)
         except (OSError, ValueError) as error:
-            if version != self._version:
+            if version != self._failed_version:
                 logger.error("%s: %s; the previous keys stay valid", self._flag, _file_error(error, self._file))
+            self._failed_version = version
         else:
             logger.info("%s: read again; valid keys: %d", self._flag, len(self._owners))
-        self._version = version
+            self._version, self._failed_version = version, None
 
     def _read(self, file: Path) -> frozenset[str]:
         if file.stat().st_mode & stat.S_IWOTH:

@@ -15,6 +15,7 @@ from penstock.engine.protocol.request import CLIENT
 
 from ...clock import Clock
 from ...tables import table
+from ...waiting import loop_iterations
 
 
 class _Threads:
@@ -91,3 +92,18 @@ async def test_queue_is_limited_to_seconds_at_the_measured_rate(monkeypatch: pyt
     queue.close()
     with pytest.raises(EngineUnavailableError, match="shutting down"):
         queue.admitted(1).__enter__()
+
+
+async def test_image_cancelled_before_its_turn_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_queue, "DaemonThreads", _Threads)
+    queue = DecodeQueue(1, 100)
+    running, cancelled, last = (asyncio.ensure_future(queue.run(1, 0, lambda n=n: n)) for n in "abc")
+    await loop_iterations()
+    queue._threads.running["a"].set_result(None)
+    cancelled.cancel()  # the event loop handles the end of "a" before
+    await running
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    await loop_iterations()
+    assert queue._threads.begun == ["a", "c"]
+    last.cancel()

@@ -4,11 +4,13 @@ import asyncio
 import subprocess
 import sys
 import threading
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from penstock.engine.daemon_threads import DaemonThreads
 from penstock.engine.images.decode_queue import TRIM_BYTES
 from penstock.engine.images.image_file import ImageFile, ImageLimits, read_image_file
 from penstock.engine.images.preprocessor import ImagePreprocessor
@@ -19,7 +21,7 @@ from penstock.engine.protocol.errors import (
 )
 from penstock.engine.protocol.images import ImageInput, ImagePatches, ImageResize, ImageSpec
 
-from ...waiting import until
+from ...waiting import until, wait_until
 from .pictures import encoded, picture
 
 _SPEC = ImageSpec(
@@ -160,10 +162,28 @@ async def test_missing_threads_are_a_temporary_error(monkeypatch: pytest.MonkeyP
 
     preprocessor = ImagePreprocessor(_SPEC, num_workers=1)
     monkeypatch.setattr(threading.Thread, "start", fail)
-    with pytest.raises(EngineUnavailableError, match="cannot decode images at the moment: can't start new thread"):
+    with pytest.raises(EngineUnavailableError, match="cannot start a thread at the moment: can't start new thread"):
         await preprocessor.preprocess(_images(1))
     monkeypatch.undo()
     preprocessor.close()
+
+
+def test_job_waits_if_no_further_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, is_open = DaemonThreads(2, "a"), threading.Event()
+    blocking = threads.submit(is_open.wait)
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    waiting = threads.submit(lambda: 7)
+    is_open.set()
+    assert (blocking.result(30), waiting.result(30)) == (True, 7)
+    is_open.clear()
+    blocking, waiting = threads.submit(is_open.wait), threads.submit(lambda: 8)
+    wait_until(blocking.running)
+    threads.close()
+    with pytest.raises(EngineUnavailableError, match="shutting down"):
+        waiting.result(30)
+    with pytest.raises(EngineUnavailableError, match="shutting down"):
+        threads.submit(lambda: 9)
+    is_open.set()
 
 
 async def test_format_that_pillow_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -188,6 +189,22 @@ def test_invalid_file_keeps_the_keys(text: str | None, tmp_path: Path, caplog: p
     clock.tick()
     assert accepts(keys, "b-key")
     assert "--admin-key-file: read again; valid keys: 2" in caplog.text
+
+
+def test_changed_file_is_read_again_after_an_error_of_the_disk(tmp_path: Path, monkeypatch, caplog) -> None:
+    file, clock = tmp_path / "keys", TickingClock()
+    write(file, "a-key\n")
+    keys = ApiKeys((), file, clock_s=clock)
+    write(file, "b-key\nc-key\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", Mock(side_effect=OSError(24, "Too many open files")))
+        for _ in range(3):
+            clock.tick()
+            assert accepts(keys, "a-key")
+    clock.tick()
+    assert not accepts(keys, "a-key")
+    assert accepts(keys, "b-key")
+    assert caplog.text.count("Too many open files; the previous keys stay valid") == 1
 
 
 @pytest.mark.parametrize(("content", "part"), [(None, "No such file"), (b"", "no key"), (b"\xff\xfe\x80", "UTF-8")])
