@@ -20,7 +20,7 @@ from .tiff import read_orientation, read_tiff
 
 FORMATS: Final = "PNG, JPEG, WebP, GIF, BMP or TIFF"
 _MAX_CHUNKS: Final = 65_536
-"""Chunks of a PNG or WebP file. Each takes about a microsecond."""
+"""Chunks of a PNG or WebP file, and blocks of a GIF file. Each takes about a microsecond."""
 _MAX_DECODED_PIXELS: Final = 1_000_000_000
 """Pixels of all scans or tiles of a file; decoding takes up to 5 ns for each."""
 _SCANS_PER_PASS: Final = 8
@@ -169,7 +169,8 @@ def _read_gif(data: bytes) -> Header:
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     start = 13 + (3 << (flags & 7) + 1 if flags & 128 else 0)
     kept: list[bytes | memoryview] = [data[:start]]
-    for _ in range(_MAX_CHUNKS):
+    blocks = iter(range(_MAX_CHUNKS))
+    for _ in blocks:
         if data[start : start + 1] == b",":
             left, top, frame_width, frame_height = struct.unpack_from("<4H", data, start + 1)
             kept.append(memoryview(data)[start:])
@@ -177,10 +178,10 @@ def _read_gif(data: bytes) -> Header:
             return Header(b"".join(kept), max(width, left + frame_width), max(height, top + frame_height))
         if data[start : start + 1] == b"!":
             end = start + 2
-            while data[end]:
+            for _ in blocks:
+                if not data[end]:
+                    break
                 end += data[end] + 1
-                if end - start > _MAX_CHUNKS:
-                    raise ImageError(f"is a GIF file with more than {_MAX_CHUNKS} bytes in an extension")
             end += 1
             if data[start + 1] == 0xF9:  # the transparent colour
                 kept.append(data[start:end])
@@ -189,7 +190,7 @@ def _read_gif(data: bytes) -> Header:
             raise ImageError("is a corrupt GIF file: it contains no frame")
         else:
             start += 1
-    raise ImageError("is a corrupt GIF file: no frame follows its header")
+    raise ImageError(f"is a GIF file with more than {_MAX_CHUNKS} blocks before its frame")
 
 
 def _read_webp(data: bytes) -> Header:

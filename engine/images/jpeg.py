@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 from .header import Header, ImageError
 
-_MAX_MARKERS: Final = 65_536
-"""Markers of a file. Each takes about a microsecond."""
+MAX_MARKERS: Final = 65_536
+"""Markers of a file, also of all strips or tiles of a TIFF file. Each takes about a microsecond."""
 _SEARCHED_BYTES: Final = 1 << 18
 """Bytes to search at once, in less than a millisecond, because a search holds the interpreter lock."""
 _SOI, _EOI, _SOS, _TEM = 0xD8, 0xD9, 0xDA, 0x01
@@ -26,10 +26,12 @@ class Scans(NamedTuple):
 
     Attributes:
         num_scans: Number of scans. The decoder runs each, also of a file that is not progressive.
+        num_markers: Number of markers, the end included; at least 1.
         end: Position after the end marker.
     """
 
     num_scans: int
+    num_markers: int
     end: int
 
 
@@ -46,13 +48,13 @@ def read_jpeg(data: bytes) -> Header:
     exif, xmp = list[bytes](), b""
     size: tuple[int, int] | None = None
     start = 2
-    for _ in range(_MAX_MARKERS):
-        start = data.find(b"\xff", start)
-        if start < 0:
+    for num_markers in range(MAX_MARKERS):
+        start = data.find(b"\xff", start) + 1
+        if not start:
             raise ImageError("is a truncated JPEG file: it ends before the pixels")
-        while data[start] == 0xFF:
-            start += 1
         marker = data[start]
+        if marker == 0xFF:  # a fill byte
+            continue
         start += 1
         if marker in (0, _SOI, _TEM) or 0xD0 <= marker < _SOI:
             continue
@@ -62,7 +64,7 @@ def read_jpeg(data: bytes) -> Header:
         if marker == _SOS:
             if size is None:
                 raise ImageError("is a corrupt JPEG file: its size is missing")
-            scans = find_scans(data, start - 2, len(data))
+            scans = find_scans(data, start - 2, len(data), MAX_MARKERS - num_markers)
             kept += (b"\xff\xda", memoryview(data)[start : scans.end])
             height, width = size
             num_pixels = scans.num_scans * width * height
@@ -82,24 +84,32 @@ def read_jpeg(data: bytes) -> Header:
         if is_colour or marker in _TABLES or marker in _SIZES:
             kept.append(b"\xff" + data[start - 1 : end])
         start = end
-    raise ImageError(f"is a JPEG file with more than {_MAX_MARKERS} markers before the pixels")
+    raise _too_many_markers()
 
 
-def find_scans(data: bytes, start: int, end: int) -> Scans:
-    """Counts the scans of the JPEG file between two positions. `start` may be within the file."""
+def find_scans(data: bytes, start: int, end: int, max_markers: int) -> Scans:
+    """Counts the scans of the JPEG file between two positions. `start` may be within the file.
+
+    Raises:
+        ImageError: The file has more than `max_markers` markers, what is left of MAX_MARKERS.
+    """
     num_scans = 0
-    for _ in range(_MAX_MARKERS):
+    for num_markers in range(1, max_markers + 1):
         start = _next_marker(data, start, end)
         if start >= end:
-            return Scans(num_scans, end)
+            return Scans(num_scans, num_markers, end)
         marker = data[start + 1]
         start += 2
         if marker == _EOI:
-            return Scans(num_scans, start)
+            return Scans(num_scans, num_markers, start)
         num_scans += marker == _SOS
         if marker in _SEGMENTS:
             start += max(int.from_bytes(data[start : start + 2], "big"), 2)
-    raise ImageError(f"is a JPEG file with more than {_MAX_MARKERS} markers")
+    raise _too_many_markers()
+
+
+def _too_many_markers() -> ImageError:
+    return ImageError(f"has more than {MAX_MARKERS} JPEG markers, which take too long to read; save it again")
 
 
 def _next_marker(data: bytes, start: int, end: int) -> int:

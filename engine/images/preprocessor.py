@@ -16,7 +16,6 @@ from ..protocol.config import IMAGE_MEMORY
 from ..protocol.errors import (
     InvalidRequestError,
     MachineError,
-    RequestCancelledError,
     drop_tracebacks,
 )
 from ..protocol.images import ImageInput, ImagePatches, ImageSpec
@@ -135,22 +134,16 @@ class ImagePreprocessor:
         self._queue.close()
 
     async def _read_sizes(self, images: Sequence[ImageInput], positions: Sequence[int]) -> list[_Size]:
-        """Reads the headers. `_decode` reads them again, because the queue should hold no copies of the pixels."""
-        has_ended = threading.Event()
+        """Reads the headers one by one, so that those of other requests are read in between.
 
-        def read() -> list[_Size]:
-            sizes = []
-            for image, position in zip(images, positions, strict=True):
-                if has_ended.is_set():
-                    raise RequestCancelledError("The request has ended.")
-                file = self._read(image, position)
-                sizes.append(_Size(max(file.num_decoded_pixels, _MIN_PIXELS), file.num_bytes))
-            return sizes
+        `_decode` reads them again, because the queue should hold no copies of the pixels.
+        """
+        jobs = [partial(self._read_size, *each) for each in zip(images, positions, strict=True)]
+        return [await asyncio.wrap_future(self._headers.submit(job)) for job in jobs]
 
-        try:
-            return await asyncio.wrap_future(self._headers.submit(read))
-        finally:
-            has_ended.set()
+    def _read_size(self, image: ImageInput, position: int) -> _Size:
+        file = self._read(image, position)
+        return _Size(max(file.num_decoded_pixels, _MIN_PIXELS), file.num_bytes)
 
     def _read(self, image: ImageInput, position: int) -> ImageFile:
         try:

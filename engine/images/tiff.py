@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from .header import Header, ImageError
-from .jpeg import find_scans
+from .jpeg import MAX_MARKERS, find_scans
 
 _MAX_TAGS: Final = 1_024
+_MAX_VALUES: Final = 65_536
+"""Values of a tag with integers. Only offsets and sizes of strips or tiles have many."""
 _SIZES: Final = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4}
 """Bytes of a value, by its type."""
 _INTEGERS: Final = {1: "B", 3: "H", 4: "I", 6: "b", 8: "h", 9: "i"}
@@ -159,8 +161,11 @@ def _check_layout(tags: Mapping[int, _Tag], order: str, width: int, height: int,
         raise ImageError("is a corrupt TIFF file: its strips or tiles have no size, or are larger than the file")
     num_scans = num_tiles
     if compression == _JPEG:  # the sizes limit the work although several strips may have one offset
-        strips = zip(starts, sizes, strict=True)
-        num_scans = sum(find_scans(data, start, start + size).num_scans for start, size in strips)
+        num_scans, max_markers = 0, MAX_MARKERS
+        for start, size in zip(starts, sizes, strict=True):
+            scans = find_scans(data, start, start + size, max_markers)
+            num_scans += scans.num_scans
+            max_markers -= scans.num_markers
     return num_scans * tile_width * tile_height
 
 
@@ -172,6 +177,8 @@ def _integer(tags: Mapping[int, _Tag], order: str, number: int, default: int) ->
 def _integers(tag: _Tag | None, order: str) -> Sequence[int]:
     if tag is None or tag.kind not in _INTEGERS:
         return ()
+    if tag.num_values > _MAX_VALUES:
+        raise ImageError(f"is a TIFF file with {tag.num_values} values of a tag; at most {_MAX_VALUES} are supported")
     values = struct.unpack(f"{order}{tag.num_values}{_INTEGERS[tag.kind]}", tag.data)
     if values and min(values) < 0:
         raise ImageError(f"is a corrupt TIFF file: a tag has the value {min(values)}")

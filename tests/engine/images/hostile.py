@@ -37,6 +37,19 @@ def tiff_page(width: int, height: int, *others: tuple[int, int, int, int]) -> li
     return [(tag, *entry) for tag, entry in sorted(entries.items())]
 
 
+def tiff_with_markers(num_strips: int, num_markers: int) -> bytes:
+    """Returns a TIFF file of JPEG strips of one row, each with `num_markers` markers."""
+    first, strip = 8_192, b"\xff\1" * num_markers
+    tags = ((257, 4, 1, num_strips), (259, 3, 1, 7), (278, 4, 1, 1))
+    tags = (*tags, (273, 4, num_strips, 4_096), (279, 4, num_strips, 6_144))
+    file = tiff(tiff_page(8, num_strips, *tags)).ljust(first, b"\0")
+    starts, sizes = range(first, first + num_strips * len(strip), len(strip)), [len(strip)] * num_strips
+    for position, values in ((4_096, starts), (6_144, sizes)):
+        packed = struct.pack(f"<{num_strips}I", *values)
+        file = file[:position] + packed + file[position + len(packed) :]
+    return file + strip * num_strips
+
+
 def jpeg_with_scans(num_scans: int, *, progressive: bool = True) -> bytes:
     """Returns a JPEG file of 800 x 800 pixels with further scans without data before its last scan."""
     file = encoded(Image.new("L", (800, 800)), "JPEG", progressive=progressive)
@@ -53,7 +66,6 @@ def attacks() -> dict[str, tuple[bytes, str]]:
     """Returns files that must be rejected, with a part of the message."""
     jpeg, gif = encoded(picture("RGB", 40, 30), "JPEG"), encoded(picture("P", 40, 30), "GIF")
     size, scans, slow = struct.pack("<HH", 40, 30), jpeg_with_scans(2_000), "takes too long to decode"
-    comments = b"".join(b"\xff" + bytes(255) for _ in range(300))
     webp = encoded(picture("RGBA", 40, 30), "WEBP", save_all=True, append_images=[picture("RGBA", 40, 30, 1)])
     jpeg_size = jpeg[jpeg.index(b"\xff\xc0") :][:19]
     rle = bytearray(encoded(picture("P", 40, 30), "BMP"))
@@ -85,11 +97,16 @@ def attacks() -> dict[str, tuple[bytes, str]]:
         ),
         "jpeg with too many scans": (scans, slow),
         "baseline jpeg with too many scans": (jpeg_with_scans(2_000, progressive=False), slow),
-        "jpeg with comments": (jpeg[:-2] + b"\xff\xfe\0\2" * 70_000 + jpeg[-2:], "more than 65536 markers"),
+        "jpeg with comments": (jpeg[:-2] + b"\xff\xfe\0\2" * 70_000 + jpeg[-2:], "more than 65536 JPEG markers"),
         "tiff with scans": (tiff(tiff_page(800, 800, (259, 3, 1, 7), (279, 4, 1, len(scans))))[:512] + scans, slow),
         "jpeg without pixels": (jpeg[: jpeg.index(b"\xff\xda")], "ends before the pixels"),
         "jpeg that ends early": (jpeg.replace(b"\xff\xda", b"\xff\xd9"), "ends before the pixels"),
-        "jpeg with too many markers": (b"\xff\xd8" + b"\xff\xd0" * 70_000, "65536 markers"),
+        "jpeg with too many markers": (b"\xff\xd8" + b"\xff\xd0" * 70_000, "65536 JPEG markers"),
+        "jpeg with too many fill bytes": (jpeg[:2] + b"\xff" * 70_000 + jpeg[2:], "65536 JPEG markers"),
+        "jpeg with markers before and in its pixels": (
+            jpeg[:2] + b"\xff\xd0" * 40_000 + jpeg[2:-2] + b"\xff\x01" * 40_000 + jpeg[-2:],
+            "65536 JPEG markers",
+        ),
         "jpeg without size": (jpeg.replace(jpeg_size, b""), "its size is missing"),
         "jpeg with two sizes": (jpeg.replace(jpeg_size, 2 * jpeg_size), "it has two sizes"),
         "gif of 65,535 x 65,535": (gif[:6] + b"\xff\xff\xff\xff" + gif[10:], "65535 x 65535 pixels"),
@@ -97,9 +114,12 @@ def attacks() -> dict[str, tuple[bytes, str]]:
             gif.replace(b",\0\0\0\0" + size, b",\xff\xff\xff\xff" + size, 1),
             "an edge may have at most 65535",
         ),
-        "gif with large comment": (gif[:13] + b"\0" * 768 + b"!\xfe" + comments + b"\0;", "in an extension"),
+        "gif with many small blocks": (
+            gif[:13] + bytes(768) + (b"!\xfe" + b"\1\1" * 9_000 + b"\0") * 8 + gif[781:],
+            "more than 65536 blocks",
+        ),
         "gif without frame": (gif[:13] + bytes(768) + b";", "contains no frame"),
-        "gif of noise": (gif[:13] + bytes(768) + b"\1" * 70_000, "no frame follows its header"),
+        "gif of noise": (gif[:13] + bytes(768) + b"\1" * 70_000, "more than 65536 blocks before its frame"),
         "webp without pixels": (webp[:12] + b"ICCP" + webp[16:], "contains no image"),
         "webp with too many chunks": (webp[:30] + (b"ICCP" + bytes(4)) * 70_000, "65536 chunks"),
         "webp of 16,384 x 16,384": (webp[:24] + b"\xff\x3f\0\xff\x3f\0" + webp[30:], "16384 x 16384 pixels"),
@@ -116,6 +136,11 @@ def attacks() -> dict[str, tuple[bytes, str]]:
         "tiff with overlapping tags": (
             tiff(tiff_page(9, 9, (317, 1, 3_000, 8), (320, 1, 3_000, 8))),
             "tags are larger than the file",
+        ),
+        "tiff with markers in all strips": (tiff_with_markers(5, 15_000), "65536 JPEG markers"),
+        "tiff with a long size": (
+            tiff(tiff_page(8, 8, (256, 1, 70_000, 0))) + bytes(70_000),
+            "70000 values of a tag; at most 65536",
         ),
         "tiff with many strips": (tiff(tiff_page(8, 8, (273, 4, 200, 512), (279, 4, 200, 512))), "it needs 1 strips"),
         "tiff with overlapping strips": (
@@ -151,6 +176,11 @@ def large_but_valid() -> dict[str, bytes]:
         "png with colour profile bomb": png(100, 100, rows, (b"iCCP", b"k\0\0" + zlib.compress(bytes(50_000_000)))),
         "png with pixels for 50 MB": png(100, 100, zlib.compress(bytes(50_000_000))),
         "jpeg with 1,000 overlapping tags": jpeg[:2] + segment + jpeg[2:],
+        "jpeg with some fill bytes": jpeg[:2] + b"\xff" * 60_000 + jpeg[2:],
+        "gif with a large comment": gif[:-1].replace(
+            b",\0\0\0\0", b"!\xfe" + (b"\xff" + bytes(255)) * 300 + b"\0,\0\0\0\0", 1
+        )
+        + b";",
         "jpeg with a video": jpeg + b"\xff\xda" * 1_000_000,
         "gif with 10,000 frames": gif[:-1] + frame * 10_000 + b";",
         "tiff that repeats its directory": tiff(tiff_page(8, 8), following=8),
