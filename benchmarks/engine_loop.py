@@ -36,12 +36,12 @@ from penstock.engine.client.dispatcher import Dispatcher, Replica
 from penstock.engine.core import worker
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import CompletedForward, ForwardTime, Runner
-from penstock.engine.executors.cpu.packed_arrays import PackedArrays
+from penstock.engine.executors.cpu.array_encoder import PackedArrays
 from penstock.engine.protocol.batch_outputs import BatchOutputs, OutputArray
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
+from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import DEFAULT_OPTIONS, TokenizedInput
+from penstock.engine.protocol.params import DEFAULT_OPTIONS, PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import Allocation, InputSequence, PrefillChunk, Scheduler, SequencePool
 
@@ -100,7 +100,7 @@ class PackingRunner(Runner):
     def preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
         """See Runner. Nothing runs in chunks."""
 
-    def forget(self, sequences: Sequence[InputSequence]) -> None:
+    def drop_states(self, sequences: Sequence[InputSequence]) -> None:
         """See Runner."""
 
     def free_tokens(self) -> int | None:

@@ -35,10 +35,16 @@ from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import CompletedForward, ForwardTime, Runner
 from penstock.engine.protocol.batch_outputs import BatchOutputs, OutputArray
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
-from penstock.engine.protocol.messages import ClientMessageBuilder, Frame, FromCore, StepResults, SubmitRequest
+from penstock.engine.protocol.messages import (
+    ClientMessageBuilder,
+    Frame,
+    FromCore,
+    StepResults,
+    SubmitRequest,
+    TokenizedInput,
+)
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import Allocation, InputSequence, KvCachePool, PrefillChunk, SequencePool
 
@@ -117,7 +123,7 @@ class SimulatedRunner(Runner):
     def preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
         """See Runner."""
 
-    def forget(self, sequences: Sequence[InputSequence]) -> None:
+    def drop_states(self, sequences: Sequence[InputSequence]) -> None:
         """See Runner."""
 
     def free_tokens(self) -> None:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from .protocol.config import CacheConfig, EngineConfig, PoolerConfig, SchedulerConfig
     from .protocol.errors import EngineError
     from .protocol.model_info import ModelInfo
-    from .protocol.params import PoolingParams
-    from .protocol.request import RequestOptions
+    from .protocol.params import PoolingParams, RequestOptions
     from .protocol.results import (
         ClassResult,
         CombinedResult,
@@ -65,7 +64,7 @@ _MODULES: Final = {
     "PoolingParams": ".protocol.params",
     "PoolingTask": ".protocol.tasks",
     "PoolingType": ".protocol.tasks",
-    "RequestOptions": ".protocol.request",
+    "RequestOptions": ".protocol.params",
     "SchedulerConfig": ".protocol.config",
     "ScoreResult": ".protocol.results",
     "SparseResult": ".protocol.results",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, Self
 
-from .client.combined import CombinedEmbedder
+from .client.combined_embedder import CombinedEmbedder
 from .client.core_supervisor import EngineState
 from .client.dispatcher import Dispatcher
 from .client.engine_process import EngineProcess
@@ -23,11 +23,11 @@ from .client.vector_cache.model_cache import ModelCache
 from .images.image_file import ImageLimits
 from .images.preprocessor import ImagePreprocessor
 from .protocol.config import EngineConfig
+from .protocol.errors import InvalidRequestError
 from .protocol.images import ImageInput, MixedInput
 from .protocol.messages import ModelReady
 from .protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
-from .protocol.params import PoolingParams
-from .protocol.request import DEFAULT_OPTIONS, Input, RequestOptions, TextOrImage
+from .protocol.params import DEFAULT_OPTIONS, Input, PoolingParams, RequestOptions, TextOrImage
 from .protocol.results import (
     ClassResult,
     CombinedResult,
@@ -217,13 +217,13 @@ class AsyncEngine:
         if self._images is not None:
             self._images.close()
 
-    async def clear_prefixes(self) -> int | None:
+    async def reset_prefix_cache(self) -> int | None:
         """Clears the prefix cache. Returns the number of blocks; None without a cache.
 
         Raises:
             EngineUnavailableError: No engine process is running, or one ends.
         """
-        return await self._dispatcher.backend.clear_prefixes()
+        return await self._dispatcher.backend.reset_prefix_cache()
 
     async def embed(
         self, inputs: Sequence[Input], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
@@ -390,8 +390,8 @@ class AsyncEngine:
         """
         return await self._tokenizer.render_chats(conversations, options or ChatOptions())
 
-    def with_images(self, prompt: str, images: Sequence[ImageInput]) -> MixedInput:
-        """Returns a rendered chat with its images. Embed it with `is_rendered` in the options.
+    def insert_images(self, prompt: str, images: Sequence[ImageInput]) -> MixedInput:
+        """Replaces the placeholders of a rendered chat by images. Embed it with `is_rendered` in the options.
 
         Args:
             prompt: A prompt from `render_chats`, with a placeholder for each image.
@@ -400,7 +400,9 @@ class AsyncEngine:
         Raises:
             InvalidRequestError: The number of placeholders differs, or the model reads no images in chats.
         """
-        return self._encoder.with_images(prompt, images)
+        if self._encoder.prompt_encoder is None:
+            raise InvalidRequestError(f"{self.info.name} reads no images in chats.", param="messages")
+        return self._encoder.prompt_encoder.insert_images(prompt, images)
 
     async def tokenize(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, on_count: OnCount | None = None

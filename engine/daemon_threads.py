@@ -14,7 +14,7 @@ T = TypeVar("T")
 _Job = tuple[Future[Any], Callable[[], Any]]
 
 
-class DaemonThreads:
+class DaemonThreadPool:
     """Runs jobs in the order of their arrival. Python does not wait for running jobs at the end of the process.
 
     It waits for those of a ThreadPoolExecutor: seconds for a large image.

@@ -30,8 +30,7 @@ from .protocol.config import EngineConfig, PoolerConfig
 from .protocol.errors import EngineError, EngineUnavailableError, InvalidRequestError
 from .protocol.images import ImageInput, MixedInput
 from .protocol.model_info import ModelInfo
-from .protocol.params import PoolingParams
-from .protocol.request import Input, RequestOptions, Text
+from .protocol.params import Input, PoolingParams, RequestOptions, Text
 from .protocol.results import ClassificationOutput, EmbeddingOutput, PoolingOutput, PoolingRequestOutput, ScoringOutput
 from .protocol.tasks import PoolingTask
 
@@ -47,14 +46,14 @@ _IN_FLIGHT: Final = 2
 Output = TypeVar("Output")
 Result = TypeVar("Result")
 EngineCall = Callable[[list[Any]], Awaitable[list[Output]]]
-Picture: TypeAlias = "bytes | Path | Image | ImageInput"
+ImageSource: TypeAlias = "bytes | Path | Image | ImageInput"
 """An image: the bytes of its file, its path, or an image of Pillow."""
-Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any] | Picture | MixedInput"
-Side: TypeAlias = "str | Mapping[str, Any] | Picture | MixedInput"
+Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any] | ImageSource | MixedInput"
+Side: TypeAlias = "str | Mapping[str, Any] | ImageSource | MixedInput"
 Params = PoolingParams | Sequence[PoolingParams]
 
 
-class LoopThread:
+class EventLoopThread:
     """An event loop in its own thread, for callers without one."""
 
     def __init__(self) -> None:
@@ -143,7 +142,7 @@ class LLM:
         # Callers wait for all results, and have their inputs in memory already.
         scheduler = replace(config.scheduler, max_queue_s=math.inf, max_queued_tokens=sys.maxsize)
         config = replace(config, scheduler=scheduler, max_queued_chars=sys.maxsize)
-        self._loop = LoopThread()
+        self._loop = EventLoopThread()
         try:
             self._engine = self._loop.run(AsyncEngine.start(config, log_level=log_level))
         except BaseException:  # stop the thread, also after an interrupt
@@ -319,10 +318,10 @@ class LLM:
     def _run(self, call: EngineCall[Output], inputs: Sequence[Any], use_tqdm: bool, size: int) -> list[Output]:
         if not inputs:
             raise InvalidRequestError("Give at least one input.", param="input")
-        return self._loop.run(in_slices(call, inputs, size=size, shows_progress=use_tqdm))
+        return self._loop.run(run_in_slices(call, inputs, size=size, shows_progress=use_tqdm))
 
 
-def _close(engine: AsyncEngine, loop: LoopThread) -> None:
+def _close(engine: AsyncEngine, loop: EventLoopThread) -> None:
     loop.stop_after(engine.close())
 
 
@@ -331,7 +330,7 @@ def _params(params: PoolingParams | None, truncate_prompt_tokens: int | None) ->
     return params if truncate_prompt_tokens is None else params.clone(truncate_prompt_tokens=truncate_prompt_tokens)
 
 
-class _Unread(NamedTuple):
+class _UnreadImage(NamedTuple):
     """An input with an image that is not read yet.
 
     Attributes:
@@ -359,11 +358,11 @@ class _Unread(NamedTuple):
 
 async def _loaded(inputs: Sequence[Any]) -> list[Any]:
     """Returns the inputs with their images read."""
-    if not any(isinstance(item, _Unread) for item in inputs):
+    if not any(isinstance(item, _UnreadImage) for item in inputs):
         return list(inputs)
 
     def read() -> list[Any]:
-        return [item.read(index) if isinstance(item, _Unread) else item for index, item in enumerate(inputs)]
+        return [item.read(index) if isinstance(item, _UnreadImage) else item for index, item in enumerate(inputs)]
 
     return await asyncio.to_thread(read)
 
@@ -375,7 +374,7 @@ async def _call_loaded(
 
 
 def _slice_size(inputs: Sequence[Any]) -> int:
-    return _IMAGE_SLICE if any(isinstance(item, _Unread | MixedInput) for item in inputs) else _SLICE
+    return _IMAGE_SLICE if any(isinstance(item, _UnreadImage | MixedInput) for item in inputs) else _SLICE
 
 
 def _is_picture(value: object) -> bool:
@@ -399,14 +398,14 @@ def _inputs(prompts: Any) -> list[Any]:
     return [_input(prompt, index) for index, prompt in enumerate(prompts)]
 
 
-def _input(prompt: Any, index: int) -> Text | _Unread | MixedInput:
+def _input(prompt: Any, index: int) -> Text | _UnreadImage | MixedInput:
     given = prompt
     if isinstance(prompt, MixedInput):
         return prompt
     if isinstance(prompt, Mapping) and prompt.get("image") is not None:
-        return _Unread(prompt["image"], prompt.get("text"))
+        return _UnreadImage(prompt["image"], prompt.get("text"))
     if isinstance(prompt, bytes | Path | ImageInput) or _is_picture(prompt):
-        return _Unread(prompt, None)
+        return _UnreadImage(prompt, None)
     if isinstance(prompt, Mapping):
         given = prompt.get("prompt_token_ids", prompt.get("prompt"))
     if isinstance(given, str):
@@ -420,7 +419,7 @@ def _input(prompt: Any, index: int) -> Text | _Unread | MixedInput:
     )
 
 
-async def in_slices(
+async def run_in_slices(
     call: EngineCall[Output], inputs: Sequence[Any], *, shows_progress: bool, size: int = _SLICE
 ) -> list[Output]:
     """Runs the inputs in slices, two at a time, and returns the outputs in order.

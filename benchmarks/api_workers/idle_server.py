@@ -56,7 +56,7 @@ class IdleRunner(Runner):
     def preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
         """See Runner. Nothing runs in chunks."""
 
-    def forget(self, sequences: Sequence[InputSequence]) -> None:
+    def drop_states(self, sequences: Sequence[InputSequence]) -> None:
         """See Runner."""
 
     def free_tokens(self) -> int | None:

@@ -23,11 +23,10 @@ from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.executors.torch.packed_batch import PackedBatch
-from penstock.engine.llm import LoopThread
+from penstock.engine.llm import EventLoopThread
 from penstock.engine.pooling import ModelPooler
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import Text
+from penstock.engine.protocol.params import PoolingParams, Text
 from penstock.engine.scheduling import Scheduler
 
 from .made_models import model_folder
@@ -122,7 +121,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._loop = LoopThread()
+        self._loop = EventLoopThread()
         try:
             self._engine = self._loop.run(AsyncEngine.start(config))
         except BaseException:

@@ -9,9 +9,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from penstock.engine.executors.torch.base import PackedModel
 from penstock.engine.executors.torch.layers.weights import Fusion
-from penstock.engine.executors.torch.packed_batch import PackedBatch
+from penstock.engine.executors.torch.packed_batch import PackedBatch, PackedModel
 from penstock.engine.executors.torch.spec_model import Layer, SpecModel
 from penstock.kernels.pooling import pool
 

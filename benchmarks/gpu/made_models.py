@@ -16,12 +16,11 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor
 
 from penstock.engine.core.loading.weights_loader import load_model
-from penstock.engine.executors.torch.base import PackedModel
 from penstock.engine.executors.torch.layers.weights import Fusion
-from penstock.engine.executors.torch.packed_batch import PackedBatch
+from penstock.engine.executors.torch.packed_batch import PackedBatch, PackedModel
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.request import TokenizedInput
+from penstock.engine.protocol.messages import TokenizedInput
 
 from .phases import Bench
 from .shapes import VOCABULARY_SIZE, Shape

@@ -17,10 +17,10 @@ import numpy as np
 from measure import alternate, report
 
 from penstock.engine.core.loading.cpu_kernels import choose_kernels, load_array_encoder
-from penstock.engine.executors.cpu.packed_arrays import PackedArrays
+from penstock.engine.executors.cpu.array_encoder import PackedArrays
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.request import TokenizedInput
+from penstock.engine.protocol.messages import TokenizedInput
 
 TOKENS_OF_A_BATCH = 4_096
 LENGTHS = (32, 64, 128, 256, 512)

@@ -17,7 +17,7 @@ from ..protocol.config import EngineConfig
 from ..protocol.errors import MachineError, ModelLoadError
 from ..protocol.messages import Frame, FromCore, LoadFailed, LoadResult, ModelReady, Start
 from ..protocol.model_info import ModelInfo
-from .dispatcher import Send
+from .dispatcher import SendToEngine
 from .engine_process import EngineProcess
 from .running_core import ProcessCore, ThreadCore, restart_pause_s
 
@@ -39,7 +39,7 @@ class EngineState(StrEnum):
 class CoreClient(Protocol):
     """Receives the events of a core, such as a Replica."""
 
-    def connect(self, send: Send) -> None:
+    def connect(self, send: SendToEngine) -> None:
         """Called when the core is ready. `send` sends messages to it."""
 
     def disconnect(self, reason: str) -> None:

@@ -38,10 +38,10 @@ from ..protocol.messages import (
     RequestFailed,
     StepResults,
     SubmitRequest,
+    TokenizedInput,
     encode,
 )
-from ..protocol.params import PoolingParams
-from ..protocol.request import RequestOptions, TokenizedInput
+from ..protocol.params import PoolingParams, RequestOptions
 from ..protocol.stage_times import STAGE_TIMES, Stage, StageTimes
 from .queue_admission import QueueAdmission
 from .stats import DispatcherStats, DrainRate
@@ -56,7 +56,7 @@ _FAILURES: Final[dict[str, type[EngineError]]] = {
     kind.__name__: kind for kind in (DeadlineExceededError, InvalidRequestError, ModelExecutionError)
 }
 
-Send = Callable[[bytes, Sequence[Frame]], None]
+SendToEngine = Callable[[bytes, Sequence[Frame]], None]
 """Sends an encoded message with its frames; see MessageConnection.send."""
 
 
@@ -334,7 +334,7 @@ class Replica:
         self.rate = DrainRate()
         self._count = engine_stats.count if is_only else partial(engine_stats.count_replica, self.stats)
         self._is_only = is_only
-        self._send: Send | None = None
+        self._send: SendToEngine | None = None
         self._outgoing = ClientMessageBuilder()
         self._runs: dict[int, ReplicaRun] = {}
         self._clearings: dict[int, asyncio.Future[int | None]] = {}
@@ -345,7 +345,7 @@ class Replica:
         """Whether the replica can run requests."""
         return self._send is not None
 
-    def connect(self, send: Send) -> None:
+    def connect(self, send: SendToEngine) -> None:
         """Starts running requests; `send` sends a message to the engine."""
         self._send = send
         self.rate.set_live(True)
@@ -414,7 +414,7 @@ class Replica:
         if self._runs.pop(run.request_id, None) is not None:
             self._next_message().cancels.append(run.request_id)
 
-    async def clear_prefixes(self) -> int | None:
+    async def reset_prefix_cache(self) -> int | None:
         """Clears the prefix cache of this replica.
 
         Returns:
@@ -434,7 +434,7 @@ class Replica:
             del self._clearings[request_id], clearing  # an error in the future would refer to this frame
 
     def receive(self, message: FromCore, frames: Sequence[Frame]) -> None:
-        """Handles the results of a step, the failure of a request, or the result of `clear_prefixes`."""
+        """Handles the results of a step, the failure of a request, or the result of `reset_prefix_cache`."""
         match message:
             case StepResults():
                 pass
@@ -451,7 +451,7 @@ class Replica:
                 raise TypeError(f"{type(message).__name__} is not for a Replica")
         # 1. Update the counters and the drain rate.
         self._count(message)
-        if message.num_tokens and message.load is not None and message.load.num_deferred:
+        if message.num_tokens and message.scheduler_stats is not None and message.scheduler_stats.num_deferred:
             self.rate.record(message.num_tokens, message.step_s)
         arrays = unpack_results(message, frames)
         # 2. Store the times of finished runs.

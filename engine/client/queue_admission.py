@@ -48,23 +48,23 @@ class LookupRateLimit:
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
-        self._left = _LOOKUPS_PER_S
+        self._num_allowed = _LOOKUPS_PER_S
         self._refilled_s = clock_s()
 
     @property
     def is_exhausted(self) -> bool:
         """Whether requests must be rejected before their bodies are read."""
         self._refill()
-        return self._left < 1
+        return self._num_allowed < 1
 
     def spend(self, num_tokens: int) -> None:
         """Counts a rejected request and the tokens of its lookup."""
         self._refill()
-        self._left = max(self._left - 1 - num_tokens / _TOKENS_PER_LOOKUP, -_MAX_DEBT_S * _LOOKUPS_PER_S)
+        self._num_allowed = max(self._num_allowed - 1 - num_tokens / _TOKENS_PER_LOOKUP, -_MAX_DEBT_S * _LOOKUPS_PER_S)
 
     def _refill(self) -> None:
         now_s = self._clock_s()
-        self._left = min(self._left + (now_s - self._refilled_s) * _LOOKUPS_PER_S, _LOOKUPS_PER_S)
+        self._num_allowed = min(self._num_allowed + (now_s - self._refilled_s) * _LOOKUPS_PER_S, _LOOKUPS_PER_S)
         self._refilled_s = now_s
 
 

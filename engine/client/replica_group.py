@@ -13,10 +13,9 @@ from ..host import Core, cores_by_node, may_have_gpu, usable_cores
 from ..protocol.batch_outputs import Arrays
 from ..protocol.config import EngineConfig
 from ..protocol.errors import EngineUnavailableError, ModelLoadError, RejectionReason
-from ..protocol.messages import ModelReady
+from ..protocol.messages import ModelReady, TokenizedInput
 from ..protocol.model_info import ModelInfo
-from ..protocol.params import PoolingParams
-from ..protocol.request import RequestOptions, TokenizedInput
+from ..protocol.params import PoolingParams, RequestOptions
 from ..protocol.stage_times import STAGE_TIMES
 from .core_supervisor import CoreSupervisor, EngineState
 from .dispatcher import Dispatcher, Replica, ReplicaRun
@@ -289,9 +288,9 @@ class ReplicaBalancer:
             _end(runs)
             del runs  # the traceback of an error in them refers to this frame
 
-    async def clear_prefixes(self) -> int | None:
-        """Clears the prefix caches of all running replicas, and returns the sum; see Replica.clear_prefixes."""
-        cleared = await asyncio.gather(*(replica.clear_prefixes() for replica in self._live()))
+    async def reset_prefix_cache(self) -> int | None:
+        """Clears the prefix caches of all running replicas, and returns the sum; see Replica.reset_prefix_cache."""
+        cleared = await asyncio.gather(*(replica.reset_prefix_cache() for replica in self._live()))
         counts = [count for count in cleared if count is not None]
         return sum(counts) if counts else None
 

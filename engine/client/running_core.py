@@ -26,7 +26,7 @@ from ..protocol.messages import (
     decode_to_core,
     encode,
 )
-from .dispatcher import Send
+from .dispatcher import SendToEngine
 from .engine_process import EngineProcess
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class ProcessCore:
         return None if self._process is None else self._process.address
 
     @property
-    def send(self) -> Send:
+    def send(self) -> SendToEngine:
         """Sends the requests of one iteration of the event loop, without blocking. The core must be ready."""
         assert self._link is not None
         return self._link.connection.send

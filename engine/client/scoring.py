@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from ..protocol.batch_outputs import Arrays
 from ..protocol.errors import InvalidRequestError, UnsupportedTaskError
+from ..protocol.messages import TokenizedInput
 from ..protocol.model_info import ModelInfo, ModelKind
 from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, SparseVector, maxsim_score
-from ..protocol.params import PoolingParams
-from ..protocol.request import RequestOptions, TextOrImage, TokenizedInput
+from ..protocol.params import PoolingParams, RequestOptions, TextOrImage
 from ..protocol.results import ClassResult, EmbeddingResult, ScoreResult
 from ..protocol.tasks import PoolingTask
 from ..tokenization.input_encoder import InputEncoder, instructed_prompt

@@ -12,7 +12,7 @@ from ..protocol.config import EngineConfig
 from ..protocol.messages import Attach, Frame, FromCore, ModelReady, StepResults
 from ..protocol.model_info import ModelInfo
 from .core_supervisor import CoreSupervisor, EngineState
-from .dispatcher import Dispatcher, Send
+from .dispatcher import Dispatcher, SendToEngine
 from .engine_process import EngineProcess
 from .replica_group import ReplicaStatus, close_admission
 from .running_core import CoreLink
@@ -186,7 +186,7 @@ class EngineServer:
         """Stops the engine. May be called twice."""
         await self._supervisor.close()
 
-    def connect(self, send: Send) -> None:
+    def connect(self, send: SendToEngine) -> None:
         """Records that the engine process has loaded the model."""
         self._is_connected = True
 
@@ -202,9 +202,9 @@ class EngineServer:
             logger.error("the engine sent a result of an unknown request: %s", message)
             return
         self._stats.count(message)
-        if message.load is not None:
-            self._stats.num_waiting = message.load.num_waiting
-            self._stats.num_waiting_tokens = message.load.num_waiting_tokens
+        if message.scheduler_stats is not None:
+            self._stats.num_waiting = message.scheduler_stats.num_waiting
+            self._stats.num_waiting_tokens = message.scheduler_stats.num_waiting_tokens
 
     def _publish(self) -> None:
         # An engine process that has just ended is about to be replaced.

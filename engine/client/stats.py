@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ..images.preprocessor import ImageStats
-from ..protocol.messages import CacheUse, StepResults
+from ..protocol.messages import SequencePoolStats, StepResults
 
 _STEP_TOKENS: Final = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _STEP_SEQS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -55,7 +55,7 @@ class DispatcherStats:
         step_seqs: Sequences of the forwards.
         step_seconds: Seconds of the forwards.
         step_fill: Tokens of the forwards divided by their token budgets, 0 to 1.
-        cache_use: Latest memory use of prompts that run in chunks; None for models that run prompts whole.
+        pool_stats: Latest memory use of prompts that run in chunks; None for models that run prompts whole.
         replicas: Counters of each replica; empty if there is only one.
         vectors: Counters of the cache of embeddings; None without a cache.
         images: Counters of decoding; None for models that read texts only.
@@ -75,7 +75,7 @@ class DispatcherStats:
     step_seqs: Histogram = field(default_factory=lambda: Histogram(_STEP_SEQS))
     step_seconds: Histogram = field(default_factory=lambda: Histogram(_STEP_SECONDS))
     step_fill: Histogram = field(default_factory=lambda: Histogram(_STEP_FILLS))
-    cache_use: CacheUse | None = None
+    pool_stats: SequencePoolStats | None = None
     replicas: list[DispatcherStats] = field(default_factory=list)
     vectors: CacheStats | None = None
     images: ImageStats | None = None
@@ -98,8 +98,8 @@ class DispatcherStats:
 
     def count(self, message: StepResults) -> None:
         """Adds the tokens and seconds of a step to the counters, and takes over the state of the queue."""
-        self.cache_use = message.cache_use
-        load = message.load
+        self.pool_stats = message.pool_stats
+        load = message.scheduler_stats
         if load is not None:
             self.token_budget = load.token_budget
         if load is not None and self.num_requests:  # without requests there may be no further step

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from penstock.kernels.cpu import BatchBlocks, CpuForward, CpuLibrary, KeptRows, PagedKvCache
+from penstock.kernels.cpu import BatchBlocks, CpuForward, CpuLibrary, OutputRows, PagedKvCache
 
 from ..checkpoint.views import Floats
-from ..executors.cpu.array_encoder import ArrayEncoder, ArrayOutput
+from ..executors.cpu.array_encoder import ArrayEncoder, ArrayOutput, PackedArrays
 from ..executors.cpu.array_head import ArrayHead
-from ..executors.cpu.packed_arrays import PackedArrays
 from ..pooling import PoolingMetadata, TokenHeads
 from ..pooling.array_ops import array_pooler
 from ..protocol.batch_outputs import BatchOutputs, OutputGroup, distinct_params
@@ -30,16 +29,16 @@ from .runner import (
     DeviceLimits,
     DeviceMemoryError,
     ForwardTime,
-    KvSlots,
+    KvCacheMetadata,
     PoolingRunner,
     allocations_of,
     num_long_tokens,
 )
 from .warm_up import warm_up
 
-_POOLED_ROWS: Final[Mapping[tuple[PoolingType, ...], KeptRows]] = {
-    (PoolingType.CLS,): KeptRows.FIRST,
-    (PoolingType.LAST,): KeptRows.LAST,
+_POOLED_ROWS: Final[Mapping[tuple[PoolingType, ...], OutputRows]] = {
+    (PoolingType.CLS,): OutputRows.FIRST,
+    (PoolingType.LAST,): OutputRows.LAST,
 }
 """Rows that the pooling of a model reads; others need all rows."""
 _MIN_BATCH_PARTS: Final = 4
@@ -74,12 +73,12 @@ class _ForwardStart:
     Attributes:
         started_s: Seconds, of time.perf_counter().
         chunk_tokens: Tokens in chunks of long sequences.
-        whole_tokens: Other tokens.
+        short_tokens: Other tokens.
     """
 
     started_s: float
     chunk_tokens: int
-    whole_tokens: int
+    short_tokens: int
 
     @classmethod
     def now(cls, chunks: Sequence[PrefillChunk]) -> _ForwardStart:
@@ -106,13 +105,13 @@ class ArrayRunner(PoolingRunner[Floats]):
         token_heads: TokenHeads[Floats] | None = None,
     ) -> None:
         super().__init__(info, tokenizer, array_pooler(info, encoder, dense, token_heads), config, MemoryGauge())
-        self.keeps_order = False
+        self.is_ordered = False
         self.max_forwards = encoder.library.num_lanes
         self.limits = DeviceLimits(min_batch_tokens=max(_MIN_BATCH_PARTS * encoder.min_part_tokens, _MIN_BATCH_TOKENS))
         self._encoder = encoder
-        self._pooled_rows = KeptRows.ALL
+        self._pooled_rows = OutputRows.ALL
         if encoder.has_layers and encoder.attention_pool is None:
-            self._pooled_rows = _POOLED_ROWS.get(info.sequence_pooling, KeptRows.ALL)
+            self._pooled_rows = _POOLED_ROWS.get(info.sequence_pooling, OutputRows.ALL)
         self._kv_cache: PagedKvCache | None = None
         self._times: list[ForwardTime] = []
         self._ended_s = 0.0  # end of the last forward
@@ -165,15 +164,15 @@ class ArrayRunner(PoolingRunner[Floats]):
                 batch = PackedArrays.build([c.sequence.tokens for c in chunks], adapters=self._adapters(chunks))
                 return self._begin(chunks, batch, start)
             assert self._kv_cache is not None, "only a runner with KV blocks runs chunks"
-            slots = KvSlots.of(chunks, allocations, self._config.cache.kv_block_size)
-            kv_blocks = BatchBlocks(self._kv_cache, *slots)
+            kv_metadata = KvCacheMetadata.of(chunks, allocations, self._config.cache.kv_block_size)
+            kv_blocks = BatchBlocks(self._kv_cache, *kv_metadata)
             starts = [c.start for c in chunks]
             batch = PackedArrays.build([c.tokens for c in chunks], starts, kv_blocks, self._adapters(chunks))
             if not start.chunk_tokens:
                 return self._begin(chunks, batch, start)
-            self._meter.begin()
+            self._memory_estimator.begin()
             outputs = self._begin(chunks, batch, start).outputs()
-            self._meter.end(batch.num_tokens)
+            self._memory_estimator.end(batch.num_tokens)
             return CompletedForward(outputs)
         except MemoryError as error:
             raise DeviceMemoryError(str(error)) from error
@@ -193,14 +192,16 @@ class ArrayRunner(PoolingRunner[Floats]):
         return times
 
     def _begin(self, chunks: Sequence[PrefillChunk], batch: PackedArrays, start: _ForwardStart) -> ArrayForward:
-        kept = self._pooled_rows
-        if kept is not KeptRows.ALL and not self._reads_pooled_rows_only(chunks, batch):
-            kept = KeptRows.ALL
-        is_pooled = kept is not KeptRows.ALL or self._encoder.attention_pool is not None
+        output_rows = self._pooled_rows
+        if output_rows is not OutputRows.ALL and not self._reads_pooled_rows_only(chunks, batch):
+            output_rows = OutputRows.ALL
+        is_pooled = output_rows is not OutputRows.ALL or self._encoder.attention_pool is not None
         rows = batch.pooled() if is_pooled else batch
-        metadata = self._pooling_metadata(chunks, rows, in_chunks=batch.kv_blocks is not None)
+        metadata = self._pooler.batch_metadata(
+            chunks, rows, self._pooling_states, has_allocations=batch.kv_blocks is not None
+        )
         needs_attention = self._pooler.needs_attention(metadata.params)
-        running = self._encoder.begin(batch, need_attention=needs_attention, kept=kept)
+        running = self._encoder.begin(batch, need_attention=needs_attention, output_rows=output_rows)
         return ArrayForward(running, partial(self._finish, running, batch, metadata, start))
 
     def _reads_pooled_rows_only(self, chunks: Sequence[PrefillChunk], batch: PackedArrays) -> bool:
@@ -226,7 +227,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         now_s = time.perf_counter()
         # The time of overlapping forwards counts from the end of the previous one.
         seconds = now_s - max(start.started_s, self._ended_s)
-        self._times.append(ForwardTime(start.chunk_tokens, start.whole_tokens, seconds))
+        self._times.append(ForwardTime(start.chunk_tokens, start.short_tokens, seconds))
         self._ended_s = now_s
         return outputs
 
@@ -234,11 +235,11 @@ class ArrayRunner(PoolingRunner[Floats]):
         spec = self._encoder.cache_spec
         itemsize = self._encoder.kv_itemsize
         assert spec is not None, "only decoders have KV blocks"
-        plan = self._make_pool(spec, itemsize, self._gauge.available())
-        if plan is None:
+        pool_size = self._make_pool(spec, itemsize, self._gauge.available())
+        if pool_size is None:
             return
         layer = spec.kv_layers[0]
-        shape = (plan.num_blocks, self._config.cache.kv_block_size, layer.num_kv_heads, layer.head_size)
+        shape = (pool_size.num_blocks, self._config.cache.kv_block_size, layer.num_kv_heads, layer.head_size)
         self._kv_cache = PagedKvCache.allocate(len(spec.kv_layers), shape, itemsize)
         # The forwards of a decoder take long compared with the work between them. Large batches, which the lanes share,
         # divide the tokens more evenly than a batch for each lane.

@@ -87,7 +87,7 @@ class CompositeRunner(Runner):
         self.tokenizer = replace(documents.tokenizer, query_tokenizer=None if queries is None else queries.tokenizer)
         self.sequence_pool = documents.sequence_pool
         self.max_forwards = documents.max_forwards
-        self.keeps_order = documents.keeps_order
+        self.is_ordered = documents.is_ordered
         self.limits = documents.limits
 
     def warm_up(self) -> None:
@@ -120,9 +120,9 @@ class CompositeRunner(Runner):
         """Only `documents` has sequences in chunks."""
         self._documents.preempt(sequence, allocation)
 
-    def forget(self, sequences: Sequence[InputSequence]) -> None:
+    def drop_states(self, sequences: Sequence[InputSequence]) -> None:
         """Only `documents` has sequences in chunks."""
-        self._documents.forget(sequences)
+        self._documents.drop_states(sequences)
 
     def free_tokens(self) -> int | None:
         """Returns the tokens that `documents` has memory for."""

@@ -53,7 +53,7 @@ logger = logging.getLogger("penstock.engine")
 _MAX_BUDGETS_IN_FLIGHT: Final = 2
 """Limit of the tokens of running batches, in token budgets: the next batch starts before the current one has ended."""
 
-Send = Callable[[FromCore, list[Frame]], None]
+SendToClient = Callable[[FromCore, list[Frame]], None]
 ChunkOutputs = tuple[list[PrefillChunk], BatchOutputs]
 """Chunks that ran in one forward, and their outputs."""
 
@@ -111,7 +111,7 @@ class EngineCore:
     def __init__(
         self,
         config: EngineConfig,
-        send: Send,
+        send: SendToClient,
         load_runner: Callable[[EngineConfig], Runner],
         on_ready: Callable[[], None] = lambda: None,
         waker: Waker | None = None,
@@ -121,19 +121,19 @@ class EngineCore:
         self._send = send
         self._on_ready = on_ready
         self._load_runner = load_runner
-        self._lock = threading.Lock()  # guards the scheduler and the last three attributes below
+        self._lock = threading.Lock()  # guards _scheduler, _is_waiting_for_message, _has_freed_memory, _is_blocked
         self._waker = waker or Waker()
-        self._watch = StepWatch(config.step_timeout_s, on_stuck)
+        self._step_watch = StepWatch(config.step_timeout_s, on_stuck)
         self._scheduler: Scheduler
         self._runner: Runner
         self._build_request: Callable[[SubmitRequest, float], Request]
         self._reads_images: bool
         self._running: list[RunningBatch] = []
         self._ended_s = 0.0  # when the last batch ended
-        self._stopping = False
-        self._waits_for_message = False  # the device thread sleeps, and a message may start a batch
+        self._is_stopping = False
+        self._is_waiting_for_message = False  # the device thread sleeps, and a message may start a batch
         self._has_freed_memory = False  # by a cancellation; the next step reports it in the metrics
-        self._blocked_by_running = False  # the last batch was empty: all sequences wait for a running one
+        self._is_blocked = False  # the last batch was empty: all sequences wait for a running one
 
     def run(self) -> None:
         """Loads the model and serves until `stop`. Sends LoadFailed and returns if loading fails."""
@@ -146,13 +146,13 @@ class EngineCore:
             logger.exception("loading %s failed", self._config.model)
             self._send(LoadFailed(MachineError.__name__, f"loading {self._config.model} failed: {error!r}"), [])
             return
-        with self._watch.running():
+        with self._step_watch.running():
             try:
                 self._runner.set_wakeup_fd(self._waker.fd)
                 while self.step():
                     pass
             finally:
-                with self._watch.during(Step()):
+                with self._step_watch.during(Step()):
                     self._runner.set_wakeup_fd(None)
 
     def load(self) -> None:
@@ -173,21 +173,21 @@ class EngineCore:
                 *(info.name, ", ".join(without_weights), info.sources.get("adapters")),
             )
         self._reads_images = info.reads_images
-        block_size = None if sequence_pool.prefixes is None else self._config.cache.kv_block_size
+        block_size = None if sequence_pool.prefix_cache is None else self._config.cache.kv_block_size
         self._build_request = RequestBuilder(info, block_size, seed=f"{info.path}@{self._config.revision}").build
         self._runner.warm_up()
-        self._watch.in_order = self._runner.keeps_order
-        self._watch.max_forwards = self._runner.max_forwards
-        self._watch.record(Step(num_tokens=self._runner.limits.max_tokens or 0), 0.0)
+        self._step_watch.is_ordered = self._runner.is_ordered
+        self._step_watch.max_forwards = self._runner.max_forwards
+        self._step_watch.record(Step(num_tokens=self._runner.limits.max_tokens or 0), 0.0)
         for forward_time in self._runner.take_times():  # of the warm-up
             self._scheduler.chunk_sizes.record(*forward_time)
-            num_tokens = forward_time.chunk_tokens + forward_time.whole_tokens
-            self._watch.record(Step(num_tokens=num_tokens), forward_time.seconds)
+            num_tokens = forward_time.chunk_tokens + forward_time.short_tokens
+            self._step_watch.record(Step(num_tokens=num_tokens), forward_time.seconds)
         self._on_ready()
         self._send(ModelReady(info, self._runner.tokenizer), [])
         if not sequence_pool.is_empty:
             # The metrics of the pool are available from the start.
-            metrics = self._scheduler.cache_use(Batch()), self._scheduler.load(0, 0)
+            metrics = self._scheduler.pool_stats(Batch()), self._scheduler.stats(0, 0)
             self._send(StepResults([], 0, 0.0, *metrics), [])
 
     def step(self) -> bool:
@@ -195,9 +195,9 @@ class EngineCore:
 
         Returns False after `stop`.
         """
-        with self._watch.during(Step()):
+        with self._step_watch.during(Step()):
             self._wait()
-            is_last = self._stopping
+            is_last = self._is_stopping
             if not is_last:
                 self._begin_batch()
             for running in list(self._running):
@@ -216,7 +216,7 @@ class EngineCore:
         requests = [self._build_request(each, now_s) for each in unpack_client_message(message, frame)]
         with self._lock:
             for request in requests:
-                self._blocked_by_running = False
+                self._is_blocked = False
                 try:
                     self._scheduler.add(request)
                 except ValueError as error:
@@ -225,8 +225,8 @@ class EngineCore:
             for request_id in message.cancels:
                 self._cancel(request_id)
             for request_id in message.clears:
-                self._clear_prefixes(request_id)
-            should_wake = self._waits_for_message or self._has_freed_memory
+                self._reset_prefix_cache(request_id)
+            should_wake = self._is_waiting_for_message or self._has_freed_memory
         if should_wake:
             self._waker.wake()
 
@@ -239,7 +239,7 @@ class EngineCore:
 
     def stop(self) -> None:
         """Makes `run` return after the running batches."""
-        self._stopping = True
+        self._is_stopping = True
         self._waker.wake()
 
     def _wait(self) -> None:
@@ -251,13 +251,13 @@ class EngineCore:
             with self._lock:
                 next_start = self._next_start()
                 has_ended = any(running.forward.is_done for running in self._running)
-                if self._stopping or has_ended or next_start is NextStart.NOW:
+                if self._is_stopping or has_ended or next_start is NextStart.NOW:
                     return
-                self._waits_for_message = next_start is NextStart.AFTER_MESSAGE
-            with self._watch.idle():
+                self._is_waiting_for_message = next_start is NextStart.AFTER_MESSAGE
+            with self._step_watch.idle():
                 callbacks = self._waker.wait()
             with self._lock:
-                self._waits_for_message = False
+                self._is_waiting_for_message = False
 
     def _next_start(self) -> NextStart:
         """Returns when the next batch starts. The caller holds the lock."""
@@ -265,9 +265,9 @@ class EngineCore:
             return NextStart.AFTER_BATCH
         if self._has_freed_memory:
             return NextStart.NOW  # an empty batch, which reports the free memory in the metrics
-        if self._blocked_by_running or not self._scheduler.has_work:
+        if self._is_blocked or not self._scheduler.has_work:
             return NextStart.AFTER_MESSAGE
-        is_busy = self._runner.keeps_order and any(not running.forward.is_done for running in self._running)
+        is_busy = self._runner.is_ordered and any(not running.forward.is_done for running in self._running)
         if is_busy and not self._scheduler.has_large_batch:
             # To queue a batch behind a running one only saves the pause between them, so a small batch waits for more
             # sequences.
@@ -280,7 +280,7 @@ class EngineCore:
         scheduler = self._scheduler
         if not runner.has_capacity:
             return False
-        if scheduler.has_long and (not runner.keeps_order or scheduler.needs_idle_device):
+        if scheduler.has_long and (not runner.is_ordered or scheduler.needs_idle_device):
             return False  # a chunk needs the chunks before it
         num_tokens = sum(running.step.num_tokens for running in self._running if not running.forward.is_done)
         return num_tokens < _MAX_BUDGETS_IN_FLIGHT * scheduler.token_budget
@@ -295,15 +295,15 @@ class EngineCore:
                 return
             free_tokens = self._runner.free_tokens() if self._scheduler.has_long else None
             batch = self._scheduler.schedule(time.monotonic(), free_tokens)
-            for request in batch.expired:
+            for request in batch.expired_requests:
                 self._send_failure(request, DeadlineExceededError("The deadline passed before the result."))
-            self._blocked_by_running = not batch.chunks and bool(self._running)
-        self._runner.forget(batch.ended)
-        for sequence, allocation in batch.preempted:
+            self._is_blocked = not batch.chunks and bool(self._running)
+        self._runner.drop_states(batch.ended_sequences)
+        for sequence, allocation in batch.preempted_sequences:
             self._preempt(sequence, allocation)
         step = Step.of(batch.chunks)
         started_s = time.monotonic()
-        with self._watch.during(step):
+        with self._step_watch.during(step):
             try:
                 forward = self._runner.begin(batch.chunks) if batch.chunks else CompletedForward(BatchOutputs.of(0, ()))
             except DeviceLostError:
@@ -312,7 +312,7 @@ class EngineCore:
                 clear_frames(error.__traceback__)  # the frames refer to tensors of the forward
                 forward = CompletedForward(error)
         self._running.append(RunningBatch(batch, forward, started_s, step, ran_alone=not self._running))
-        self._watch.in_flight.append(step)
+        self._step_watch.in_flight.append(step)
         if batch.num_long and not forward.is_done:
             with self._lock:
                 self._scheduler.allow_next_chunks(batch)
@@ -324,39 +324,39 @@ class EngineCore:
         if running not in self._running:
             return  # an earlier batch ran out of memory and finished this one; see `_divide`
         self._running.remove(running)
-        self._watch.in_flight.remove(running.step)
+        self._step_watch.in_flight.remove(running.step)
         chunks = running.batch.chunks
         step = running.step
         if chunks:
             with self._lock:
-                self._blocked_by_running = False
+                self._is_blocked = False
         forwards: list[ChunkOutputs] = []
         failure: Exception | None = None
         try:
-            with self._watch.during(step):
+            with self._step_watch.during(step):
                 forwards.append((chunks, running.forward.outputs()))
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
             failure = error
         if failure is not None:
             # Without order, batches that started later may have taken the memory.
-            ran_alone = running.ran_alone and (self._runner.keeps_order or not self._running)
+            ran_alone = running.ran_alone and (self._runner.is_ordered or not self._running)
             forwards = self._run_again(chunks, failure, ran_alone=ran_alone)
         ended_s = time.monotonic()
         if failure is None:
-            started_s = max(running.started_s, self._ended_s) if self._runner.keeps_order else running.started_s
-            self._watch.record(step, ended_s - started_s)
+            started_s = max(running.started_s, self._ended_s) if self._runner.is_ordered else running.started_s
+            self._step_watch.record(step, ended_s - started_s)
         self._deliver(running.batch, forwards, running.started_s, ended_s)
 
     def _cancel(self, request_id: int, *, drop_cached_blocks: bool = False) -> Request | None:
         """Ends a request and drops its later results. The caller holds the lock."""
         request = self._scheduler.cancel(request_id, drop_cached_blocks=drop_cached_blocks)
-        self._blocked_by_running = False
+        self._is_blocked = False
         self._has_freed_memory |= request is not None and not self._runner.sequence_pool.is_empty
         return request
 
-    def _clear_prefixes(self, request_id: int) -> None:
+    def _reset_prefix_cache(self, request_id: int) -> None:
         """Empties the prefix cache and reports the number of blocks. The caller holds the lock."""
-        num_blocks = self._runner.sequence_pool.clear_prefixes()
+        num_blocks = self._runner.sequence_pool.reset_prefix_cache()
         self._send(PrefixCacheCleared(request_id, num_blocks), [])
 
     def _preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
@@ -378,7 +378,7 @@ class EngineCore:
             if not part:
                 continue
             try:
-                with self._watch.during(Step.of(part)):
+                with self._step_watch.during(Step.of(part)):
                     forwards.append((part, self._runner.execute(part)))
             except Exception as error:  # noqa: BLE001 - as in `_finish`
                 parts = self._divide(part, error) + parts
@@ -439,13 +439,13 @@ class EngineCore:
         if self._reads_images:
             num_images = sum(len(chunk.sequence.tokens.images) for chunk in ran if not chunk.start)
         with self._lock:
-            # `not_finite` is lazy: a cancellation below also excludes later sequences of the same request.
-            for sequence in chain.from_iterable(not_finite(chunks, outputs) for chunks, outputs in forwards):
+            # `non_finite_sequences` is lazy: a cancellation below also excludes later sequences of the same request.
+            for sequence in chain.from_iterable(non_finite_sequences(chunks, outputs) for chunks, outputs in forwards):
                 message = f"The model returned NaN or infinite values for input {sequence.index}."
                 # Also ends the request's other sequences. Their blocks may be wrong: the prefix cache drops them.
                 self._cancel(sequence.request.request_id, drop_cached_blocks=True)
                 self._send_failure(sequence.request, ModelExecutionError(message))
-            arrays = [array for chunks, outputs in forwards for array in results_of(chunks, outputs, started_s)]
+            arrays = [array for chunks, outputs in forwards for array in result_arrays(chunks, outputs, started_s)]
             finished = [
                 (r.request_id, r.started_s - r.arrival_s, ended_s - r.started_s)
                 for r in self._scheduler.finish(batch)
@@ -453,8 +453,8 @@ class EngineCore:
             ]
             for forward_time in self._runner.take_times():
                 self._scheduler.chunk_sizes.record(*forward_time)
-            cache = self._scheduler.cache_use(batch)
-            load = self._scheduler.load(len(ran), batch.num_deferred, num_images)
+            cache = self._scheduler.pool_stats(batch)
+            load = self._scheduler.stats(len(ran), batch.num_deferred, num_images)
             self._has_freed_memory = False
         headers, frames = pack_results(arrays)
         # The time of overlapping batches counts from the end of the previous one, so that the sum is the device's time.
@@ -465,7 +465,7 @@ class EngineCore:
         self._send(StepResults(headers, num_tokens, step_s, cache, load, finished), frames)
 
 
-def not_finite(chunks: Sequence[PrefillChunk], outputs: BatchOutputs) -> Iterator[InputSequence]:
+def non_finite_sequences(chunks: Sequence[PrefillChunk], outputs: BatchOutputs) -> Iterator[InputSequence]:
     """Yields the sequences with NaN or inf in their outputs, except cancelled ones.
 
     Args:
@@ -478,7 +478,7 @@ def not_finite(chunks: Sequence[PrefillChunk], outputs: BatchOutputs) -> Iterato
             yield sequence
 
 
-def results_of(chunks: Sequence[PrefillChunk], outputs: BatchOutputs, started_s: float) -> list[ResultArray]:
+def result_arrays(chunks: Sequence[PrefillChunk], outputs: BatchOutputs, started_s: float) -> list[ResultArray]:
     """Maps batch outputs back to requests and skips cancelled ones. Records the start of a request's first forward.
 
     Args:

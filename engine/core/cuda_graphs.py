@@ -17,8 +17,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..executors.torch.base import ModelOutput, PackedModel
-from ..executors.torch.packed_batch import PackedBatch
+from ..executors.torch.packed_batch import ModelOutput, PackedBatch, PackedModel
 from ..protocol.config import SchedulerConfig
 from ..protocol.model_info import ModelInfo
 from .warm_up import SampleBatches
@@ -64,7 +63,7 @@ class Bucket(NamedTuple):
         return tuple(lengths)
 
 
-class Buckets:
+class BucketTable:
     """The buckets of one model.
 
     Args:
@@ -154,7 +153,7 @@ class ForwardGraphs:
             device.
     """
 
-    def __init__(self, model: PackedModel, recorder: CudaRecorder, buckets: Buckets, device: torch.device) -> None:
+    def __init__(self, model: PackedModel, recorder: CudaRecorder, buckets: BucketTable, device: torch.device) -> None:
         self._model = model
         self._recorder = recorder
         self._buckets = buckets
@@ -282,7 +281,7 @@ def record_forwards(
     return graphs if graphs.record(make) else None
 
 
-def small_batches(info: ModelInfo, limits: SchedulerConfig) -> Buckets:
+def small_batches(info: ModelInfo, limits: SchedulerConfig) -> BucketTable:
     """Returns the bucket sizes to capture."""
     max_tokens = min(limits.token_budget(info.device), _MAX_TOKENS)
-    return Buckets(max_tokens, info.max_model_len, limits.seqs(info.device))
+    return BucketTable(max_tokens, info.max_model_len, limits.seqs(info.device))

@@ -11,9 +11,8 @@ from typing import Final
 
 import torch
 
-from ..executors.torch.base import PackedModel
 from ..executors.torch.model_heads import Dense
-from ..executors.torch.packed_batch import PackedBatch
+from ..executors.torch.packed_batch import PackedBatch, PackedModel
 from ..host import compute_threads
 from ..pooling import TokenHeads
 from ..pooling.model_pooler import OutputCopy
@@ -65,7 +64,7 @@ class DeviceForward:
         """Waits for the copy of the outputs. Raises only DeviceLostError: `begin` raises the errors of a request."""
         with device_errors():
             self.ended.wait()
-        return self.copy.arrived()
+        return self.copy.outputs()
 
 
 class ModelRunner(PoolingRunner[torch.Tensor]):
@@ -153,12 +152,12 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
             with device_errors():
                 self._memory.save(sequence, allocation)
 
-    def forget(self, sequences: Sequence[InputSequence]) -> None:
+    def drop_states(self, sequences: Sequence[InputSequence]) -> None:
         """Drops the pooling states and the saved SSM states."""
-        super().forget(sequences)
+        super().drop_states(sequences)
         if self._memory is not None:
             for sequence in sequences:
-                self._memory.forget(sequence)
+                self._memory.drop_states(sequence)
 
     def take_times(self) -> list[ForwardTime]:
         """Returns the times that ForwardTimer measured with events of the device."""
@@ -194,10 +193,10 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
             starts = [chunk.start for chunk in chunks]
             tokens = [chunk.tokens for chunk in chunks]
             batch = PackedBatch.build(tokens, self._device, starts=starts, cache=cache, adapters=adapters)
-        metadata = self._pooling_metadata(chunks, batch, in_chunks=cache is not None)
+        metadata = self._pooler.batch_metadata(chunks, batch, self._pooling_states, has_allocations=cache is not None)
         chunk_tokens = num_long_tokens(chunks)
         if chunk_tokens:
-            self._meter.begin()
+            self._memory_estimator.begin()
         self._timer.begin()
         forward = self._model.forward if self._graphs is None else self._graphs.forward
         output = forward(batch, need_attention=self._pooler.needs_attention(metadata.params))
@@ -208,7 +207,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
             self._memory.advance(chunks)
         ended = self._timer.end(chunk_tokens, batch.num_tokens - chunk_tokens)
         if chunk_tokens:
-            self._meter.end(batch.num_tokens)  # torch counts allocations when they are requested
+            self._memory_estimator.end(batch.num_tokens)  # torch counts allocations when they are requested
         if isinstance(result, BatchOutputs):
             return CompletedForward(result)
         self._in_flight.append(ended)
@@ -245,11 +244,11 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
     def _reserve_chunks(self, spec: CacheSpec, *, free_bytes: int) -> None:
         """Reserves the memory of sequences in chunks, if at least one fits; see `_make_pool`."""
         dtype = torch_dtype(self.info.dtype)
-        plan = self._make_pool(spec, dtype.itemsize, free_bytes)
-        if plan is not None:
+        pool_size = self._make_pool(spec, dtype.itemsize, free_bytes)
+        if pool_size is not None:
             block_size = self._config.cache.kv_block_size
             self._memory = ChunkMemory(
-                spec, plan, block_size=block_size, dtype=dtype, device=self._device, stream=self._stream
+                spec, pool_size, block_size=block_size, dtype=dtype, device=self._device, stream=self._stream
             )
 
 

@@ -1,31 +1,27 @@
 """The interface between the loop and the runners, and the code that both runners share. Plain Python without torch.
 
-PoolingRunner has the shared code: pooling metadata, the memory of sequences in chunks, and the slots of its keys and
-values.
+PoolingRunner has the shared code: the memory of sequences in chunks and their pooling states. KvCacheMetadata finds the
+keys and values of a batch.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol
+from typing import Final, Generic, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..model_files.draft import config_parts
-from ..pooling import ChunkedPoolingManager, ModelPooler, PoolingMetadata
+from ..pooling import ChunkedPoolingManager, ModelPooler
 from ..pooling.row_ops import R
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec
-from ..scheduling import Allocation, CacheSpec, InputSequence, PoolPlan, PrefillChunk, SequencePool
+from ..scheduling import Allocation, CacheSpec, InputSequence, PoolSize, PrefillChunk, SequencePool
 from ..scheduling.cache_spec import make_pool
-from .device.memory import MemoryGauge, MemoryMeter
-
-if TYPE_CHECKING:
-    from ..executors.cpu.packed_arrays import PackedArrays
-    from ..executors.torch.packed_batch import PackedBatch
+from .device.memory import MemoryGauge, TokenMemoryEstimator
 
 _HALF_TYPES: Final = ("bfloat16", "float16")
 _NO_BLOCKS: Final = np.zeros(0, np.int64)
@@ -44,12 +40,12 @@ class ForwardTime(NamedTuple):
 
     Attributes:
         chunk_tokens: Tokens in chunks of long sequences.
-        whole_tokens: Other tokens.
+        short_tokens: Other tokens.
         seconds: Seconds on the device.
     """
 
     chunk_tokens: int
-    whole_tokens: int
+    short_tokens: int
     seconds: float
 
 
@@ -97,7 +93,7 @@ class Runner(ABC):
         tokenizer: Tokenizer, sent to the clients.
         sequence_pool: Memory of the sequences that run in chunks.
         max_forwards: Forwards that can run at the same time: with the C library, one on each of its threads (lanes).
-        keeps_order: Forwards run one after the other, in the order of `begin`. Several chunks of one sequence may then
+        is_ordered: Forwards run one after the other, in the order of `begin`. Several chunks of one sequence may then
             be in flight, and later forwards may reuse the memory of a cancelled one.
         limits: Limits of the device.
     """
@@ -106,7 +102,7 @@ class Runner(ABC):
     tokenizer: TokenizerSpec
     sequence_pool: SequencePool
     max_forwards: int = 1
-    keeps_order: bool = True
+    is_ordered: bool = True
     limits: DeviceLimits = DeviceLimits()
 
     @abstractmethod
@@ -133,7 +129,7 @@ class Runner(ABC):
     def begin(self, chunks: Sequence[PrefillChunk]) -> Forward:
         """Starts one forward. May return before the forward ends.
 
-        If `keeps_order`, the pooling states include the forward when this returns, so that the next chunks of the same
+        If `is_ordered`, the pooling states include the forward when this returns, so that the next chunks of the same
         sequences may start at once. Otherwise `Forward.outputs` stores the states, and only forwards of whole sequences
         overlap.
 
@@ -155,7 +151,7 @@ class Runner(ABC):
         """Saves the SSM states of a preempted sequence. Raises the errors of `execute`."""
 
     @abstractmethod
-    def forget(self, sequences: Sequence[InputSequence]) -> None:
+    def drop_states(self, sequences: Sequence[InputSequence]) -> None:
         """Drops the pooling states and saved SSM states of sequences that have ended or were cancelled."""
 
     @abstractmethod
@@ -187,7 +183,7 @@ class CompletedForward:
 
 
 class PoolingRunner(Runner, Generic[R]):
-    """Base class of the two runners: memory sizes, pooling metadata and pooling states."""
+    """Base class of the two runners: memory sizes and pooling states."""
 
     def __init__(
         self,
@@ -207,25 +203,25 @@ class PoolingRunner(Runner, Generic[R]):
             info.hidden_size, strategy=info.sequence_pooling or info.token_pooling, ops=pooler.ops
         )
         self._gauge = gauge
-        self._meter = MemoryMeter(gauge, _token_bytes(info))
+        self._memory_estimator = TokenMemoryEstimator(gauge, _token_bytes(info))
 
-    def forget(self, sequences: Sequence[InputSequence]) -> None:
+    def drop_states(self, sequences: Sequence[InputSequence]) -> None:
         """Drops the pooling states. ModelRunner also drops saved SSM states."""
         for sequence in sequences:
             self._pooling_states.cancel(sequence)
 
     def free_tokens(self) -> int:
         """Estimates the tokens from the free memory and the measured bytes of a token."""
-        return self._meter.free_tokens()
+        return self._memory_estimator.free_tokens()
 
-    def _make_pool(self, spec: CacheSpec, itemsize: int, free_bytes: int) -> PoolPlan | None:
+    def _make_pool(self, spec: CacheSpec, itemsize: int, free_bytes: int) -> PoolSize | None:
         """Creates the pool of sequences in chunks: `kv_cache_memory` bytes, or a share of `free_bytes`."""
         config = self._config
         num_bytes = config.cache.kv_cache_memory
         if num_bytes is None:
             num_bytes = int(free_bytes * config.cache.cache_memory_fraction / config.num_engines)
         max_num_seqs = config.scheduler.seqs(self.info.device)
-        planned = make_pool(
+        sized_pool = make_pool(
             spec,
             config,
             num_bytes=num_bytes,
@@ -233,10 +229,10 @@ class PoolingRunner(Runner, Generic[R]):
             max_num_seqs=max_num_seqs,
             is_reserved=self.info.device != "cpu",
         )
-        if planned is None:
+        if sized_pool is None:
             return None
-        plan, self.sequence_pool = planned
-        return plan
+        pool_size, self.sequence_pool = sized_pool
+        return pool_size
 
     def _uses_chunks(self) -> bool:
         """Whether the operator wants chunks or a prefix cache."""
@@ -253,26 +249,6 @@ class PoolingRunner(Runner, Generic[R]):
         if not any(names):
             return None
         return np.array([-1 if name is None else self._adapter_numbers[name] for name in names], np.int32)
-
-    def _pooling_metadata(
-        self, chunks: Sequence[PrefillChunk], batch: PackedBatch | PackedArrays, *, in_chunks: bool
-    ) -> PoolingMetadata:
-        """Returns the pooling metadata of a batch. `in_chunks`: whether a sequence of the batch has an allocation."""
-        sequences = [chunk.sequence for chunk in chunks]
-        params = [sequence.request.params for sequence in sequences]
-        vectors = [sequence.tokens.query_vectors for sequence in sequences]
-        queries = vectors if any(query is not None for query in vectors) else None
-        if not in_chunks:
-            return PoolingMetadata.for_batch(batch, params, queries=queries)
-        metadata = PoolingMetadata.for_batch(
-            batch,
-            params,
-            seq_ids=sequences,
-            starts=[chunk.start for chunk in chunks],
-            total_lens=[sequence.num_tokens for sequence in sequences],
-            queries=queries,
-        )
-        return self._pooling_states.with_cursors(metadata)
 
 
 def allocations_of(chunks: Sequence[PrefillChunk]) -> list[Allocation | None]:
@@ -302,23 +278,25 @@ def _token_bytes(info: ModelInfo) -> int:
     return width * (2 if info.dtype in _HALF_TYPES else 4)
 
 
-class KvSlots(NamedTuple):
-    """Slots of the keys and values of a batch. T packed tokens, N chunks, B blocks.
+class KvCacheMetadata(NamedTuple):
+    """Blocks and slots of the keys and values of a batch. T packed tokens, N chunks, B blocks.
 
     Attributes:
         context_lens: [N] int32, tokens of each sequence before its chunk.
         block_tables: [N, B] int32, block table of each sequence up to the end of its chunk, padded with zeros; zeros
             for chunks that start a sequence.
-        slots: [T] int64, block * block size + offset of the keys and values of each token; -1: not stored.
+        slot_mapping: [T] int64, block * block size + offset of the keys and values of each token; -1: not stored.
     """
 
     context_lens: NDArray[np.int32]
     block_tables: NDArray[np.int32]
-    slots: NDArray[np.int64]
+    slot_mapping: NDArray[np.int64]
 
     @classmethod
-    def of(cls, chunks: Sequence[PrefillChunk], allocations: Sequence[Allocation | None], block_size: int) -> KvSlots:
-        """Returns the slots of chunks. Chunks without an allocation store nothing."""
+    def of(
+        cls, chunks: Sequence[PrefillChunk], allocations: Sequence[Allocation | None], block_size: int
+    ) -> KvCacheMetadata:
+        """Returns the blocks and slots of chunks. Chunks without an allocation store nothing."""
         blocks = [_NO_BLOCKS if a is None else np.asarray(a.block_ids, np.int64) for a in allocations]
         read = [b[: -(-c.end // block_size)] if c.start else _NO_BLOCKS for c, b in zip(chunks, blocks, strict=True)]
         tables = np.zeros((len(chunks), max(map(len, read))), np.int32)
@@ -329,8 +307,8 @@ class KvSlots(NamedTuple):
         first_rows = np.cumsum(lengths) - lengths
         first_blocks = np.cumsum([len(b) for b in blocks]) - [len(b) for b in blocks]
         positions = np.arange(lengths.sum()) + np.repeat(starts - first_rows, lengths)
-        slots = np.full(len(positions), -1, np.int64)
+        slot_mapping = np.full(len(positions), -1, np.int64)
         stored = np.flatnonzero(np.repeat([a is not None for a in allocations], lengths))
         indices = np.repeat(first_blocks, lengths)[stored] + positions[stored] // block_size
-        slots[stored] = np.concatenate(blocks)[indices] * block_size + positions[stored] % block_size
-        return cls(starts, tables, slots)
+        slot_mapping[stored] = np.concatenate(blocks)[indices] * block_size + positions[stored] % block_size
+        return cls(starts, tables, slot_mapping)

@@ -64,13 +64,13 @@ class StepWatch:
 
     Attributes:
         in_flight: Steps of forwards that have started and were not collected, in order.
-        in_order: Whether the device runs forwards one after another, so that only the first one makes progress.
+        is_ordered: Whether the device runs forwards one after another, so that only the first one makes progress.
         max_forwards: Forwards that can run at the same time.
     """
 
     def __init__(self, min_limit_s: float, on_stuck: Callable[[str], None]) -> None:
         self.in_flight: list[Step] = []
-        self.in_order = True
+        self.is_ordered = True
         self.max_forwards = 1
         self._min_limit_s = min_limit_s
         self._interval_s = min_limit_s / _CHECKS_PER_LIMIT
@@ -138,7 +138,7 @@ class StepWatch:
         if current is not None:
             watched.append(current)
         if current is None or not current.num_checks:  # otherwise the engine thread itself makes no progress
-            in_flight = self.in_flight[:1] if self.in_order else self.in_flight[:]
+            in_flight = self.in_flight[:1] if self.is_ordered else self.in_flight[:]
             watched += [step for step in in_flight if step is not current]
         for step in watched:
             step.num_checks += 1

@@ -48,7 +48,7 @@ class Waker:
         """Also wakes the thread when `file` is readable; `wait` then returns `on_readable`."""
         self._selector.register(file, selectors.EVENT_READ, on_readable)
 
-    def ignore(self, file: HasFileno) -> None:
+    def unwatch(self, file: HasFileno) -> None:
         """Ends `watch`. Call it before the file is closed."""
         self._selector.unregister(file)
 

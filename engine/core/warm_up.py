@@ -17,9 +17,9 @@ import numpy as np
 
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import SchedulerConfig
+from ..protocol.messages import TokenizedInput
 from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..protocol.params import PoolingParams
-from ..protocol.request import TokenizedInput
 from ..protocol.tasks import PoolingTask
 from ..scheduling import InputSequence, PrefillChunk, Request, SequencePool
 from .loading.load_errors import needs_torch

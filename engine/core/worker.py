@@ -205,7 +205,7 @@ class ClientConnections:
 
     def _disconnect(self, connection: MessageConnection) -> None:
         """Cancels the requests of a client that has disconnected."""
-        self._waker.ignore(connection)
+        self._waker.unwatch(connection)
         connection.close()
         for number in [number for number, other in self._connections.items() if other is connection]:
             del self._connections[number]

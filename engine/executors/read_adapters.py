@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from penstock.kernels.cpu import ADAPTED_MAPS, AdapterWeights, LowRankWeights
+from penstock.kernels.cpu import ADAPTED_LINEARS, AdapterWeights, LowRankWeights
 
 from ..checkpoint.files import Checkpoint, check_file, quoted_names
 from ..checkpoint.views import ArrayFile, ArrayWeights, Floats, as_floats
@@ -65,7 +65,7 @@ class _Map(NamedTuple):
 
     Attributes:
         layer: Index of the layer.
-        name: Name in ADAPTED_MAPS.
+        name: Name in ADAPTED_LINEARS.
         linear: The whole map.
         first_row: First row of the part.
         num_rows: Number of rows of the part.
@@ -196,7 +196,7 @@ def _namings(spec: ModelSpec) -> Iterator[dict[str, _Map | _Table]]:
 
 
 def _parts(index: int, layer: LayerSpec) -> Iterator[tuple[str, _Map]]:
-    for name in ADAPTED_MAPS:
+    for name in ADAPTED_LINEARS:
         linear: LinearSpec | None = getattr(layer, name)
         if linear is not None:
             first_rows = accumulate(linear.rows, initial=0)

@@ -17,7 +17,7 @@ from ..protocol.model_info import ClassifierMethod, ModelInfo, ModelKind
 from .config_values import check_layer_types, read_config
 from .rope import RopeSpec
 from .spec import (
-    AnswerSpec,
+    AnswerHeadSpec,
     AttentionKind,
     AttentionSpec,
     Bias,
@@ -274,9 +274,9 @@ def decoder_head(info: ModelInfo, size: int) -> HeadSpec | None:
     return answer_head(info, size, info.config.get("text_config") or info.config)
 
 
-def answer_head(info: ModelInfo, size: int, config: Mapping[str, Any]) -> AnswerSpec:
+def answer_head(info: ModelInfo, size: int, config: Mapping[str, Any]) -> AnswerHeadSpec:
     """Returns the head of a generative reranker. `config` has the scale and the soft cap of its logits."""
-    return AnswerSpec(
+    return AnswerHeadSpec(
         tokens=info.classifier_tokens,
         vocab_size=info.vocab_size,
         size=size,

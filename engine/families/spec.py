@@ -457,7 +457,7 @@ class DisentangledSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerSpec:
+class AnswerHeadSpec:
     """The head of a generative reranker: next-token logits of its answer tokens.
 
     Attributes:
@@ -525,7 +525,7 @@ def no_vocabulary_head(info: ModelInfo) -> UnsupportedModelError:
     )
 
 
-HeadSpec = tuple[LinearSpec | NormSpec, ...] | AnswerSpec
+HeadSpec = tuple[LinearSpec | NormSpec, ...] | AnswerHeadSpec
 """A classification head: a sequence of projections and norms, or the answer tokens of a reranker."""
 
 

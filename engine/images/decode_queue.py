@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from ..daemon_threads import DaemonThreads
+from ..daemon_threads import DaemonThreadPool
 from ..host import trim_heap
 from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, RejectionReason, shutting_down
-from ..protocol.request import CLIENT
+from ..protocol.params import CLIENT
 from ..protocol.shared_resource import WorkLimit
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class _Image:
     """An image that waits or runs.
 
     Attributes:
-        due: Order within the client: the smallest runs first.
+        virtual_deadline: Order within the client: the smallest runs first.
         job: Decodes the image.
         result: Result of `job`.
         num_overtaking: Pixels that started although this image came first, because it did not fit into the memory.
@@ -60,7 +60,7 @@ class _Image:
     client: str
     num_pixels: int
     num_bytes: int
-    due: float
+    virtual_deadline: float
     job: Callable[[], Any]
     result: asyncio.Future[Any]
     num_overtaking: int = 0
@@ -87,9 +87,9 @@ class DecodeQueue:
         self._num_threads = num_threads
         self._max_bytes = max_bytes
         self._on_rejection = on_rejection
-        self._threads = DaemonThreads(num_threads + 1, "images")
+        self._threads = DaemonThreadPool(num_threads + 1, "images")
         self._is_closed = False
-        self._waiting: dict[str, list[_Image]] = {}  # by client, ordered by `due`
+        self._waiting: dict[str, list[_Image]] = {}  # by client, ordered by `virtual_deadline`
         self._starts: dict[str, float] = {}  # virtual start time of each client in pixels
         self._virtual_time = 0.0
         self._running = set[_Image]()
@@ -141,7 +141,7 @@ class DecodeQueue:
             self._starts[client] = max(self._starts.get(client, 0.0), self._virtual_time)
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         image = _Image(client, num_pixels, num_bytes, self._starts[client] + SLOWDOWN * num_pixels, job, result)
-        insort(self._waiting[client], image, key=lambda other: other.due)
+        insort(self._waiting[client], image, key=lambda other: other.virtual_deadline)
         try:
             self._start_images()
             return await result

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
-from ..daemon_threads import DaemonThreads
+from ..daemon_threads import DaemonThreadPool
 from ..protocol.config import IMAGE_MEMORY
 from ..protocol.errors import (
     InvalidRequestError,
@@ -86,7 +86,7 @@ class ImagePreprocessor:
         self._process = _load_process(spec)
         self._limits = limits
         self._num_workers = num_workers
-        self._headers = DaemonThreads(1, "image-headers")
+        self._headers = DaemonThreadPool(1, "image-headers")
         self._queue = DecodeQueue(num_workers, max_decoding_bytes, max_queue_s, on_rejection)
 
     async def preprocess(

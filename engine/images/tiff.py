@@ -1,7 +1,7 @@
 """Reads the first directory of TIFF files, and the orientation in EXIF data, which have the same structure.
 
 Pillow alone is not safe: `Image.open` copies the values of all tags, which may overlap, and `load` reads the
-directories that EXIF tags point to. So decoding sees only the tags in _KEPT.
+directories that EXIF tags point to. So decoding sees only the tags in _COPIED_TAGS.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WIDTH, _HEIGHT, _COMPRESSION, _ORIENTATION, _SAMPLES, _PLANAR = 256, 257, 259, 
 _STRIP_OFFSETS, _ROWS_PER_STRIP, _STRIP_BYTES = 273, 278, 279
 _TILE_WIDTH, _TILE_HEIGHT, _TILE_OFFSETS, _TILE_BYTES = 322, 323, 324, 325
 _XMP: Final = 700
-_KEPT: Final = frozenset(
+_COPIED_TAGS: Final = frozenset(
     (
         *(_WIDTH, _HEIGHT, 258, _COMPRESSION, 262, 266, _STRIP_OFFSETS, _SAMPLES, _ROWS_PER_STRIP, _STRIP_BYTES),
         *(_PLANAR, 292, 293, 317, 320, _TILE_WIDTH, _TILE_HEIGHT, _TILE_OFFSETS, _TILE_BYTES, 332, 338, 339, 347),
@@ -55,7 +55,7 @@ class _Tag(NamedTuple):
 
 
 def read_tiff(data: bytes) -> Header:
-    """Keeps the first page, and of its directory the tags in _KEPT.
+    """Keeps the first page, and of its directory the tags in _COPIED_TAGS.
 
     Raises:
         ImageError: The file is not a supported TIFF file.
@@ -67,7 +67,7 @@ def read_tiff(data: bytes) -> Header:
     num_decoded_pixels = _check_layout(tags, order, width, height, data)
     orientation = _integer(tags, order, _ORIENTATION, 0)
     xmp = tags[_XMP].data if _XMP in tags else b""
-    kept = [tag.entry for number, tag in sorted(tags.items()) if number in _KEPT]
+    kept = [tag.entry for number, tag in sorted(tags.items()) if number in _COPIED_TAGS]
     directory = struct.pack(order + "H", len(kept)) + b"".join(kept)
     end = start + 2 + 12 * num_entries + 4
     view = memoryview(data)
@@ -115,7 +115,7 @@ def _read_directory(data: bytes, order: str) -> tuple[int, int, dict[int, _Tag]]
     num_bytes = 0
     for at in range(start + 2, start + 2 + 12 * num_entries, 12):
         number, kind, count, offset = struct.unpack_from(order + "HHII", data, at)
-        if kind not in _SIZES or number in tags or (number not in _KEPT and number not in (_ORIENTATION, _XMP)):
+        if kind not in _SIZES or number in tags or (number not in _COPIED_TAGS and number not in (_ORIENTATION, _XMP)):
             continue
         size = count * _SIZES[kind]
         num_bytes += size

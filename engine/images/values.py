@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_MAX_FILE_BYTES: Final = 1 << 28
+_MAX_FILE_BYTES: Final = 256 << 20
 _MAX_URI_HEAD: Final = 256
 _PNG_MODES: Final = frozenset(("1", "L", "LA", "P", "RGB", "RGBA", "I;16"))
 _SHOWN_CHARS: Final = 100
 
 
 class ImageValueError(Exception):
-    """A value is no image. The message continues a sentence that begins with the place of the value."""
+    """A value is no image. The message continues a sentence that begins with the location of the value."""
 
 
 def read_image_value(value: object, folder: Path) -> bytes | Path:
@@ -86,5 +86,5 @@ def _checked_file(folder: Path, name: str) -> Path:
     if not num_bytes:
         raise ImageValueError(f"has {name[:_SHOWN_CHARS]!r}, which is no file, or an empty one")
     if num_bytes > _MAX_FILE_BYTES:
-        raise ImageValueError(f"has {name[:_SHOWN_CHARS]!r}, which is larger than 256 MiB")
+        raise ImageValueError(f"has {name[:_SHOWN_CHARS]!r}, which is larger than {_MAX_FILE_BYTES >> 20} MiB")
     return path

@@ -9,7 +9,7 @@ from ..protocol.config import EngineConfig
 from .sentence_transformers_files import SentenceTransformersFiles
 
 if TYPE_CHECKING:
-    from .reranker import Answers
+    from .reranker import AnswerTokens
 
 # Keys of each size in config.json; they differ between families.
 _ALIASES: Final = {
@@ -38,7 +38,7 @@ class ModelDraft:
     config: dict[str, Any]
     engine: EngineConfig
     files: SentenceTransformersFiles | None
-    answers: Answers | None = None
+    answers: AnswerTokens | None = None
     config_file: str = "config.json"
     fields: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)

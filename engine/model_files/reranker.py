@@ -39,7 +39,7 @@ _MXBAI_TASK: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class AnswerTokens:
     """The answer tokens of a generative reranker. Their next-token logits are its class logits.
 
     Attributes:
@@ -168,7 +168,7 @@ def find_preset(model_type: str, names: Iterable[str]) -> RerankerPreset | None:
     return None
 
 
-def find_answers(draft: ModelDraft, architecture: str) -> Answers | None:
+def find_answers(draft: ModelDraft, architecture: str) -> AnswerTokens | None:
     """Returns the answer tokens of a generative reranker or classifier; None for other models.
 
     Raises:
@@ -184,20 +184,20 @@ def find_answers(draft: ModelDraft, architecture: str) -> Answers | None:
         return None
     if config.get(_TOKENS_KEY) is not None:
         tokens = _listed_tokens(draft)
-        return Answers(tokens, _method(draft, len(tokens)), draft.source_of(_TOKENS_KEY))
+        return AnswerTokens(tokens, _method(draft, len(tokens)), draft.source_of(_TOKENS_KEY))
     if config.get(_QWEN3_KEY) is True:
-        return Answers(QWEN3_RERANKER.tokens, QWEN3_RERANKER.method, draft.source_of(_QWEN3_KEY))
+        return AnswerTokens(QWEN3_RERANKER.tokens, QWEN3_RERANKER.method, draft.source_of(_QWEN3_KEY))
     if files is not None and files.logit_score is not None:
         score = files.logit_score
         if score.false_token_id is None:
-            return Answers((score.true_token_id,), ClassifierMethod.NO_POST_PROCESSING, score.source)
+            return AnswerTokens((score.true_token_id,), ClassifierMethod.NO_POST_PROCESSING, score.source)
         tokens = (score.false_token_id, score.true_token_id)
-        return Answers(tokens, ClassifierMethod.FROM_2_WAY_SOFTMAX, score.source)
+        return AnswerTokens(tokens, ClassifierMethod.FROM_2_WAY_SOFTMAX, score.source)
     preset = None if architecture.endswith("ForSequenceClassification") else _preset_of(draft)
-    return None if preset is None else Answers(preset.tokens, preset.method, _source_of(preset))
+    return None if preset is None else AnswerTokens(preset.tokens, preset.method, _source_of(preset))
 
 
-def resolve_answers(draft: ModelDraft, answers: Answers | None) -> None:
+def resolve_answers(draft: ModelDraft, answers: AnswerTokens | None) -> None:
     """Resolves the ids of the answers and the method for their logits. Needs `path` and `vocab_size`.
 
     Raises:
@@ -267,7 +267,7 @@ def _method(draft: ModelDraft, num_tokens: int) -> ClassifierMethod:
     return method
 
 
-def _token_ids(draft: ModelDraft, answers: Answers) -> tuple[int, ...]:
+def _token_ids(draft: ModelDraft, answers: AnswerTokens) -> tuple[int, ...]:
     """Returns the vocabulary ids of the answers. Reads the tokenizer only if answers are given as text."""
     if all(isinstance(token, int) for token in answers.tokens):
         return tuple(int(token) for token in answers.tokens)

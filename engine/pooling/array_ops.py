@@ -65,13 +65,13 @@ class ArrayOps:
         rows: Floats = np.asarray(values)
         return np.ascontiguousarray(rows, np.float32) if rows.dtype.kind == "f" else rows
 
-    def floats(self, rows: Floats) -> Floats:
+    def to_float32(self, rows: Floats) -> Floats:
         return rows.astype(np.float32, copy=False)
 
-    def doubles(self, rows: Floats) -> Floats:
+    def to_float64(self, rows: Floats) -> Floats:
         return rows.astype(np.float64)  # pyright: ignore[reportReturnType]
 
-    def copied(self, rows: Floats) -> Floats:
+    def copy(self, rows: Floats) -> Floats:
         return rows.copy()
 
     def maximum(self, rows: Floats, others: Floats) -> Floats:
@@ -90,11 +90,11 @@ class ArrayOps:
         weights: Floats = attention.mean(axis=1) if head is None else np.ascontiguousarray(attention[:, head])
         return weights
 
-    def saturated(self, logits: Floats, *, twice: bool) -> Floats:
+    def log_saturation(self, logits: Floats, *, twice: bool) -> Floats:
         np.log1p(np.maximum(logits, 0, out=logits), out=logits)
         return np.log1p(logits, out=logits) if twice else logits
 
-    def entries(self, values: Floats) -> tuple[Floats, list[int]]:
+    def nonzero_entries(self, values: Floats) -> tuple[Floats, list[int]]:
         rows, columns = np.nonzero(values)
         pairs = np.stack([columns.astype(np.float32), values[rows, columns]], axis=1)
         return pairs, np.bincount(rows, minlength=len(values)).tolist()

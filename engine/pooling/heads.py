@@ -21,7 +21,7 @@ from ..protocol.multi_vector import MultiVector, SparseKind, SparsePooling
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
 from .metadata import IntArray, PoolingMetadata, prefix_sums, ranges, selected_rows
-from .row_ops import R, RowMap, RowOps, VectorTransform
+from .row_ops import R, RowFunction, RowOps, VectorTransform
 
 
 class EmbeddingPoolerHead(Generic[R]):
@@ -31,7 +31,7 @@ class EmbeddingPoolerHead(Generic[R]):
         dense: Functions from rows to float32 rows, applied in order.
     """
 
-    def __init__(self, ops: RowOps[R], dense: Sequence[RowMap[R]] = ()) -> None:
+    def __init__(self, ops: RowOps[R], dense: Sequence[RowFunction[R]] = ()) -> None:
         self._ops = ops
         self._dense = tuple(dense)
 
@@ -49,7 +49,7 @@ class EmbeddingPoolerHead(Generic[R]):
             [N, W] or [R, W] float32, and the columns of each sequence if they differ.
         """
         for dense in self._dense:
-            rows = dense(self._ops.floats(rows))
+            rows = dense(self._ops.to_float32(rows))
         transform = VectorTransform.of(params, rows.shape[1])
         per_row = transform if row_lens is None else transform.per_token(row_lens)
         return self._ops.transform(rows, per_row), transform.columns()
@@ -63,7 +63,7 @@ class ClassifierPoolerHead(Generic[R]):
         classifier: Maps rows [N, D] of any float type to logits [N, C].
     """
 
-    def __init__(self, ops: RowOps[R], info: ModelInfo, classifier: RowMap[R]) -> None:
+    def __init__(self, ops: RowOps[R], info: ModelInfo, classifier: RowFunction[R]) -> None:
         self._ops = ops
         self._info = info
         self._classifier = classifier
@@ -170,7 +170,7 @@ class VectorFilter:
         )
 
 
-def compare(
+def query_similarities(
     ops: RowOps[R], vectors: R, row_lens: Sequence[int], queries: Sequence[NDArray[np.float32] | None]
 ) -> tuple[R, tuple[int, ...], tuple[int, ...]]:
     """Compares the vectors of documents, or of chunks of documents, with the vectors of their queries (ColBERT).
@@ -231,7 +231,7 @@ class SparsePooler(Generic[R]):
         self,
         ops: RowOps[R],
         sparse: SparsePooling,
-        head: RowMap[R],
+        head: RowFunction[R],
         vocab_size: int,
         *,
         block_rows: int,
@@ -262,7 +262,9 @@ class SparsePooler(Generic[R]):
         bounds = prefix_sums(metadata.seq_lens)
         step = max(_MAX_VALUES // self._vocab_size, 1)
         for first in range(0, metadata.num_seqs, step):
-            pairs, own_counts = self._ops.entries(self._pool_logits(hidden_states, bounds[first : first + step + 1]))
+            pairs, own_counts = self._ops.nonzero_entries(
+                self._pool_logits(hidden_states, bounds[first : first + step + 1])
+            )
             parts.append(pairs)
             counts += own_counts
         return self._ops.concat(parts), tuple(counts)
@@ -276,7 +278,7 @@ class SparsePooler(Generic[R]):
             end = min(start + self._block_rows, int(bounds[-1]))
             logits: Any = self._head(ops.pick(hidden_states, slice(start, end)))
             if sparse.is_sum:
-                logits = ops.saturated(logits, twice=sparse.log_twice)
+                logits = ops.log_saturation(logits, twice=sparse.log_twice)
             first, last = np.searchsorted(bounds, start, "right") - 1, np.searchsorted(bounds, end, "left")
             metadata = PoolingMetadata.of_rows(np.diff(bounds[first : last + 1].clip(start, end)))
             lengths = ops.rows_of(np.array(metadata.seq_lens, np.float32)[:, None])
@@ -287,7 +289,7 @@ class SparsePooler(Generic[R]):
                 rows = rows[:, : sums.shape[1]]
                 sums[:] = sums + rows * lengths if sparse.is_sum else ops.maximum(sums, rows)
         # The logarithm is monotonic, so that it is applied once, to the maximum.
-        result: R = pooled if sparse.is_sum else ops.saturated(pooled, twice=sparse.log_twice)
+        result: R = pooled if sparse.is_sum else ops.log_saturation(pooled, twice=sparse.log_twice)
         return result
 
     def _pool_weights(self, hidden_states: R, metadata: PoolingMetadata) -> tuple[R, tuple[int, ...]]:
@@ -299,7 +301,7 @@ class SparsePooler(Generic[R]):
         sequences = np.repeat(np.arange(metadata.num_seqs), metadata.seq_lens)
         keys = sequences[rows] * self._vocab_size + metadata.token_ids[rows]
         keys, firsts, groups = np.unique(keys, return_index=True, return_inverse=True)
-        weights = ops.floats(self._head(hidden_states))
+        weights = ops.to_float32(self._head(hidden_states))
         if self._sparse.kind is SparseKind.STATIC_WEIGHTS:  # equal in a group, and perhaps negative
             weights = ops.pick(weights, rows[firsts])
         else:

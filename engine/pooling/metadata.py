@@ -15,7 +15,7 @@ from ..protocol.tasks import PoolingType
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..executors.cpu.packed_arrays import PackedArrays
+    from ..executors.cpu.array_encoder import PackedArrays
     from ..executors.torch.packed_batch import PackedBatch
 
 IntArray = NDArray[np.int64]

@@ -17,6 +17,7 @@ from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..protocol.multi_vector import SparseKind
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
+from ..scheduling import PrefillChunk
 from .chunked_manager import ChunkedPoolingManager
 from .heads import (
     ClassifierPoolerHead,
@@ -24,15 +25,18 @@ from .heads import (
     SparsePooler,
     VectorFilter,
     check_attention_head,
-    compare,
+    query_similarities,
     token_rows,
 )
 from .metadata import ChunkSpans, PoolingMetadata, check_gap, rows_between
-from .row_ops import R, RowMap, RowOps, Rows, VectorTransform
+from .row_ops import R, RowFunction, RowOps, Rows, VectorTransform
 from .states import PoolingStates, finalize_states
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ..executors.cpu.array_encoder import PackedArrays
+    from ..executors.torch.packed_batch import PackedBatch
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -122,7 +126,7 @@ class OutputCopy:
     values: Sequence[Tensor]
     are_finite: Sequence[Tensor]
 
-    def arrived(self) -> BatchOutputs:
+    def outputs(self) -> BatchOutputs:
         """Returns the results, views of the copies. Call it after the copy has ended."""
         pairs = zip(self.output.arrays, self.values, strict=True)
         arrays = tuple(array.with_values(values.numpy()) for array, values in pairs)
@@ -142,14 +146,14 @@ class TokenHeads(Generic[R]):
         unweighted_ids: Tokens without a weight.
     """
 
-    vectors: RowMap[R] | None = None
-    weights: RowMap[R] | None = None
+    vectors: RowFunction[R] | None = None
+    weights: RowFunction[R] | None = None
     skip_ids: tuple[int, ...] = ()
     unweighted_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(
-        cls, info: ModelInfo, tokenizer: TokenizerSpec, load: Callable[[str | None, int], RowMap[R] | None]
+        cls, info: ModelInfo, tokenizer: TokenizerSpec, load: Callable[[str | None, int], RowFunction[R] | None]
     ) -> TokenHeads[R]:
         """Returns the token heads of a model, and the tokens that token-level outputs leave out.
 
@@ -185,12 +189,12 @@ class ModelPooler(Generic[R]):
         self,
         info: ModelInfo,
         ops: RowOps[R],
-        classify: RowMap[R],
-        classify_tokens: RowMap[R],
-        dense: Sequence[RowMap[R]] = (),
+        classify: RowFunction[R],
+        classify_tokens: RowFunction[R],
+        dense: Sequence[RowFunction[R]] = (),
         token_heads: TokenHeads[R] | None = None,
         *,
-        vocabulary_head: RowMap[R] | None = None,
+        vocabulary_head: RowFunction[R] | None = None,
         block_rows: int = 1,
     ) -> None:
         token_heads = token_heads or TokenHeads()
@@ -206,7 +210,7 @@ class ModelPooler(Generic[R]):
         if info.sparse is not None:
             is_static = info.sparse.kind is SparseKind.STATIC_WEIGHTS  # the hidden states [T, 1] are the weights
             head = vocabulary_head if info.sparse.kind is SparseKind.VOCABULARY_LOGITS else token_heads.weights
-            head = ops.floats if is_static else head
+            head = ops.to_float32 if is_static else head
             assert head is not None, "the loader reads the head of ModelInfo"
             self._sparse = SparsePooler(
                 ops,
@@ -231,6 +235,38 @@ class ModelPooler(Generic[R]):
         if not self._has_attention:
             return False
         return any(not group.is_token_level for p in distinct_params(params) for group in OutputGroup.all_of(p))
+
+    def batch_metadata(
+        self,
+        chunks: Sequence[PrefillChunk],
+        batch: PackedBatch | PackedArrays,
+        manager: ChunkedPoolingManager[R],
+        *,
+        has_allocations: bool,
+    ) -> PoolingMetadata:
+        """Returns the metadata of a batch, for `pool`.
+
+        Args:
+            chunks: The chunks of the batch, or whole sequences.
+            batch: Their packed tokens.
+            manager: Has the cursors of sequences in chunks.
+            has_allocations: Whether a sequence of the batch has memory in the sequence pool. Otherwise all are whole.
+        """
+        sequences = [chunk.sequence for chunk in chunks]
+        params = [sequence.request.params for sequence in sequences]
+        vectors = [sequence.tokens.query_vectors for sequence in sequences]
+        queries = vectors if any(query is not None for query in vectors) else None
+        if not has_allocations:
+            return PoolingMetadata.for_batch(batch, params, queries=queries)
+        metadata = PoolingMetadata.for_batch(
+            batch,
+            params,
+            seq_ids=sequences,
+            starts=[chunk.start for chunk in chunks],
+            total_lens=[sequence.num_tokens for sequence in sequences],
+            queries=queries,
+        )
+        return manager.with_cursors(metadata)
 
     def pool(
         self, output: ForwardOutput[R], metadata: PoolingMetadata, manager: ChunkedPoolingManager[R] | None = None
@@ -326,7 +362,7 @@ class ModelPooler(Generic[R]):
         else:
             values = self._token_classifier_head(hidden_states, metadata.params, row_lens, group.columns)
         if group.name == "similarities":
-            values, row_lens, widths = compare(self.ops, values, row_lens, metadata.queries or ())
+            values, row_lens, widths = query_similarities(self.ops, values, row_lens, metadata.queries or ())
         return OutputArray(name=group.name, values=values, indices=indices, row_lens=row_lens, widths=widths)
 
     def _pool_chunks(

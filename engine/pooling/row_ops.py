@@ -51,7 +51,7 @@ class Rows(Protocol):
 
 R = TypeVar("R", bound=Rows)
 """A numpy array or a tensor."""
-RowMap = Callable[[R], R]
+RowFunction = Callable[[R], R]
 """Maps rows [R, D] to rows [R, W] or weights [R, 1]."""
 
 
@@ -141,15 +141,15 @@ class RowOps(Protocol[R]):
         """
         ...
 
-    def floats(self, rows: R) -> R:
+    def to_float32(self, rows: R) -> R:
         """Returns rows of any float type as float32. No copy if they are float32."""
         ...
 
-    def doubles(self, rows: R) -> R:
+    def to_float64(self, rows: R) -> R:
         """Returns rows as float64."""
         ...
 
-    def copied(self, rows: R) -> R:
+    def copy(self, rows: R) -> R:
         """Returns a copy."""
         ...
 
@@ -173,11 +173,11 @@ class RowOps(Protocol[R]):
         """Returns the weight of every row [T], float32, of attention weights [T, H]; None averages the heads."""
         ...
 
-    def saturated(self, logits: R, *, twice: bool) -> R:
+    def log_saturation(self, logits: R, *, twice: bool) -> R:
         """Returns log(1 + relu(x)), or log(1 + log(1 + relu(x))) if `twice`. May write to `logits`."""
         ...
 
-    def entries(self, values: R) -> tuple[R, list[int]]:
+    def nonzero_entries(self, values: R) -> tuple[R, list[int]]:
         """Returns the nonzero entries of [N, V] as column and value [S, 2] float32, and their number per row."""
         ...
 

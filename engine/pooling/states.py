@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, cast
 import numpy as np
 
 from ..protocol.tasks import PoolingType
-from .metadata import IntArray, PoolingMetadata, check_gap, prefix_sums, ranges, rows_between
+from .metadata import IntArray, PoolingCursor, PoolingMetadata, check_gap, prefix_sums, ranges, rows_between
 from .row_ops import R, RowOps, VectorTransform
 
 Strategy = str | Sequence[str]
@@ -100,11 +100,11 @@ class PoolingStates(Generic[R]):
         """Adds the pooled row [1, D] of a chunk. Means multiply it with `weight`."""
         known = self.running.get(pooling_type)
         if pooling_type in _MEANS:
-            row = self.ops.doubles(row) * weight
+            row = self.ops.to_float64(row) * weight
             self.running[pooling_type] = row if known is None else known + row
         elif known is None or pooling_type is PoolingType.LAST:
             # Copied: a view would keep the pooled rows of all sequences of the batch in memory.
-            self.running[pooling_type] = self.ops.copied(row)
+            self.running[pooling_type] = self.ops.copy(row)
         elif pooling_type is PoolingType.MAX:
             self.running[pooling_type] = self.ops.maximum(known, row)
 
@@ -127,7 +127,7 @@ class PoolingStates(Generic[R]):
             PoolingType.MEAN_SQRT_LEN: math.sqrt(num_rows),
             PoolingType.WEIGHTED_MEAN: float(_position_sum(self.skip_tokens, self.num_tokens)),
         }[pooling_type]
-        return self.ops.floats(row / divisor)
+        return self.ops.to_float32(row / divisor)
 
     def _attention_row(self) -> R:
         """Returns the mean [1, D] of the stored rows, weighted by the weights of the last chunk."""
@@ -162,7 +162,7 @@ class PoolingStates(Generic[R]):
         num_rows, start = rows.shape[0], self.num_tokens if chunk_start is None else chunk_start
         weights = None
         if attention_weights is not None:
-            weights = self.ops.floats(self.ops.rows_of(attention_weights))
+            weights = self.ops.to_float32(self.ops.rows_of(attention_weights))
             if weights.shape != (start + num_rows,):
                 raise ValueError(
                     f"attention weights must be [{start + num_rows}], those of all tokens so far and of the chunk's "
@@ -179,6 +179,19 @@ class PoolingStates(Generic[R]):
         """
         row: R = finalize_states([self])[0]
         return row
+
+
+@dataclass(slots=True, eq=False)
+class RunningSequence(Generic[R]):
+    """A sequence in chunks that has not ended.
+
+    Attributes:
+        cursor: Its pooled tokens.
+        states: Its state; None before its first chunk, and for token-level types.
+    """
+
+    cursor: PoolingCursor
+    states: PoolingStates[R] | None = None
 
 
 def update_states(
@@ -235,8 +248,8 @@ def update_states(
         if PoolingType.ATTENTION in types:
             newest = attention_weights[n]
             # Copied, because the next forward may overwrite the memory.
-            state.rows.append(ops.copied(ops.pick(rows, slice(bounds[n], bounds[n + 1]))))
-            state.weights = None if newest is None else ops.copied(newest)
+            state.rows.append(ops.copy(ops.pick(rows, slice(bounds[n], bounds[n + 1]))))
+            state.weights = None if newest is None else ops.copy(newest)
 
 
 def finalize_states(states: Sequence[PoolingStates[R]]) -> R:

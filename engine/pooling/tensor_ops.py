@@ -17,13 +17,13 @@ from penstock.kernels.backends import upload
 from penstock.kernels.maxsim import maxsim
 from penstock.kernels.pooling import PoolingKind, pool
 
-from ..executors.torch.base import PackedModel
 from ..executors.torch.model_heads import BLOCK_ROWS
+from ..executors.torch.packed_batch import PackedModel
 from ..protocol.model_info import Activation, ModelInfo
 from ..protocol.tasks import PoolingType
 from .metadata import IntArray, PickedRows, PoolingMetadata
 from .model_pooler import ModelPooler, TokenHeads
-from .row_ops import RowMap, VectorTransform
+from .row_ops import RowFunction, VectorTransform
 
 _KINDS: Final[dict[PoolingType, PoolingKind]] = {
     PoolingType.CLS: "cls",
@@ -77,13 +77,13 @@ class TensorOps:
         """Does not wait for the copy to a device."""
         return upload(as_rows(values), self._device)
 
-    def floats(self, rows: Tensor) -> Tensor:
+    def to_float32(self, rows: Tensor) -> Tensor:
         return rows.float()
 
-    def doubles(self, rows: Tensor) -> Tensor:
+    def to_float64(self, rows: Tensor) -> Tensor:
         return rows.double()
 
-    def copied(self, rows: Tensor) -> Tensor:
+    def copy(self, rows: Tensor) -> Tensor:
         return rows.clone()
 
     def maximum(self, rows: Tensor, others: Tensor) -> Tensor:
@@ -106,11 +106,11 @@ class TensorOps:
             return attention.float().contiguous()
         return attention.float().mean(dim=1) if head is None else attention[:, head].float().contiguous()
 
-    def saturated(self, logits: Tensor, *, twice: bool) -> Tensor:
+    def log_saturation(self, logits: Tensor, *, twice: bool) -> Tensor:
         logits = logits.relu_().log1p_()
         return logits.log1p_() if twice else logits
 
-    def entries(self, values: Tensor) -> tuple[Tensor, list[int]]:
+    def nonzero_entries(self, values: Tensor) -> tuple[Tensor, list[int]]:
         if values.is_cuda:
             counts = counts_on_host((values != 0).sum(dim=1))
             indices = torch.nonzero_static(values, size=sum(counts))
@@ -151,7 +151,7 @@ class TensorOps:
 def tensor_pooler(
     info: ModelInfo,
     model: PackedModel,
-    dense: Sequence[RowMap[Tensor]] = (),
+    dense: Sequence[RowFunction[Tensor]] = (),
     token_heads: TokenHeads[Tensor] | None = None,
 ) -> ModelPooler[Tensor]:
     """Returns the pooler of a torch model. See ModelPooler."""

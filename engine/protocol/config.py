@@ -346,7 +346,7 @@ class CacheConfig:
         "inputs is lowered.",
         "Memory",
         "SIZE",
-        above=0,
+        exclusive_min=0,
         parse=parse_size,
     )
     cache_memory_fraction: float = setting(
@@ -354,7 +354,7 @@ class CacheConfig:
         "Share of the memory that is free after loading the model, for --kv-cache-memory.",
         "Memory",
         "SHARE",
-        above=0,
+        exclusive_min=0,
         max_value=1,
     )
     kv_block_size: int = setting(16, "Tokens of a block of the KV cache.", "Memory", "TOKENS", min_value=1)
@@ -528,7 +528,7 @@ class EngineConfig:
         "bytes per pixel. A larger image is decoded alone. Each process of --api-workers N takes 1/N of it.",
         "Memory",
         "SIZE",
-        above=0,
+        exclusive_min=0,
         parse=parse_size,
     )
     in_process: bool = setting(

@@ -22,21 +22,21 @@ class ImageInput:
 
     Attributes:
         data: The encoded file, such as PNG or JPEG.
-        place: Place in the body of the request for messages, such as `input[3].image`. "": its position is named.
+        location: Place in the body of the request for messages, such as `input[3].image`. "": its position is named.
     """
 
     data: bytes
-    place: str = field(default="", compare=False, repr=False)
+    location: str = field(default="", compare=False, repr=False)
 
     def error(self, index: int, reason: str) -> InvalidRequestError:
         """Returns the error of this image.
 
         Args:
             index: Position among the inputs of the request.
-            reason: Text after the place of the image, without the final period.
+            reason: Text after the location of the image, without the final period.
         """
-        param = re.split(r"[.\[]", self.place, maxsplit=1)[0] or "input"
-        return InvalidRequestError(f"{self.place or f'Input {index}'} {reason}.", param=param)
+        param = re.split(r"[.\[]", self.location, maxsplit=1)[0] or "input"
+        return InvalidRequestError(f"{self.location or f'Input {index}'} {reason}.", param=param)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from .config import EngineConfig
 from .images import ImagePatches
 from .model_info import ModelInfo, TokenizerSpec
 from .params import PoolingParams
-from .request import TokenizedInput
 
 Frame = bytes | bytearray | memoryview
 
@@ -162,7 +161,7 @@ class ChunkMetrics(msgspec.Struct, array_like=True):
     run_s: float = 0.0
 
 
-class CacheUse(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+class SequencePoolStats(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """The memory of sequences that run in chunks, and their chunks.
 
     `usage` of the pool and `memory_pressure` are shares from 0 to 1. `chunk_tokens` is the size of the largest chunk of
@@ -178,7 +177,7 @@ class CacheUse(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     chunks: ChunkMetrics = msgspec.field(default_factory=ChunkMetrics)
 
 
-class StepLoad(msgspec.Struct, array_like=True, frozen=True):
+class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     """Load of one step.
 
     Attributes:
@@ -232,8 +231,8 @@ class StepResults(msgspec.Struct, tag=True, frozen=True):
         arrays: Headers of the frames.
         num_tokens: Tokens that the step processed; 0: no sequence ran.
         step_s: Seconds that the step took.
-        cache_use: None for models that run all sequences whole.
-        load: Load of the step.
+        pool_stats: None for models that run all sequences whole.
+        scheduler_stats: Load of the step.
         finished: Requests that end with this message: id, seconds until the first forward started, and seconds from
             there to the end of the last forward.
     """
@@ -241,8 +240,8 @@ class StepResults(msgspec.Struct, tag=True, frozen=True):
     arrays: list[ArrayHeader]
     num_tokens: int
     step_s: float
-    cache_use: CacheUse | None = None
-    load: StepLoad | None = None
+    pool_stats: SequencePoolStats | None = None
+    scheduler_stats: SchedulerStats | None = None
     finished: list[tuple[int, float, float]] = []
 
 
@@ -278,6 +277,49 @@ decode_to_core: Final[Callable[[Frame], ToCore]] = msgspec.msgpack.Decoder[ToCor
 """Parses the first frame of a message to the core. Raises msgspec.ValidationError on a foreign frame."""
 decode_from_core: Final[Callable[[Frame], FromCore]] = msgspec.msgpack.Decoder[FromCore](FromCore).decode
 """Parses the first frame of a message from the core. Raises msgspec.ValidationError on a foreign frame."""
+
+
+@dataclass(slots=True, eq=False)
+class TokenizedInput:
+    """One tokenized input. Treat it as immutable; it is not frozen because a frozen one takes twice as long to create.
+
+    Attributes:
+        token_ids: [L] int32, special tokens included.
+        type_boundary: Index of the first token of type 1; 0 means that all tokens are of type 0.
+        num_skipped_tokens: Leading tokens that pooling leaves out: the prompt, if the model excludes it; else 0.
+        num_masked: Trailing tokens of a ColBERT query. They attend to the other tokens; no token attends to them.
+        query_vectors: [Q, D] float32. Query vectors, if this input is a ColBERT document to score.
+        images: The patches of its images. In an encoder of images there is one, and `token_ids` are zeros, one for each
+            row of the model; otherwise `token_ids` contain placeholders for them. Empty: a text.
+        is_truncated: Whether a part of the input was removed to fit a limit. Unknown in the engine's process.
+    """
+
+    token_ids: NDArray[np.int32]
+    type_boundary: int = 0
+    num_skipped_tokens: int = 0
+    num_masked: int = 0
+    query_vectors: NDArray[np.float32] | None = None
+    images: tuple[ImagePatches, ...] = ()
+    is_truncated: bool = False
+
+    @classmethod
+    def of_image(cls, image: ImagePatches, num_class_rows: int) -> TokenizedInput:
+        """Returns the input of an image. `num_class_rows`: see ImageSpec."""
+        return cls(np.zeros(len(image.pixels) + num_class_rows, np.int32), images=(image,))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __getitem__(self, part: slice) -> TokenizedInput:
+        """Returns some of the tokens, as a view; boundaries stay those of the whole input."""
+        return TokenizedInput(
+            self.token_ids[part],
+            self.type_boundary,
+            self.num_skipped_tokens,
+            self.num_masked,
+            self.query_vectors,
+            self.images,
+        )
 
 
 class SubmitRequest(NamedTuple):

@@ -8,14 +8,12 @@ vectors from the logits of a masked language model, bge-m3 (Chen et al., arXiv 2
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-
-from .request import TokenizedInput
 
 QUERY: Final = "query"
 DOCUMENT: Final = "document"
@@ -93,15 +91,6 @@ class MultiVectorTokens:
     expansion_id: int | None = None
     skip_ids: tuple[int, ...] = ()
     unweighted_ids: tuple[int, ...] = ()
-
-
-def expanded(tokens: TokenizedInput, expansion: QueryExpansion, token_id: int) -> TokenizedInput:
-    """Returns a query padded to the length of the expansion. Longer queries are not changed."""
-    missing = expansion.length - len(tokens)
-    if missing <= 0:
-        return tokens
-    token_ids = np.concatenate([tokens.token_ids, np.full(missing, token_id, np.int32)])
-    return replace(tokens, token_ids=token_ids, num_masked=0 if expansion.attends else missing)
 
 
 def remove_ids(token_ids: NDArray[np.int32], skip_ids: Sequence[int]) -> NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""Pooling parameters of a request. Plain Python, no tensors.
+"""The arguments of the engine's calls: inputs, pooling parameters and options. Plain Python, no tensors.
 
 The order of resolution is request, then PoolerConfig, then the model's own files, then the built-in default.
 """
@@ -6,13 +6,22 @@ The order of resolution is request, then PoolerConfig, then the model's own file
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
 from .errors import InvalidRequestError, UnsupportedTaskError
+from .images import ImageInput, MixedInput
 from .model_info import ModelInfo
 from .tasks import PoolingTask, PoolingType, listed
+
+Text = str | Sequence[int]
+"""A text, or its token ids."""
+Input = Text | ImageInput | MixedInput
+"""What a model embeds."""
+TextOrImage = str | ImageInput | MixedInput
+"""One side of a pair to score."""
 
 VALID_PARAMETERS: Final[dict[PoolingTask, frozenset[str]]] = {
     PoolingTask.EMBED: frozenset({"dimensions", "normalize", "use_activation"}),
@@ -254,3 +263,62 @@ def _task_of(task: PoolingTask | str) -> PoolingTask:
 def _fields(names: Sequence[str]) -> str:
     """Lists request fields for the template of an error."""
     return ", ".join(f"{{{name}}}" for name in names) or "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """Options of a request other than its pooling parameters.
+
+    Attributes:
+        timeout_s: Seconds until the deadline.
+        priority: Lower runs first among the requests of a client; a level equals one second of waiting.
+        client: The sending client. Waiting clients share the device evenly, regardless of how much each sends.
+        namespace: Cached vectors and prefixes are shared within a namespace only, so that the latency of a request does
+            not reveal the texts of other namespaces.
+        adapter: Name of a LoRA adapter of the model; None takes the model's default.
+        prompt_name: Named prompt of the model to put before every text.
+        prompt: Text to put before every text; overrides `prompt_name`.
+        instruction: Task instruction for `score`; None takes the model's own.
+        is_rendered: Texts are whole prompts, such as rendered chats: no prompt of the model is put around them.
+        add_special_tokens: Put the tokenizer's special tokens around every text; False if the texts contain them.
+            Pairs and late chunking always have them.
+        max_passages: `score` splits a document that does not fit into up to this many passages and takes the best
+            score; 1 truncates the document as `params` say.
+        is_query: For models that distinguish them: True for queries, False for documents. None: the prompt decides;
+            without a prompt they are documents, or queries if ModelInfo.default_is_query is set.
+        on_rows: Called before the model runs with the number and the width of the token rows in the result. An error
+            that it raises rejects the request.
+        on_truncated: Called before the model runs with the number of inputs that were truncated, if it is above 0. It
+            may be called several times, for example for queries and for documents.
+    """
+
+    timeout_s: float | None = None
+    priority: int = 0
+    client: str = ""
+    namespace: str = ""
+    adapter: str | None = None
+    prompt_name: str | None = None
+    prompt: str | None = None
+    instruction: str | None = None
+    is_rendered: bool = False
+    add_special_tokens: bool = True
+    max_passages: int = 1
+    is_query: bool | None = None
+    on_rows: Callable[[int, int], None] | None = None
+    on_truncated: Callable[[int], None] | None = None
+
+    def report_rows(self, num_rows: int, width: int) -> None:
+        """Calls `on_rows`, if it is set."""
+        if self.on_rows is not None:
+            self.on_rows(num_rows, width)
+
+    def report_truncated(self, num_inputs: int) -> None:
+        """Calls `on_truncated`, if it is set and the number is above 0."""
+        if self.on_truncated is not None and num_inputs:
+            self.on_truncated(num_inputs)
+
+
+DEFAULT_OPTIONS: Final = RequestOptions()
+
+CLIENT: Final[ContextVar[str]] = ContextVar("penstock_client", default="")
+"""The client of the request that the current task serves, for limits that apply before RequestOptions exist."""

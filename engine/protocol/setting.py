@@ -32,7 +32,7 @@ class Setting:
         metavar: Placeholder of the value in the help text; empty for booleans and for fields with choices.
         choices: Allowed values; empty: any.
         min_value: Minimum; None: no minimum.
-        above: Exclusive minimum; None: no minimum.
+        exclusive_min: Exclusive minimum; None: no minimum.
         max_value: Maximum; None: any finite number.
         rule: Checks a value. Returns a text such as "must be cpu or cuda" for an invalid value, None for a valid one.
         parse: Converts a text or a value of the configuration file, for types without a standard conversion. Raises
@@ -44,12 +44,12 @@ class Setting:
     metavar: str = ""
     choices: tuple[str, ...] = ()
     min_value: float | None = None
-    above: float | None = None
+    exclusive_min: float | None = None
     max_value: float | None = None
     rule: Callable[[Any], str | None] | None = None
     parse: Callable[[Any], Any] | None = None
 
-    def objection(self, value: Any) -> str | None:
+    def broken_rule(self, value: Any) -> str | None:
         """Returns the rule that a value breaks, such as "must be at least 1"; None for a valid value and for None."""
         if value is None:
             return None
@@ -63,8 +63,8 @@ class Setting:
             return "must be a finite number"
         if self.min_value is not None and not value >= self.min_value:
             return f"must be at least {self.min_value}"
-        if self.above is not None and not value > self.above:
-            return f"must be above {self.above}"
+        if self.exclusive_min is not None and not value > self.exclusive_min:
+            return f"must be above {self.exclusive_min}"
         if self.max_value is not None and not value <= self.max_value:
             return f"must be at most {self.max_value}"
         return None
@@ -99,9 +99,9 @@ def check_settings(config: Any) -> None:
     """Raises ValueError for the first field with an invalid value. The message names the field and a public value."""
     for field in dataclasses.fields(config):
         declared, value = setting_of(field), getattr(config, field.name)
-        if declared is not None and (objection := declared.objection(value)) is not None:
+        if declared is not None and (broken_rule := declared.broken_rule(value)) is not None:
             shown = repr(value) if field.repr else "invalid"  # the values of secrets are not in the repr
-            raise ValueError(f"{field.name} is {shown}; it {objection}.")
+            raise ValueError(f"{field.name} is {shown}; it {broken_rule}.")
 
 
 def listed_choices(choices: tuple[str, ...]) -> str:

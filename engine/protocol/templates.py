@@ -175,7 +175,7 @@ class TileTokens:
     Attributes:
         num_rows: Rows of a tile in the model.
         before: Tokens before a tile and after the last one.
-        whole: Tokens before the rows of the whole image, after `before`.
+        full_image: Tokens before the rows of the whole image, after `before`.
         tags: Tokens before the rows of a tile, by its row and column.
         row_end: Tokens after a row of tiles.
         end: Tokens after the last row of tiles.
@@ -183,7 +183,7 @@ class TileTokens:
 
     num_rows: int
     before: tuple[int, ...]
-    whole: tuple[int, ...]
+    full_image: tuple[int, ...]
     tags: tuple[tuple[tuple[int, ...], ...], ...]
     row_end: tuple[int, ...]
     end: tuple[int, ...]
@@ -196,7 +196,7 @@ class TileTokens:
             for column in range(grid[1]):
                 ids += [*self.before, *self.tags[row][column], *rows]
             ids += self.row_end if row + 1 < grid[0] else self.end
-        return [*ids, *self.before, *self.whole, *rows, *self.before]
+        return [*ids, *self.before, *self.full_image, *rows, *self.before]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,21 @@
 """Scheduling: the queue, chunked prefill and sequence memory. Plain Python without torch."""
 
-from .cache_spec import CacheSpec, KvLayerSpec, PoolPlan, SsmLayerSpec, plan_pool
-from .chunked_prefill import ChunkedPrefillManager, ChunkStateError, chunk_prompt, create_prefill_manager
+from .cache_spec import CacheSpec, KvLayerSpec, PoolSize, SsmLayerSpec, size_pool
+from .chunked_prefill import ChunkedPrefillManager, create_prefill_manager
 from .kv_cache_pool import KvCachePool, PrefixCache, block_keys
 from .scheduler import Scheduler
-from .sequence import Batch, ChunkState, InputSequence, PrefillChunk, Request, RequestBuilder, Status
+from .sequence import (
+    Batch,
+    ChunkState,
+    ChunkStateError,
+    InputSequence,
+    PrefillChunk,
+    Request,
+    RequestBuilder,
+    SequenceStatus,
+)
 from .sequence_pool import Allocation, SequencePool, SsmStatePool
+from .standalone_prefill import chunk_prompt
 
 __all__ = [
     "Allocation",
@@ -17,18 +27,18 @@ __all__ = [
     "InputSequence",
     "KvCachePool",
     "KvLayerSpec",
-    "PoolPlan",
+    "PoolSize",
     "PrefillChunk",
     "PrefixCache",
     "Request",
     "RequestBuilder",
     "Scheduler",
     "SequencePool",
+    "SequenceStatus",
     "SsmLayerSpec",
     "SsmStatePool",
-    "Status",
     "block_keys",
     "chunk_prompt",
     "create_prefill_manager",
-    "plan_pool",
+    "size_pool",
 ]

@@ -70,21 +70,21 @@ class CacheSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolPlan:
+class PoolSize:
     """Sizes of the pools.
 
     Attributes:
         num_blocks: KV blocks; 0 for a model without attention layers.
         num_slots: State slots; 0 for a model without SSM layers.
-        bytes: Bytes of all blocks and slots.
+        num_bytes: Bytes of all blocks and slots.
     """
 
     num_blocks: int
     num_slots: int
-    bytes: int
+    num_bytes: int
 
 
-def plan_pool(spec: CacheSpec, memory_bytes: int, *, block_size: int, itemsize: int, max_num_seqs: int) -> PoolPlan:
+def size_pool(spec: CacheSpec, memory_bytes: int, *, block_size: int, itemsize: int, max_num_seqs: int) -> PoolSize:
     """Splits memory into KV blocks and state slots.
 
     Args:
@@ -118,13 +118,13 @@ def plan_pool(spec: CacheSpec, memory_bytes: int, *, block_size: int, itemsize: 
             slots_bytes = min(int(memory_bytes * _SLOT_SHARE), memory_bytes - block_bytes)
         num_slots = max(1, min(max_num_seqs, slots_bytes // slot_bytes))
     num_blocks = (memory_bytes - num_slots * slot_bytes) // block_bytes if block_bytes else 0
-    return PoolPlan(num_blocks, num_slots, num_blocks * block_bytes + num_slots * slot_bytes)
+    return PoolSize(num_blocks, num_slots, num_blocks * block_bytes + num_slots * slot_bytes)
 
 
 def make_pool(
     spec: CacheSpec, config: EngineConfig, *, num_bytes: int, itemsize: int, max_num_seqs: int, is_reserved: bool
-) -> tuple[PoolPlan, SequencePool] | None:
-    """Plans the memory of sequences in chunks and logs it. Returns None if no sequence fits into it.
+) -> tuple[PoolSize, SequencePool] | None:
+    """Creates the pool of sequences in chunks and logs its size. Returns None if no sequence fits into it.
 
     Args:
         spec: Keys, values and states of the model.
@@ -139,7 +139,7 @@ def make_pool(
     """
     block_size = config.cache.kv_block_size
     try:
-        plan = plan_pool(
+        pool_size = size_pool(
             replace(spec, ssm_layers=2 * spec.ssm_layers),  # a slot has two buffers; see ChunkMemory
             num_bytes,
             block_size=block_size,
@@ -152,12 +152,12 @@ def make_pool(
         logger.warning("inputs do not run in chunks: %s", error.message)
         return None
     pool = SequencePool(
-        KvCachePool(plan.num_blocks, block_size) if plan.num_blocks else None,
-        SsmStatePool(plan.num_slots) if plan.num_slots else None,
+        KvCachePool(pool_size.num_blocks, block_size) if pool_size.num_blocks else None,
+        SsmStatePool(pool_size.num_slots) if pool_size.num_slots else None,
         enable_prefix_caching=config.cache.enable_prefix_caching and spec.shares_prefixes,
     )
-    logger.info("%s", describe_pool(pool, config.scheduler, plan.bytes, is_reserved=is_reserved))
-    return plan, pool
+    logger.info("%s", describe_pool(pool, config.scheduler, pool_size.num_bytes, is_reserved=is_reserved))
+    return pool_size, pool
 
 
 def describe_pool(sequence_pool: SequencePool, limits: SchedulerConfig, num_bytes: int, *, is_reserved: bool) -> str:
@@ -166,7 +166,7 @@ def describe_pool(sequence_pool: SequencePool, limits: SchedulerConfig, num_byte
     Args:
         sequence_pool: Memory of sequences that run in chunks.
         limits: Settings of the operator.
-        num_bytes: Bytes of the pool; see PoolPlan.
+        num_bytes: Bytes of the pool; see PoolSize.
         is_reserved: Whether the device reserves the whole memory now.
     """
     kv, ssm = sequence_pool.kv, sequence_pool.ssm
@@ -179,7 +179,7 @@ def describe_pool(sequence_pool: SequencePool, limits: SchedulerConfig, num_byte
     if limits.enable_chunked_prefill:
         chunks = "of adaptive size" if limits.chunk_size is None else f"of {limits.chunk_size:,} tokens"
     memory = _mib(num_bytes) if is_reserved else f"up to {_mib(num_bytes)}, used only as inputs need it"
-    prefixes = "off" if sequence_pool.prefixes is None else "on"
+    prefixes = "off" if sequence_pool.prefix_cache is None else "on"
     return f"the pool holds {' and '.join(sizes)} in {memory}; chunks: {chunks}; prefix cache: {prefixes}"
 
 

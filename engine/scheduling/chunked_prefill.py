@@ -2,28 +2,22 @@
 
 Requires a causal model: a chunk needs the keys and values, or states, of the chunks before it. ChunkSizeController
 limits the tokens of all chunks of a forward. ChunkedPrefillManager cuts sequences into chunks. This module does not
-manage memory or devices.
+manage memory or devices. standalone_prefill.py has the methods for callers without a Scheduler.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from ..protocol.config import ChunkedPrefillConfig
 from ..protocol.errors import InvalidRequestError
 from ..protocol.messages import ChunkMetrics
-from ..protocol.params import PoolingParams
-from ..protocol.tasks import ChunkPriority
-from .sequence import ChunkState, InputSequence, PrefillChunk, Request, Status
-
-ChunkId = tuple[Hashable, int]
+from .sequence import ChunkId, ChunkState, ChunkStateError, InputSequence, PrefillChunk, SequenceStatus
+from .standalone_prefill import StandalonePrefill
 
 _BUSY_STEP_S: Final = 0.15
 """Seconds. Target time of the chunks of a forward while other sequences wait."""
@@ -37,10 +31,6 @@ _IDLE_MIN_TOKENS: Final = 512
 _ROUND_TO: Final = 16
 
 
-class ChunkStateError(ValueError):
-    """A chunk or its sequence is unknown, or is in the wrong state for the call. Always a bug of the caller."""
-
-
 class ChunkSizeController:
     """Sizes chunks, and forwards with or without chunks, so that a forward takes about a fixed time.
 
@@ -52,45 +42,45 @@ class ChunkSizeController:
         is_dynamic: Adapt to the times of past forwards. Otherwise sizes are fixed.
 
     Attributes:
-        token_s: Seconds per token in forwards that are at least half full; None before the first one.
+        seconds_per_token: Seconds per token in forwards that are at least half full; None before the first one.
     """
 
     def __init__(self, max_tokens: int, *, is_dynamic: bool = True) -> None:
-        self.token_s: float | None = None
+        self.seconds_per_token: float | None = None
         self._max_tokens = max_tokens
         self._is_dynamic = is_dynamic
-        self._chunk_token_s: float | None = None  # seconds per token in chunks
-        self._whole_token_s: float | None = None  # seconds per token in sequences that run whole
+        self._chunk_seconds_per_token: float | None = None  # seconds per token in chunks
+        self._short_seconds_per_token: float | None = None  # seconds per token in sequences that run whole
 
-    def chunk_tokens(self, token_budget: int, config: ChunkedPrefillConfig, *, others_wait: bool) -> int:
+    def max_chunk_tokens(self, token_budget: int, config: ChunkedPrefillConfig, *, others_wait: bool) -> int:
         """Returns the most tokens of all chunks of a forward, at least the smallest chunk size."""
         fixed = token_budget // 2 if others_wait else token_budget
         num_tokens = self._timed_tokens(others_wait=others_wait) if config.is_dynamic else fixed
         return min(max(num_tokens, config.min_chunk_size), token_budget)
 
-    def forward_tokens(self, token_budget: int) -> int:
+    def max_forward_tokens(self, token_budget: int) -> int:
         """Returns the most tokens of the next forward, which is less than the budget on a slow device."""
-        num_tokens = max(int(_IDLE_STEP_S / (self.token_s or _IDLE_STEP_S)), _IDLE_MIN_TOKENS)
+        num_tokens = max(int(_IDLE_STEP_S / (self.seconds_per_token or _IDLE_STEP_S)), _IDLE_MIN_TOKENS)
         return min(num_tokens, token_budget) if self._is_dynamic else token_budget
 
-    def record(self, chunk_tokens: int, whole_tokens: int, step_s: float) -> None:
+    def record(self, chunk_tokens: int, short_tokens: int, step_s: float) -> None:
         """Records the time of a forward. See ForwardTime."""
-        num_tokens = chunk_tokens + whole_tokens
-        if 2 * num_tokens >= self.forward_tokens(self._max_tokens):
-            self.token_s = _mean(self.token_s, max(step_s / num_tokens, 1e-9))
+        num_tokens = chunk_tokens + short_tokens
+        if 2 * num_tokens >= self.max_forward_tokens(self._max_tokens):
+            self.seconds_per_token = _mean(self.seconds_per_token, max(step_s / num_tokens, 1e-9))
         if not chunk_tokens:
-            self._whole_token_s = _mean(self._whole_token_s, step_s / max(whole_tokens, 1))
+            self._short_seconds_per_token = _mean(self._short_seconds_per_token, step_s / max(short_tokens, 1))
             return
-        others_s = whole_tokens * (self._whole_token_s or 0.0)
+        others_s = short_tokens * (self._short_seconds_per_token or 0.0)
         # The time of whole sequences is an estimate, so chunks count for at least half of their share of the tokens.
         chunk_s = max(step_s - others_s, step_s * chunk_tokens / (2 * num_tokens))
-        self._chunk_token_s = _mean(self._chunk_token_s, max(chunk_s / chunk_tokens, 1e-9))
+        self._chunk_seconds_per_token = _mean(self._chunk_seconds_per_token, max(chunk_s / chunk_tokens, 1e-9))
 
     def _timed_tokens(self, *, others_wait: bool) -> int:
-        if self._chunk_token_s is None:
+        if self._chunk_seconds_per_token is None:
             return max(self._max_tokens // 4, 1)
         step_s, min_tokens = (_BUSY_STEP_S, _BUSY_MIN_TOKENS) if others_wait else (_IDLE_STEP_S, _IDLE_MIN_TOKENS)
-        num_tokens = int(step_s / self._chunk_token_s)
+        num_tokens = int(step_s / self._chunk_seconds_per_token)
         return min(max(num_tokens - num_tokens % _ROUND_TO, min_tokens), self._max_tokens)
 
 
@@ -102,11 +92,11 @@ def _by_priority(sequence: InputSequence) -> int:
     return sequence.request.priority
 
 
-class ChunkedPrefillManager:
+class ChunkedPrefillManager(StandalonePrefill):
     """Splits sequences into chunks and schedules the chunks.
 
     A sequence is added with `add`. `schedule_chunk` returns its chunks. The caller reports them with `start_chunk`, and
-    `complete_chunk` or `fail_chunk`. Callers without a scheduler add sequences with `create_chunks`.
+    `complete_chunk` or `fail_chunk`.
     Not thread-safe: the caller uses one thread or holds a lock.
     Invariants: the chunks of a sequence cover it without gap or overlap. They run in order, and one at a time unless
     `allow_next_chunk` allows the next.
@@ -119,7 +109,8 @@ class ChunkedPrefillManager:
             priority.
 
     Attributes:
-        requests: The sequences by their id. Scheduler.requests has the requests of clients.
+        config: Size of chunks.
+        sequences: The sequences by their id.
     """
 
     def __init__(
@@ -133,10 +124,10 @@ class ChunkedPrefillManager:
     ) -> None:
         if config is not None and chunk_size is not None:
             raise ValueError("chunk_size is part of config; give one of them.")
+        super().__init__(tokenize_fn)
         default = ChunkedPrefillConfig() if chunk_size is None else ChunkedPrefillConfig(chunk_size=chunk_size)
         self.config = config or default
-        self.requests: dict[Hashable, InputSequence] = {}
-        self._tokenize = tokenize_fn
+        self.sequences: dict[Hashable, InputSequence] = {}
         self._order = order
         self._clock = clock
         self._metrics = ChunkMetrics()
@@ -147,25 +138,23 @@ class ChunkedPrefillManager:
         return token_count > (self.config.chunk_size if threshold is None else threshold)
 
     def add(self, sequence: InputSequence) -> None:
-        """Adds a sequence. Raises InvalidRequestError if it is empty, or its id is in use."""
-        if sequence.sequence_id in self.requests:
-            raise InvalidRequestError(f"request {sequence.sequence_id!r} was added already.", param="request_id")
-        if sequence.num_tokens < 1:
-            raise InvalidRequestError(f"request {sequence.sequence_id!r} has no tokens.", param="prompt_tokens")
-        sequence.status = Status.RUNNING
-        self.requests[sequence.sequence_id] = sequence
+        """Adds a sequence, which is not empty. Raises ChunkStateError if its id is in use."""
+        if sequence.sequence_id in self.sequences:
+            raise ChunkStateError(f"sequence {sequence.sequence_id!r} was added already.")
+        sequence.status = SequenceStatus.RUNNING
+        self.sequences[sequence.sequence_id] = sequence
 
-    def skip_cached(self, request_id: Hashable, num_cached_tokens: int) -> None:
+    def skip_cached(self, sequence_id: Hashable, num_cached_tokens: int) -> None:
         """Skips tokens at the start of a sequence because their keys and values are cached.
 
         Raises:
             ChunkStateError: The sequence is unknown, complete or has failed, or a chunk of it is in flight.
             InvalidRequestError: `num_cached_tokens` includes the last token, which must run.
         """
-        sequence = self._find_unfinished(request_id)
+        sequence = self._find_unfinished(sequence_id)
         self._check_idle(sequence)
         if num_cached_tokens >= sequence.num_tokens:
-            message = f"request {request_id!r} has {sequence.num_tokens} tokens; the last one must run."
+            message = f"sequence {sequence_id!r} has {sequence.num_tokens} tokens; the last one must run."
             raise InvalidRequestError(message, param="num_cached_tokens")
         self._metrics.cached_tokens += max(num_cached_tokens - sequence.num_computed_tokens, 0)
         sequence.num_computed_tokens = max(num_cached_tokens, sequence.num_computed_tokens)
@@ -173,7 +162,7 @@ class ChunkedPrefillManager:
     def peek(self) -> InputSequence | None:
         """Returns the next sequence to run; None if no chunk may run."""
         return min(
-            (sequence for sequence in self.requests.values() if sequence.is_ready), key=self._order, default=None
+            (sequence for sequence in self.sequences.values() if sequence.is_ready), key=self._order, default=None
         )
 
     def schedule_chunk(self, max_tokens: int | None = None, *, memory_pressure: float = 0.0) -> PrefillChunk | None:
@@ -188,7 +177,7 @@ class ChunkedPrefillManager:
         if sequence is None:
             return None
         num_remaining = sequence.num_tokens - sequence.num_scheduled
-        size = min(self.config.sized(sequence.chunk_size or self.config.chunk_size, memory_pressure), num_remaining)
+        size = min(self.config.sized(self._chunk_size(sequence), memory_pressure), num_remaining)
         if max_tokens is not None and max_tokens < min(self.config.min_chunk_size, size):
             return None
         return self._next_chunk(sequence, size if max_tokens is None else min(size, max_tokens))
@@ -209,7 +198,7 @@ class ChunkedPrefillManager:
         chunk = self._find_chunk(chunk_id, ChunkState.RUNNING)
         sequence = chunk.sequence
         if chunk is not sequence.chunk:
-            raise ChunkStateError(f"chunk {chunk_id} of request {sequence.sequence_id!r} has been followed already.")
+            raise ChunkStateError(f"chunk {chunk_id} of sequence {sequence.sequence_id!r} has been followed already.")
         sequence.earlier_chunks = sequence.chunks_in_flight
         sequence.chunk = None
 
@@ -218,8 +207,8 @@ class ChunkedPrefillManager:
 
         Args:
             chunk_id: Id of the chunk.
-            output: Output of the chunk, stored for `merge_chunks`.
-            kv_cache: Keys and values so far, stored as `InputSequence.kv_cache` for the next chunk.
+            output: Callers without a Scheduler: output of the chunk, stored for `merge_chunks`.
+            kv_cache: Callers without a Scheduler: keys and values so far, stored for the next chunk.
 
         Raises:
             ChunkStateError: The chunk does not run, or an earlier chunk of its sequence still runs.
@@ -227,7 +216,7 @@ class ChunkedPrefillManager:
         chunk = self._find_chunk(chunk_id, ChunkState.RUNNING)
         sequence = chunk.sequence
         if chunk is not sequence.chunks_in_flight[0]:
-            raise ChunkStateError(f"chunk {chunk_id} of request {sequence.sequence_id!r} runs after another one.")
+            raise ChunkStateError(f"chunk {chunk_id} of sequence {sequence.sequence_id!r} runs after another one.")
         if chunk is sequence.chunk:
             sequence.chunk = None
         sequence.earlier_chunks = sequence.earlier_chunks[1:]
@@ -235,10 +224,8 @@ class ChunkedPrefillManager:
         sequence.num_computed_tokens = chunk.end
         sequence.num_failures = 0
         sequence.error = None
-        if output is not None:
-            sequence.outputs += (output,)
-        if kv_cache is not None:
-            sequence.kv_cache = kv_cache
+        if output is not None or kv_cache is not None:
+            self._store_output(sequence, output, kv_cache)
         self._metrics.completed_chunks += 1
         self._metrics.completed_tokens += chunk.num_tokens
         self._metrics.completed_sequences += sequence.is_complete
@@ -262,35 +249,32 @@ class ChunkedPrefillManager:
         self._metrics.failed_sequences += sequence.has_failed
         return not sequence.has_failed
 
-    def preempt(self, request_id: Hashable) -> None:
+    def preempt(self, sequence_id: Hashable) -> None:
         """Removes a sequence and resets it to its first token. `add` runs it again.
 
         Raises:
             ChunkStateError: The sequence is unknown, complete or has failed.
         """
-        sequence = self._find_unfinished(request_id)
-        sequence.drop_chunks(ChunkState.PENDING)
-        sequence.num_computed_tokens = 0
-        sequence.outputs = ()
-        sequence.kv_cache = None
-        del self.requests[request_id]
+        sequence = self._find_unfinished(sequence_id)
+        sequence.reset()
+        del self.sequences[sequence_id]
         self._metrics.preemptions += 1
 
-    def remove_request(self, request_id: Hashable) -> bool:
+    def remove(self, sequence_id: Hashable) -> bool:
         """Removes a sequence, and cancels it if it is neither complete nor failed. Returns False for an unknown id."""
-        sequence = self.requests.pop(request_id, None)
+        sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:
             return False
         self._metrics.cancelled_sequences += not (sequence.is_complete or sequence.has_failed)
-        sequence.status = Status.FINISHED
+        sequence.status = SequenceStatus.FINISHED
         sequence.drop_chunks(ChunkState.CANCELLED)
         return True
 
     def statistics(self) -> ChunkMetrics:
         """Returns the counters and gauges as they are now."""
-        num_chunks = sum(len(sequence.chunks_in_flight) for sequence in self.requests.values())
+        num_chunks = sum(len(sequence.chunks_in_flight) for sequence in self.sequences.values())
         return msgspec.structs.replace(
-            self._metrics, num_running_sequences=len(self.requests), num_running_chunks=num_chunks
+            self._metrics, num_running_sequences=len(self.sequences), num_running_chunks=num_chunks
         )
 
     def _next_chunk(self, sequence: InputSequence, size: int) -> PrefillChunk:
@@ -299,8 +283,8 @@ class ChunkedPrefillManager:
         return sequence.chunk
 
     def _find_chunk(self, chunk_id: ChunkId, *states: ChunkState) -> PrefillChunk:
-        request_id, start = chunk_id
-        sequence = self._find(request_id)
+        sequence_id, start = chunk_id
+        sequence = self._find(sequence_id)
         found = "not in flight"
         for chunk in sequence.chunks_in_flight:
             if chunk.start == start:
@@ -308,117 +292,26 @@ class ChunkedPrefillManager:
                     return chunk
                 found = chunk.state
         raise ChunkStateError(
-            f"chunk {chunk_id} of request {request_id!r} is {found}; it must be {' or '.join(states)}."
+            f"chunk {chunk_id} of sequence {sequence_id!r} is {found}; it must be {' or '.join(states)}."
         )
 
-    def _find(self, request_id: Hashable) -> InputSequence:
-        if (sequence := self.requests.get(request_id)) is None:
-            raise ChunkStateError(f"request {request_id!r} is unknown; it may have been removed.")
+    def _find(self, sequence_id: Hashable) -> InputSequence:
+        if (sequence := self.sequences.get(sequence_id)) is None:
+            raise ChunkStateError(f"sequence {sequence_id!r} is unknown; it may have been removed.")
         return sequence
 
-    def _find_unfinished(self, request_id: Hashable) -> InputSequence:
-        sequence = self._find(request_id)
+    def _find_unfinished(self, sequence_id: Hashable) -> InputSequence:
+        sequence = self._find(sequence_id)
         if sequence.has_failed or sequence.is_complete:
-            raise ChunkStateError(f"request {request_id!r} {'has failed' if sequence.has_failed else 'is complete'}.")
+            raise ChunkStateError(f"sequence {sequence_id!r} {'has failed' if sequence.has_failed else 'is complete'}.")
         return sequence
 
     def _check_idle(self, sequence: InputSequence) -> None:
         if sequence.chunks_in_flight:
             chunk = sequence.chunks_in_flight[0]
-            raise ChunkStateError(f"chunk {chunk.chunk_id} of request {sequence.sequence_id!r} is still {chunk.state}.")
-
-    # Only library callers use the methods below.
-
-    def create_chunks(
-        self,
-        request_id: Hashable,
-        prompt_tokens: int | Sequence[int] | NDArray[np.int32],
-        priority: int = ChunkPriority.NORMAL,
-        chunk_size: int | None = None,
-        memory_pressure: float = 0.0,
-    ) -> list[PrefillChunk]:
-        """Adds a sequence and returns the plan of its chunks.
-
-        The planned chunks stay PENDING. `schedule_chunk` and `iterate_chunks` return the chunks to run, which are
-        shorter if memory is short.
-
-        Args:
-            request_id: Id of the sequence.
-            prompt_tokens: Token ids (not copied) or their number.
-            priority: A ChunkPriority or any other integer; lower runs first.
-            chunk_size: Tokens of a chunk while memory is free; None takes the configured size.
-            memory_pressure: Share of a full chunk that does not fit into memory, 0 to 1.
-
-        Raises:
-            InvalidRequestError: The id is in use, the sequence is empty, or an argument is out of range.
-
-        >>> manager = ChunkedPrefillManager(chunk_size=512)
-        >>> chunks = manager.create_chunks(request_id="req1", prompt_tokens=2048)
-        >>> for chunk in manager.iterate_chunks("req1"):
-        ...     is_done = manager.complete_chunk(chunk.chunk_id, output=list(chunk.tokens))
-        >>> len(chunks), len(manager.merge_chunks("req1"))
-        (4, 2048)
-        """
-        tokens = range(prompt_tokens) if isinstance(prompt_tokens, int) else prompt_tokens
-        bounds = self.compute_chunk_boundaries(len(tokens), chunk_size, memory_pressure)
-        sequence = InputSequence(
-            sequence_id=request_id,
-            tokens=tokens,
-            num_tokens=len(tokens),
-            request=Request(0, PoolingParams(), priority=priority),
-            chunk_size=bounds[0][1] if bounds else 0,
-        )
-        self.add(sequence)
-        return [PrefillChunk(sequence, start, end) for start, end in bounds]
-
-    def create_chunks_from_prompt(
-        self, request_id: Hashable, prompt: str, priority: int = ChunkPriority.NORMAL, chunk_size: int | None = None
-    ) -> list[PrefillChunk]:
-        """Tokenizes a text and adds it; see `create_chunks`. InvalidRequestError without a `tokenize_fn`."""
-        if self._tokenize is None:
-            raise InvalidRequestError("a text cannot be tokenized: the manager has no tokenize_fn.", param="prompt")
-        return self.create_chunks(request_id, self._tokenize(prompt), priority, chunk_size)
-
-    def compute_chunk_boundaries(
-        self, total_tokens: int, chunk_size: int | None = None, memory_pressure: float = 0.0
-    ) -> list[tuple[int, int]]:
-        """Returns start and end (exclusive) of each chunk of a sequence. The last chunk may be shorter.
-
-        Raises:
-            InvalidRequestError: An argument is out of range; see `create_chunks`.
-        """
-        if total_tokens < 0:
-            raise InvalidRequestError(f"total_tokens is {total_tokens}; it must be 0 or more.", param="total_tokens")
-        size = self.config.sized(self.config.chunk_size if chunk_size is None else chunk_size, memory_pressure)
-        return [(start, min(start + size, total_tokens)) for start in range(0, total_tokens, size)]
-
-    def iterate_chunks(self, request_id: Hashable) -> Iterator[PrefillChunk]:
-        """Starts and yields the chunks of one sequence in order, until it is complete or removed.
-
-        Raises:
-            ChunkStateError: The sequence is unknown or has failed, or the last chunk was neither completed nor failed.
-        """
-        sequence = self._find(request_id)
-        while sequence.status is Status.RUNNING and not sequence.is_complete:
-            if sequence.has_failed:
-                raise ChunkStateError(f"request {request_id!r} has failed: {sequence.error}")
-            self._check_idle(sequence)
-            yield self.start_chunk(self._next_chunk(sequence, sequence.chunk_size or self.config.chunk_size).chunk_id)
-
-    def merge_chunks(self, request_id: Hashable) -> Any:
-        """Returns the outputs of a complete sequence in order. Joins lists and numpy arrays; returns others as a list.
-
-        Raises:
-            ChunkStateError: The sequence is unknown or not complete.
-        """
-        sequence = self._find(request_id)
-        if not sequence.is_complete:
-            done = f"{sequence.num_computed_tokens} of {sequence.num_tokens} tokens are completed"
-            raise ChunkStateError(f"request {request_id!r} is not complete: {done}.")
-        outputs = sequence.outputs
-        if outputs and all(isinstance(output, np.ndarray) for output in outputs):
-            return np.concatenate(outputs)
-        return list(itertools.chain(*outputs)) if all(isinstance(output, list) for output in outputs) else list(outputs)
+            raise ChunkStateError(
+                f"chunk {chunk.chunk_id} of sequence {sequence.sequence_id!r} is still {chunk.state}."
+            )
 
 
 def create_prefill_manager(
@@ -429,9 +322,3 @@ def create_prefill_manager(
     With `dynamic`, chunks are smaller while memory is short.
     """
     return ChunkedPrefillManager(ChunkedPrefillConfig(chunk_size=chunk_size, threshold=threshold, is_dynamic=dynamic))
-
-
-def chunk_prompt(tokens: Sequence[int], chunk_size: int) -> list[Sequence[int]]:
-    """Cuts tokens into chunks; the last may be shorter. Raises InvalidRequestError if `chunk_size` is below 1."""
-    bounds = create_prefill_manager().compute_chunk_boundaries(len(tokens), chunk_size)
-    return [tokens[start:end] for start, end in bounds]

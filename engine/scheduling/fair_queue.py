@@ -8,8 +8,8 @@ The client with the earliest virtual start time runs next, and within it the cla
 Both start times advance by the tokens that ran. When a client or class starts to wait, its start time is raised to that
 of the client or class that ran last, so that a pause is neither rewarded nor punished.
 
-Within a class, requests run in order of arrival. A priority level counts as the tokens that the device runs in a second:
-it moves a request in its class, and the class while the request is its first one, forward by that many tokens.
+Within a class, requests run in order of arrival. A priority level counts as the tokens that the device runs in a
+second: it moves a request in its class, and the class while the request is its first one, forward by that many tokens.
 Priorities have no effect between clients.
 
 Bound: while n classes of a client wait, each gets a part of 1/n of the client's service. So no request starves, and a
@@ -35,27 +35,27 @@ _NUM_ROUNDS: Final = 2
 
 
 class _ClassQueue:
-    """The waiting short or long sequences of one size class, ordered by `due`, then by arrival.
+    """The waiting short or long sequences of one size class, ordered by `virtual_arrival`, then by arrival.
 
     `remove` sets `is_queued` of a sequence to False, and keeps it in the lists. The next iteration deletes it there.
 
     Attributes:
         num_waiting: Number of waiting sequences.
-        dues: `due` of each of `sequences`.
+        virtual_arrivals: `virtual_arrival` of each of `sequences`.
         sequences: The waiting sequences, and removed sequences until `delete_removed`.
     """
 
-    __slots__ = ("_num_iterated", "dues", "num_waiting", "sequences")
+    __slots__ = ("_num_iterated", "num_waiting", "sequences", "virtual_arrivals")
 
     def __init__(self) -> None:
         self.num_waiting = 0
-        self.dues: list[float] = []
+        self.virtual_arrivals: list[float] = []
         self.sequences: list[InputSequence] = []
         self._num_iterated = 0  # length of the part at the head that may contain removed sequences
 
     def add(self, sequences: list[InputSequence]) -> None:
-        """Adds the sequences of a new request, after sequences with the same `due`."""
-        self._insert(bisect_right(self.dues, sequences[0].request.due), sequences)
+        """Adds the sequences of a new request, after sequences with the same `virtual_arrival`."""
+        self._insert(bisect_right(self.virtual_arrivals, sequences[0].request.virtual_arrival), sequences)
 
     def requeue(self, sequence: InputSequence) -> None:
         """Adds a preempted sequence at its former position."""
@@ -72,7 +72,7 @@ class _ClassQueue:
     def delete_removed(self) -> None:
         # The part before `_num_iterated` is enough, because only iterated sequences can run and be added again.
         waiting = [sequence for sequence in self.sequences[: self._num_iterated] if sequence.is_queued]
-        self.dues[: self._num_iterated] = [sequence.request.due for sequence in waiting]
+        self.virtual_arrivals[: self._num_iterated] = [sequence.request.virtual_arrival for sequence in waiting]
         self.sequences[: self._num_iterated] = waiting
         self._num_iterated = len(waiting)
 
@@ -86,7 +86,7 @@ class _ClassQueue:
                 yield sequence
 
     def _insert(self, position: int, sequences: list[InputSequence]) -> None:
-        self.dues[position:position] = [sequences[0].request.due] * len(sequences)
+        self.virtual_arrivals[position:position] = [sequences[0].request.virtual_arrival] * len(sequences)
         self.sequences[position:position] = sequences
         self.num_waiting += len(sequences)
         if position < self._num_iterated:
@@ -97,7 +97,7 @@ class _ClassQueue:
 
 def _sort_key(sequence: InputSequence) -> tuple[float, int, int]:
     """Returns the sort key of a sequence within its class: the smallest runs first."""
-    return sequence.request.due, sequence.request.number, sequence.index
+    return sequence.request.virtual_arrival, sequence.request.arrival_number, sequence.index
 
 
 @dataclass(slots=True, eq=False)
@@ -105,12 +105,12 @@ class _SizeClass:
     """The sequences of the requests of one client with similar numbers of tokens.
 
     Attributes:
-        start: Virtual start time of its next sequence in tokens.
+        virtual_start: Virtual start time of its next sequence in tokens.
         short: Its short sequences.
         long: Its long sequences.
     """
 
-    start: float
+    virtual_start: float
     short: _ClassQueue = field(default_factory=_ClassQueue)
     long: _ClassQueue = field(default_factory=_ClassQueue)
 
@@ -124,14 +124,14 @@ class _Client:
     """A client with waiting sequences, or an idle client that is not deleted yet.
 
     Attributes:
-        start: Virtual start time of its next sequence in tokens.
+        virtual_start: Virtual start time of its next sequence in tokens.
         number: Number of the client, in order of arrival.
         virtual_time: Start time of the class that ran last.
         classes: Its classes by number: larger requests have larger numbers.
         num_waiting: Number of its waiting sequences.
     """
 
-    start: float
+    virtual_start: float
     number: int
     virtual_time: float
     classes: dict[int, _SizeClass] = field(default_factory=dict)
@@ -177,16 +177,16 @@ class FairQueue:
             self._virtual_time = self._latest_start
         client = self._client(request.client)
         if not client.num_waiting:
-            client.start = max(client.start, self._virtual_time)
-            client.virtual_time = max([client.virtual_time, *[c.start for c in client.classes.values()]])
+            client.virtual_start = max(client.virtual_start, self._virtual_time)
+            client.virtual_time = max([client.virtual_time, *[c.virtual_start for c in client.classes.values()]])
         num_tokens = sum([sequence.num_tokens for sequence in request.sequences])
         request.size_class = _size_class(num_tokens)
         size_class = client.size_class(request.size_class)
         if not size_class.is_waiting:
-            size_class.start = max(size_class.start, client.virtual_time)
-        request.advance = -request.priority * tokens_per_level
-        request.due = client.start - request.advance
-        request.number = next(self._numbers)
+            size_class.virtual_start = max(size_class.virtual_start, client.virtual_time)
+        request.priority_tokens = -request.priority * tokens_per_level
+        request.virtual_arrival = client.virtual_start - request.priority_tokens
+        request.arrival_number = next(self._numbers)
         short = request.sequences
         long = [sequence for sequence in short if sequence.is_long]
         if long:
@@ -223,15 +223,15 @@ class FairQueue:
     def charge(self, sequence: InputSequence, num_tokens: int) -> None:
         """Advances the start times of a client and a class by the tokens of a sequence that run now."""
         client = self._client(sequence.request.client)
-        if client.start > self._virtual_time:
-            self._virtual_time = client.start
-        client.start += num_tokens
-        if client.start > self._latest_start:
-            self._latest_start = client.start
+        if client.virtual_start > self._virtual_time:
+            self._virtual_time = client.virtual_start
+        client.virtual_start += num_tokens
+        if client.virtual_start > self._latest_start:
+            self._latest_start = client.virtual_start
         size_class = client.size_class(sequence.request.size_class)
-        if size_class.start > client.virtual_time:
-            client.virtual_time = size_class.start
-        size_class.start += num_tokens
+        if size_class.virtual_start > client.virtual_time:
+            client.virtual_time = size_class.virtual_start
+        size_class.virtual_start += num_tokens
 
     def sort_key(self, sequence: InputSequence) -> tuple[float, float, int, float, int, int]:
         """Returns the sort key of a sequence, waiting or not: the smallest runs first. Changes no client."""
@@ -240,13 +240,16 @@ class FairQueue:
         start = class_start = self._virtual_time
         if client is not None:
             size_class = client.classes.get(request.size_class)
-            start, class_start = client.start, client.virtual_time if size_class is None else size_class.start
-        return (start, class_start - request.advance, request.size_class, *_sort_key(sequence))
+            start, class_start = (
+                client.virtual_start,
+                client.virtual_time if size_class is None else size_class.virtual_start,
+            )
+        return (start, class_start - request.priority_tokens, request.size_class, *_sort_key(sequence))
 
     def next_sequences(self, max_tokens: int, max_seqs: int, *, is_long: bool = False) -> list[InputSequence]:
         """Returns the next short, or long, sequences in order, up to a limit. At least one if any waits."""
         clients = [
-            (client.start, client.number, _by_class(classes))
+            (client.virtual_start, client.number, _by_class(classes))
             for client in self._clients.values()
             if client.num_waiting and (classes := _waiting_classes(client, is_long=is_long))
         ]
@@ -269,9 +272,9 @@ class FairQueue:
         client = self._clients.get(name)
         if client is None:
             if len(self._clients) >= self._max_clients:
-                clients = {n: c for n, c in self._clients.items() if c.num_waiting or c.start > self._virtual_time}
-                self._clients = clients
-                self._max_clients = 2 * len(clients) + 64
+                clients = self._clients.items()
+                self._clients = {n: c for n, c in clients if c.num_waiting or c.virtual_start > self._virtual_time}
+                self._max_clients = 2 * len(self._clients) + 64
             client = _Client(self._virtual_time, next(self._numbers), self._virtual_time)
             self._clients[name] = client
         return client
@@ -284,7 +287,7 @@ def _size_class(num_tokens: int) -> int:
 
 def _waiting_classes(client: _Client, *, is_long: bool) -> list[tuple[int, float, Iterator[InputSequence]]]:
     """Returns the number, start time and sequences of each class with waiting short, or long, sequences."""
-    queues = [(number, c.start, c.long if is_long else c.short) for number, c in client.classes.items()]
+    queues = [(number, c.virtual_start, c.long if is_long else c.short) for number, c in client.classes.items()]
     return [(number, start, iter(queue)) for number, start, queue in queues if queue.num_waiting]
 
 
@@ -296,7 +299,7 @@ def _by_class(classes: list[tuple[int, float, Iterator[InputSequence]]]) -> Iter
     heads: list[tuple[float, int, float, InputSequence, Iterator[InputSequence]]] = []
     for number, start, sequences in classes:
         head = next(sequences)
-        heads.append((start - head.request.advance, number, start, head, sequences))
+        heads.append((start - head.request.priority_tokens, number, start, head, sequences))
     heapq.heapify(heads)
     while heads:
         _, number, start, head, sequences = heads[0]
@@ -306,7 +309,7 @@ def _by_class(classes: list[tuple[int, float, Iterator[InputSequence]]]) -> Iter
         if following is None:
             heapq.heappop(heads)
         else:
-            heapq.heapreplace(heads, (start - following.request.advance, number, start, following, sequences))
+            heapq.heapreplace(heads, (start - following.request.priority_tokens, number, start, following, sequences))
 
 
 def _by_client(clients: list[tuple[float, int, Iterator[InputSequence]]]) -> Iterator[InputSequence]:

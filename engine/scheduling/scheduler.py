@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from typing import Final
 
 from ..protocol.config import ChunkedPrefillConfig
-from ..protocol.messages import CacheUse, StepLoad
+from ..protocol.messages import SchedulerStats, SequencePoolStats
 from .chunked_prefill import ChunkedPrefillManager, ChunkSizeController
 from .fair_queue import FairQueue, group_by_length
-from .sequence import Batch, ForwardBudget, InputSequence, PrefillChunk, Request, Status
+from .sequence import Batch, ForwardBudget, InputSequence, PrefillChunk, Request, SequenceStatus
 from .sequence_pool import Allocation, SequencePool
 
 _FORWARD_S: Final = 1.0
@@ -86,10 +86,10 @@ class Scheduler:
         self._min_batch_tokens = min_batch_tokens
         self._full_budget = max(token_budget, max_seq_len) if self._pool.is_empty else token_budget
         self._num_steps_without_oom = 0
-        self._ended: list[InputSequence] = []  # long sequences that ended since the last batch
-        self._last_num_whole = 0  # whole sequences in the last batch
+        self._ended_sequences: list[InputSequence] = []  # long sequences that ended since the last batch
+        self._last_num_short = 0  # short sequences in the last batch
         self._waits_for_memory = False  # whether the next long sequence waits for memory
-        self._held: dict[PrefillChunk, Allocation] = {}  # memory of cancelled sequences that still run
+        self._cancelled_allocations: dict[PrefillChunk, Allocation] = {}  # memory of cancelled sequences that still run
         self.requests: dict[int, Request] = {}
         self.waiting = FairQueue()
         self.prefill = ChunkedPrefillManager(prefill_config, order=self.waiting.sort_key)
@@ -108,7 +108,7 @@ class Scheduler:
     @property
     def has_long(self) -> bool:
         """Whether the next batch may have chunks of long sequences."""
-        return bool(self.waiting.num_long or self.prefill.requests)
+        return bool(self.waiting.num_long or self.prefill.sequences)
 
     @property
     def has_large_batch(self) -> bool:
@@ -117,7 +117,7 @@ class Scheduler:
         Otherwise the waiting sequences run together with sequences that arrive until the device is free.
         """
         has_tokens = (
-            self.waiting.num_tokens >= self.chunk_sizes.forward_tokens(self.token_budget) // _QUEUED_BATCH_DIVISOR
+            self.waiting.num_tokens >= self.chunk_sizes.max_forward_tokens(self.token_budget) // _QUEUED_BATCH_DIVISOR
         )
         has_seqs = self.waiting.num_seqs >= self._max_num_seqs // _QUEUED_BATCH_DIVISOR
         return has_tokens or has_seqs or self.prefill.peek() is not None
@@ -132,8 +132,8 @@ class Scheduler:
                 sequence.is_long = self._pool.can_hold(num_tokens)
         self.requests[request.request_id] = request
         request.num_unfinished = len(request.sequences)
-        token_s = self.chunk_sizes.token_s or _FORWARD_S / self._full_budget
-        self.waiting.add(request, self.prefill.config.ageing_s / token_s)
+        seconds_per_token = self.chunk_sizes.seconds_per_token or _FORWARD_S / self._full_budget
+        self.waiting.add(request, self.prefill.config.ageing_s / seconds_per_token)
 
     def cancel(self, request_id: int, *, drop_cached_blocks: bool = False) -> Request | None:
         """Ends a request and returns it; None if it is unknown.
@@ -143,12 +143,12 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is None:
             return None
-        for sequence in [s for s in request.sequences if s.status is not Status.FINISHED]:
+        for sequence in [s for s in request.sequences if s.status is not SequenceStatus.FINISHED]:
             if sequence.chunk is not None and sequence.allocation is not None and not sequence.is_long:
                 # Its forward may write the memory until it ends: `finish` frees it.
-                self._held[sequence.chunk] = sequence.allocation
+                self._cancelled_allocations[sequence.chunk] = sequence.allocation
                 sequence.allocation = None
-            self._release(sequence, Status.FINISHED, drop_cached_blocks=drop_cached_blocks)
+            self._release(sequence, SequenceStatus.FINISHED, drop_cached_blocks=drop_cached_blocks)
         return request
 
     def schedule(self, now_s: float, free_tokens: int | None = None) -> Batch:
@@ -162,21 +162,21 @@ class Scheduler:
         """
         self.needs_idle_device = False
         config = self.prefill.config
-        batch = Batch(ended=self._ended)
-        self._ended = []
-        budget = ForwardBudget(self.chunk_sizes.forward_tokens(self.token_budget), self._max_num_seqs)
+        batch = Batch(ended_sequences=self._ended_sequences)
+        self._ended_sequences = []
+        budget = ForwardBudget(self.chunk_sizes.max_forward_tokens(self.token_budget), self._max_num_seqs)
         if free_tokens is not None and config.is_dynamic:
             budget.num_tokens = min(budget.num_tokens, max(free_tokens, config.min_chunk_size))
         if self._max_forwards > 1 and not self.has_long:
             share = max(self.waiting.tokens_per_forward(self._max_forwards), self._min_batch_tokens)
             budget.num_tokens = min(budget.num_tokens, share)
-        self._expire(self.prefill.requests.values(), now_s, batch)
+        self._expire(self.prefill.sequences.values(), now_s, batch)
         candidates = self._short_candidates(now_s, batch)
         if self.has_long:
             self._add_chunks(candidates, batch, budget, now_s, free_tokens)
         else:
             self._waits_for_memory = False
-        self._add_whole(candidates, batch, budget)
+        self._add_short(candidates, batch, budget)
         batch.chunks.sort(key=lambda chunk: (chunk.start > 0, chunk.end - chunk.start))
         batch.num_deferred = self.waiting.num_seqs
         return batch
@@ -196,8 +196,8 @@ class Scheduler:
         has_run = False
         for chunk in batch.chunks:
             sequence = chunk.sequence
-            if chunk in self._held:
-                self._pool.free(self._held.pop(chunk))
+            if chunk in self._cancelled_allocations:
+                self._pool.free(self._cancelled_allocations.pop(chunk))
             if not sequence.is_in_flight(chunk):
                 continue
             has_run = True
@@ -209,7 +209,7 @@ class Scheduler:
             if sequence.allocation is not None:
                 self._pool.commit(sequence.allocation, chunk.end)
             if sequence.is_complete:
-                self._release(sequence, Status.FINISHED)
+                self._release(sequence, SequenceStatus.FINISHED)
                 if not sequence.request.num_unfinished:
                     finished.append(sequence.request)
         if has_run:
@@ -234,7 +234,7 @@ class Scheduler:
         self.token_budget = min(self.token_budget, max(token_budget, min_tokens))
         self._num_steps_without_oom = 0
 
-    def load(self, num_seqs: int, num_deferred: int, num_images: int = 0) -> StepLoad:
+    def stats(self, num_seqs: int, num_deferred: int, num_images: int = 0) -> SchedulerStats:
         """Returns the metrics of a step and of the waiting sequences.
 
         Args:
@@ -243,15 +243,15 @@ class Scheduler:
             num_images: Images of the sequences that ran.
         """
         waiting = self.waiting
-        budget = self.chunk_sizes.forward_tokens(self.token_budget)
-        return StepLoad(num_seqs, budget, waiting.num_seqs, waiting.num_tokens, num_deferred, num_images)
+        budget = self.chunk_sizes.max_forward_tokens(self.token_budget)
+        return SchedulerStats(num_seqs, budget, waiting.num_seqs, waiting.num_tokens, num_deferred, num_images)
 
-    def cache_use(self, batch: Batch) -> CacheUse | None:
+    def pool_stats(self, batch: Batch) -> SequencePoolStats | None:
         """Returns the metrics of the sequence memory and of the chunks of a batch; None if nothing runs in chunks."""
         pool = self._pool
         if pool.is_empty:
             return None
-        return CacheUse(
+        return SequencePoolStats(
             usage=pool.usage,
             memory_pressure=self.memory_pressure,
             chunk_tokens=max((chunk.num_tokens for chunk in batch.chunks if chunk.sequence.is_long), default=0),
@@ -278,9 +278,9 @@ class Scheduler:
         max_seqs = num_batches * self._max_num_seqs
         while candidates := self.waiting.next_sequences(max_tokens, max_seqs):
             self._expire(candidates, now_s, batch)
-            if not batch.expired:
+            if not batch.expired_requests:
                 return candidates
-            live = [sequence for sequence in candidates if sequence.status is Status.WAITING]
+            live = [sequence for sequence in candidates if sequence.status is SequenceStatus.WAITING]
             if live:
                 return live
         return []
@@ -301,7 +301,7 @@ class Scheduler:
         while heads := self.waiting.next_sequences(1, 1, is_long=True):
             self._expire(heads, now_s, batch)
             (sequence,) = heads
-            if sequence.status is not Status.WAITING:
+            if sequence.status is not SequenceStatus.WAITING:
                 continue  # it has expired
             has_started = self._should_start(sequence, chunk_budget.num_tokens) and self._start_long(sequence, batch)
             if not has_started:
@@ -329,18 +329,18 @@ class Scheduler:
         config = self.prefill.config
         short_tokens = min(sum([sequence.num_tokens for sequence in candidates]), token_budget // 2)
         short_seqs = min(len(candidates), self._max_num_seqs // 2)
-        if candidates and not self._last_num_whole:
+        if candidates and not self._last_num_short:
             short_tokens = max(short_tokens, candidates[0].num_tokens)
             short_seqs = max(short_seqs, 1)
         else:
             short_tokens = min(short_tokens, token_budget - config.min_chunk_size)
-        others_wait = bool(candidates) or self._last_num_whole > 0
-        chunk_tokens = self.chunk_sizes.chunk_tokens(token_budget, config, others_wait=others_wait)
+        others_wait = bool(candidates) or self._last_num_short > 0
+        chunk_tokens = self.chunk_sizes.max_chunk_tokens(token_budget, config, others_wait=others_wait)
         return ForwardBudget(min(chunk_tokens, token_budget - short_tokens), self._max_num_seqs - short_seqs)
 
     def _should_start(self, sequence: InputSequence, max_tokens: int) -> bool:
         """Returns True if running sequences do not use all tokens, or this one sorts before all of them."""
-        running = self.prefill.requests.values()
+        running = self.prefill.sequences.values()
         chunk_size = self.prefill.config.chunk_size
         if sum(min(other.num_tokens - other.num_scheduled, chunk_size) for other in running) < max_tokens:
             return True
@@ -376,7 +376,7 @@ class Scheduler:
         for victim, _ in victims:
             self.prefill.preempt(victim.sequence_id)
             self._requeue(victim)
-        batch.preempted += victims
+        batch.preempted_sequences += victims
         return bool(victims)
 
     def _victims(self, sequence: InputSequence) -> list[tuple[InputSequence, Allocation]]:
@@ -390,7 +390,7 @@ class Scheduler:
         """
         starting = sequence.request
         arrival = self._arrival(sequence)
-        later = sorted((s for s in self.prefill.requests.values() if self._arrival(s) > arrival), key=self._arrival)
+        later = sorted((s for s in self.prefill.sequences.values() if self._arrival(s) > arrival), key=self._arrival)
         victims: list[tuple[InputSequence, Allocation]] = []
         while not self._pool.can_allocate(sequence.num_tokens, after=[allocation for _, allocation in victims]):
             if not later:
@@ -398,7 +398,7 @@ class Scheduler:
             victim = later.pop()
             request = victim.request
             if request.client == starting.client:
-                is_first = request.place < starting.place
+                is_first = request.preemption_order < starting.preemption_order
             else:
                 is_first = request.arrival_s <= starting.arrival_s
             if is_first:
@@ -409,20 +409,21 @@ class Scheduler:
 
     def _arrival(self, sequence: InputSequence) -> tuple[float, int, int]:
         request = sequence.request
-        return request.arrival_s + request.priority * self.prefill.config.ageing_s, request.number, sequence.index
+        arrival_s = request.arrival_s + request.priority * self.prefill.config.ageing_s
+        return arrival_s, request.arrival_number, sequence.index
 
-    def _add_whole(self, candidates: list[InputSequence], batch: Batch, budget: ForwardBudget) -> None:
-        """Adds the whole sequences of this batch."""
+    def _add_short(self, candidates: list[InputSequence], batch: Batch, budget: ForwardBudget) -> None:
+        """Adds the short sequences of this batch."""
         num_chunks = len(batch.chunks)
         for sequence in candidates:
-            chunk = self._start_whole(sequence, budget)
+            chunk = self._start_short(sequence, budget)
             if chunk is None:
                 break
             self._charge(chunk)
             batch.chunks.append(chunk)
-        self._last_num_whole = len(batch.chunks) - num_chunks
+        self._last_num_short = len(batch.chunks) - num_chunks
 
-    def _start_whole(self, sequence: InputSequence, budget: ForwardBudget) -> PrefillChunk | None:
+    def _start_short(self, sequence: InputSequence, budget: ForwardBudget) -> PrefillChunk | None:
         """Starts a short sequence after its cached prefix and returns its chunk; None if it does not fit.
 
         Reads no prefix while a long sequence waits for memory held by short sequences.
@@ -430,7 +431,7 @@ class Scheduler:
         num_tokens = sequence.num_tokens
         num_cached = 0
         keys = sequence.block_keys
-        may_allocate = self._pool.can_hold(num_tokens) and not (self._waits_for_memory and not self.prefill.requests)
+        may_allocate = self._pool.can_hold(num_tokens) and not (self._waits_for_memory and not self.prefill.sequences)
         if sequence.request.needs_last_row and len(keys) >= _MIN_SHARED_BLOCKS and may_allocate:
             if budget.fits(num_tokens - self._pool.find(keys, num_tokens - 1)):
                 sequence.allocation = self._allocate(sequence)
@@ -438,7 +439,7 @@ class Scheduler:
         if not budget.add(num_tokens - num_cached):
             return None
         self.waiting.remove(sequence)
-        sequence.status = Status.RUNNING
+        sequence.status = SequenceStatus.RUNNING
         sequence.chunk = PrefillChunk(sequence, num_cached, num_tokens)
         return sequence.chunk
 
@@ -455,28 +456,28 @@ class Scheduler:
         for request in [r for r in requests if r.deadline_s is not None and r.deadline_s <= now_s]:
             if request.num_unfinished:
                 self.cancel(request.request_id)
-                batch.expired.append(request)
+                batch.expired_requests.append(request)
 
     def _requeue(self, sequence: InputSequence) -> None:
         """Moves a running sequence back to the queue, to run in chunks."""
-        self._release(sequence, Status.WAITING)
+        self._release(sequence, SequenceStatus.WAITING)
         sequence.is_long = True
         self.waiting.requeue(sequence)
 
-    def _release(self, sequence: InputSequence, status: Status, *, drop_cached_blocks: bool = False) -> None:
+    def _release(self, sequence: InputSequence, status: SequenceStatus, *, drop_cached_blocks: bool = False) -> None:
         """Ends a sequence, or prepares a running one to wait again. Frees its memory."""
-        if sequence.status is Status.WAITING:
+        if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
         elif sequence.is_long:
-            self.prefill.remove_request(sequence.sequence_id)
+            self.prefill.remove(sequence.sequence_id)
         sequence.status = status
         sequence.chunk = None
         if sequence.allocation is not None:
             self._pool.free(sequence.allocation, drop_cached_blocks=drop_cached_blocks)
             sequence.allocation = None
-        if status is Status.FINISHED:
+        if status is SequenceStatus.FINISHED:
             if sequence.is_long:
-                self._ended.append(sequence)
+                self._ended_sequences.append(sequence)
             request = sequence.request
             request.num_unfinished -= 1
             if not request.num_unfinished:

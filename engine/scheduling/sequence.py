@@ -11,15 +11,22 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from ..protocol.messages import SubmitRequest
+from ..protocol.messages import SubmitRequest, TokenizedInput
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingTask, PoolingType
 from .kv_cache_pool import block_keys
 from .sequence_pool import Allocation
 
+ChunkId = tuple[Hashable, int]
+"""The id of a sequence, and the first token of the chunk."""
 
-class Status(StrEnum):
+
+class ChunkStateError(ValueError):
+    """A chunk or its sequence is unknown, or is in the wrong state for the call. Always a bug of the caller."""
+
+
+class SequenceStatus(StrEnum):
     """State of a sequence."""
 
     WAITING = "waiting"
@@ -30,7 +37,7 @@ class Status(StrEnum):
 class ChunkState(StrEnum):
     """State of a chunk."""
 
-    PENDING = "pending"  # planned; or it failed or was preempted, and its tokens will be scheduled again
+    PENDING = "pending"  # expected; or it failed or was preempted, and its tokens will be scheduled again
     SCHEDULED = "scheduled"
     RUNNING = "running"
     COMPLETED = "completed"
@@ -54,7 +61,7 @@ class PrefillChunk:
         return self.sequence.sequence_id
 
     @property
-    def chunk_id(self) -> tuple[Hashable, int]:
+    def chunk_id(self) -> ChunkId:
         """The id of its sequence and its first token."""
         return self.sequence_id, self.start
 
@@ -70,7 +77,7 @@ class PrefillChunk:
 
     @property
     def tokens(self) -> Any:
-        """Its tokens, or their positions if only the length of the sequence is known."""
+        """A slice of `InputSequence.tokens`, which has another type in a StandaloneSequence."""
         return self.sequence.tokens[self.start : self.end]
 
 
@@ -79,9 +86,8 @@ class InputSequence:
     """One input of a request, from its arrival to its end.
 
     Attributes:
-        sequence_id: Id of the sequence: the pair of request id and index in the engine, else the `request_id` of
-            ChunkedPrefillManager.create_chunks.
-        tokens: In the engine: the TokenizedInput. Library callers: token ids, or a range of positions.
+        sequence_id: Id of the sequence: in the engine the pair of request id and index.
+        tokens: The tokenized input.
         num_tokens: Tokens of the whole input.
         request: The request that it belongs to.
         index: Index among the inputs of the request.
@@ -96,19 +102,16 @@ class InputSequence:
         error: The last failure.
         has_failed: Whether it failed too often to be retried.
         allocation: Its memory in the sequence pool.
-        chunk_size: Library callers: tokens of a chunk while memory is free; 0 takes the configured size.
-        outputs: Library callers: outputs of its completed chunks; see ChunkedPrefillManager.complete_chunk.
-        kv_cache: Library callers: argument of ChunkedPrefillManager.complete_chunk for the last chunk.
     """
 
     sequence_id: Hashable
-    tokens: Any = field(repr=False)
+    tokens: TokenizedInput = field(repr=False)
     num_tokens: int
     request: Request = field(repr=False)
     index: int = 0
     block_keys: Sequence[bytes] = ()
     is_long: bool = False
-    status: Status = Status.WAITING
+    status: SequenceStatus = SequenceStatus.WAITING
     is_queued: bool = False
     num_computed_tokens: int = 0
     num_pooled: int = 0
@@ -118,9 +121,6 @@ class InputSequence:
     error: str | None = None
     has_failed: bool = False
     allocation: Allocation | None = None
-    chunk_size: int = 0
-    outputs: tuple[Any, ...] = field(default=(), repr=False)
-    kv_cache: Any = field(default=None, repr=False)
 
     @property
     def is_complete(self) -> bool:
@@ -154,6 +154,11 @@ class InputSequence:
         self.earlier_chunks = ()
         self.chunk = None
 
+    def reset(self) -> None:
+        """Resets the sequence to its first token."""
+        self.drop_chunks(ChunkState.PENDING)
+        self.num_computed_tokens = 0
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -169,16 +174,16 @@ class Request:
     sequences: list[InputSequence] = field(default_factory=list)  # one per input, in order
     num_unfinished: int = 0  # sequences that have not finished
     started_s: float | None = None  # Seconds, monotonic: when its first forward started
-    # Place in the order of FairQueue:
+    # Set by FairQueue:
     size_class: int = 0  # number of its size class
-    due: float = 0.0  # sort key within its class: tokens
-    advance: float = 0.0  # tokens of its priority: it runs that much earlier
-    number: int = 0  # number of the request in order of arrival
+    virtual_arrival: float = 0.0  # sort key within its class: tokens
+    priority_tokens: float = 0.0  # tokens of its priority: it runs that much earlier
+    arrival_number: int = 0  # number of the request in order of arrival
 
     @property
-    def place(self) -> tuple[int, int, int]:
+    def preemption_order(self) -> tuple[int, int, int]:
         """Sort key of the requests of a client in preemption: by priority, then size, then arrival."""
-        return self.priority, self.size_class, self.number
+        return self.priority, self.size_class, self.arrival_number
 
 
 class RequestBuilder:
@@ -251,7 +256,7 @@ class Batch:
 
     chunks: list[PrefillChunk] = field(default_factory=list)  # first chunks that start a sequence; then by length
     num_long: int = 0  # chunks of long sequences
-    expired: list[Request] = field(default_factory=list)  # ended because their deadline has passed
-    preempted: list[tuple[InputSequence, Allocation]] = field(default_factory=list)  # with their former memory
-    ended: list[InputSequence] = field(default_factory=list)  # long sequences that ended since the last batch
+    expired_requests: list[Request] = field(default_factory=list)  # ended because their deadline has passed
+    preempted_sequences: list[tuple[InputSequence, Allocation]] = field(default_factory=list)  # and their memory
+    ended_sequences: list[InputSequence] = field(default_factory=list)  # long sequences that ended since the last batch
     num_deferred: int = 0  # waiting sequences that did not fit into the batch

@@ -77,7 +77,7 @@ class Allocation:
             of the first `num_cached_tokens` tokens are shared and never written.
         num_cached_tokens: Tokens at the start that were found in the prefix cache.
         state_slot: Slot of its SSM states; None in a model without SSM layers.
-        keys: Prefix cache key of every full block; empty if its blocks are not added to the cache.
+        block_keys: Prefix cache key of every full block; empty if its blocks are not added to the cache.
         num_committed_blocks: Blocks at the start that are full, computed and in the prefix cache.
         cached_duplicates: Index of a committed block -> the cached block with the same tokens, if another sequence
             cached them first. The sequence has a reference to it, so that a parent never leaves the cache before its
@@ -89,7 +89,7 @@ class Allocation:
     block_ids: list[int]
     num_cached_tokens: int
     state_slot: int | None
-    keys: Sequence[bytes]
+    block_keys: Sequence[bytes]
     num_committed_blocks: int = 0
     cached_duplicates: dict[int, int] = field(default_factory=dict)
 
@@ -109,7 +109,7 @@ class SequencePool:
     Attributes:
         kv: Blocks; None for a model without attention layers.
         ssm: Slots; None for a model without SSM layers.
-        prefixes: The prefix cache; None without one.
+        prefix_cache: The prefix cache; None without one.
         prefix_query_tokens: Tokens of started sequences that were looked up in the prefix cache.
         prefix_hit_tokens: Tokens that were found.
     """
@@ -119,9 +119,9 @@ class SequencePool:
     ) -> None:
         self.kv = kv
         self.ssm = ssm
-        self.prefixes: PrefixCache | None = None
+        self.prefix_cache: PrefixCache | None = None
         if enable_prefix_caching and kv is not None and ssm is None:
-            self.prefixes = PrefixCache(kv)
+            self.prefix_cache = PrefixCache(kv)
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
         self._allocations: dict[Hashable, Allocation] = {}
@@ -134,7 +134,7 @@ class SequencePool:
     @property
     def num_evicted_blocks(self) -> int:
         """Blocks that the prefix cache has evicted."""
-        return 0 if self.prefixes is None else self.prefixes.num_evicted
+        return 0 if self.prefix_cache is None else self.prefix_cache.num_evicted
 
     @property
     def capacity_tokens(self) -> int | None:
@@ -147,7 +147,7 @@ class SequencePool:
     def usage(self) -> float:
         """Share of allocated blocks or slots, whichever is higher, 0 to 1."""
         kv, ssm = self.kv, self.ssm
-        num_evictable = 0 if self.prefixes is None else self.prefixes.num_evictable
+        num_evictable = 0 if self.prefix_cache is None else self.prefix_cache.num_evictable
         return max(
             0.0 if kv is None else (kv.num_used - num_evictable) / kv.num_blocks,
             0.0 if ssm is None else ssm.num_used / ssm.num_slots,
@@ -167,7 +167,7 @@ class SequencePool:
             return False
         if kv is None:
             return ssm is not None
-        num_evictable = 0 if self.prefixes is None else self.prefixes.num_evictable
+        num_evictable = 0 if self.prefix_cache is None else self.prefix_cache.num_evictable
         # A block becomes free or can be evicted if only `after` and the prefix cache have references to it.
         counts = Counter(block for each in after for block in (*each.block_ids, *each.cached_duplicates.values()))
         num_freed = sum(count == kv.ref_count(block) - self._is_cached(block) for block, count in counts.items())
@@ -196,7 +196,7 @@ class SequencePool:
         self._check_new(owner, num_tokens, keys)
         kv = self.kv
         ssm = self.ssm
-        prefixes = self.prefixes
+        prefixes = self.prefix_cache
         if ssm is not None and not ssm.num_free:
             return None
         keys = () if prefixes is None else keys
@@ -235,21 +235,21 @@ class SequencePool:
         self._check_live(allocation)
         if num_tokens > allocation.num_tokens:
             raise ValueError(f"{num_tokens} tokens of a sequence of {allocation.num_tokens} cannot be computed.")
-        if self.prefixes is None or self.kv is None:
+        if self.prefix_cache is None or self.kv is None:
             return
-        num_full = min(num_tokens // self.kv.block_size, len(allocation.keys))
+        num_full = min(num_tokens // self.kv.block_size, len(allocation.block_keys))
         for i in range(allocation.num_committed_blocks, num_full):
-            block = self.prefixes.register(allocation.keys[i], allocation.block_ids[i])
+            block = self.prefix_cache.register(allocation.block_keys[i], allocation.block_ids[i])
             if block != allocation.block_ids[i]:
-                self.prefixes.acquire(block)
+                self.prefix_cache.acquire(block)
                 allocation.cached_duplicates[i] = block
         allocation.num_committed_blocks = max(allocation.num_committed_blocks, num_full)
 
     def find(self, keys: Sequence[bytes], readable_tokens: int) -> int:
         """Returns the number of tokens in the prefix cache, at most `readable_tokens`. Allocates nothing."""
-        if self.prefixes is None or self.kv is None:
+        if self.prefix_cache is None or self.kv is None:
             return 0
-        return len(self.prefixes.find(keys[: readable_tokens // self.kv.block_size])) * self.kv.block_size
+        return len(self.prefix_cache.find(keys[: readable_tokens // self.kv.block_size])) * self.kv.block_size
 
     def free(self, allocation: Allocation, *, drop_cached_blocks: bool = False) -> None:
         """Frees blocks and slot. Committed blocks stay in the prefix cache until other sequences need the memory.
@@ -269,31 +269,31 @@ class SequencePool:
             return
         num_committed = allocation.num_committed_blocks
         self.kv.free_many(allocation.block_ids[num_committed:])
-        if self.prefixes is None:
+        if self.prefix_cache is None:
             return
         for i in reversed(range(num_committed)):
-            self.prefixes.release(allocation.block_ids[i])
+            self.prefix_cache.release(allocation.block_ids[i])
             if i in allocation.cached_duplicates:
-                self.prefixes.release(allocation.cached_duplicates[i])
+                self.prefix_cache.release(allocation.cached_duplicates[i])
         if drop_cached_blocks:
             for block in allocation.block_ids[allocation.num_cached_tokens // self.kv.block_size : num_committed]:
-                if self.prefixes.is_cached(block):
-                    self.prefixes.remove(block)
+                if self.prefix_cache.is_cached(block):
+                    self.prefix_cache.remove(block)
 
-    def clear_prefixes(self) -> int | None:
+    def reset_prefix_cache(self) -> int | None:
         """Empties the prefix cache. Returns the number of its blocks; None without a prefix cache.
 
         Running sequences keep their blocks but no longer add them to the cache, because they may depend on cleared
         blocks.
         """
-        if self.prefixes is None:
+        if self.prefix_cache is None:
             return None
         for allocation in self._allocations.values():
-            allocation.keys = ()
-        return self.prefixes.clear()
+            allocation.block_keys = ()
+        return self.prefix_cache.clear()
 
     def _is_cached(self, block: int) -> bool:
-        return self.prefixes is not None and self.prefixes.is_cached(block)
+        return self.prefix_cache is not None and self.prefix_cache.is_cached(block)
 
     def _check_new(self, owner: Hashable, num_tokens: int, keys: Sequence[bytes]) -> None:
         if num_tokens < 1:

@@ -14,10 +14,10 @@ from ..images.preprocessor import ImagePreprocessor
 from ..protocol.config import EngineConfig
 from ..protocol.errors import CUT_TO_FIT, InvalidRequestError, RequestTooLongError
 from ..protocol.images import ImageInput, MixedInput, PatchGrid
+from ..protocol.messages import TokenizedInput
 from ..protocol.model_info import ModelInfo, TextPadding
-from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, expanded
-from ..protocol.params import PoolingParams
-from ..protocol.request import Input, RequestOptions, Text, TextOrImage, TokenizedInput
+from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, QueryExpansion
+from ..protocol.params import Input, PoolingParams, RequestOptions, Text, TextOrImage
 from ..protocol.tasks import PoolingTask
 from .late_chunking import JoinedText, LateChunking, verify_late_chunking
 from .long_text import MIN_PASSAGE_TOKENS, LongText, Passages, Windows
@@ -42,6 +42,9 @@ class InputEncoder:
         config: Limits, and the handling of empty and over-long inputs.
         images: Decodes images; None: the model reads texts only.
 
+    Attributes:
+        prompt_encoder: Encodes inputs of a model with prompts for texts and images; None for other models.
+
     Raises:
         ModelLoadError: The tokenizer does not support long-text mode.
     """
@@ -56,9 +59,9 @@ class InputEncoder:
         self._rejects_empty = config.empty_input == "error"
         self._max_queued_tokens = config.scheduler.max_queued_tokens
         self._long_text = LongText.of(info, tokenizer.special_tokens)
-        self._prompt_encoder: PromptEncoder | None = None
+        self.prompt_encoder: PromptEncoder | None = None
         if tokenizer.input_prompts is not None and images is not None:
-            self._prompt_encoder = PromptEncoder(tokenizer.input_prompts, tokenizer, images)
+            self.prompt_encoder = PromptEncoder(tokenizer.input_prompts, tokenizer, images)
         self._queries: InputEncoder | None = None
         if info.query_model is not None and tokenizer.query_tokenizer is not None:
             limit = min(info.query_model.max_model_len, info.max_model_len)  # of one sequence in the scheduler
@@ -90,8 +93,8 @@ class InputEncoder:
         """
         if self._queries is not None and params.is_query:
             return await self._queries.encode(inputs, params, options, param=param)
-        if self._prompt_encoder is not None:
-            return await self._encode_prompts(self._prompt_encoder, inputs, params, options, param=param)
+        if self.prompt_encoder is not None:
+            return await self._encode_prompts(self.prompt_encoder, inputs, params, options, param=param)
         if self._images is not None and (found := images_in(inputs)):
             return await self._encode_with_images(inputs, found, self._images, params, options, param=param)
         truncation = self._truncation(params, param=param)
@@ -108,7 +111,7 @@ class InputEncoder:
         multi_vector, token_id = self._info.multi_vector, self._tokenizer.multi_vector_tokens.expansion_id
         if multi_vector is not None and multi_vector.expansion is not None and token_id is not None and params.is_query:
             tokenized = [
-                expanded(tokens, multi_vector.expansion, token_id) if isinstance(item, str) else tokens
+                expanded_query(tokens, multi_vector.expansion, token_id) if isinstance(item, str) else tokens
                 for item, tokens in zip(inputs, tokenized, strict=True)
             ]
         if self._tokenizer.padding is not None:
@@ -159,20 +162,14 @@ class InputEncoder:
 
     def patch_grid(self, tokens: TokenizedInput, token_ids: Sequence[int]) -> PatchGrid | None:
         """Returns the grid of the vectors of an image; None without one, see PromptEncoder.patch_grid."""
-        return None if self._prompt_encoder is None else self._prompt_encoder.patch_grid(tokens, token_ids)
-
-    def with_images(self, prompt: str, images: Sequence[ImageInput]) -> MixedInput:
-        """Returns a rendered chat with its images. Raises InvalidRequestError, as AsyncEngine.with_images does."""
-        if self._prompt_encoder is None:
-            raise InvalidRequestError(f"{self._info.name} reads no images in chats.", param="messages")
-        return self._prompt_encoder.with_images(prompt, images)
+        return None if self.prompt_encoder is None else self.prompt_encoder.patch_grid(tokens, token_ids)
 
     async def windows(
         self, inputs: Sequence[Input], tokenized: list[TokenizedInput], options: RequestOptions
     ) -> Windows:
         """Splits encoded inputs of the embed task above the model's limit into windows (long_text.py)."""
         if self._long_text is None or all(len(tokens) <= self._info.max_model_len for tokens in tokenized):
-            return Windows.whole(tokenized)
+            return Windows.unsplit(tokenized)
         prompt_ids = await self._prompt_ids(self._prompt(options))
         has_special = [isinstance(item, str) and options.add_special_tokens for item in inputs]
         return self._long_text.split(tokenized, has_special, prompt_ids)
@@ -189,8 +186,8 @@ class InputEncoder:
         truncation = self._truncation(params, param=param)
         if options.max_passages == 1:  # `passages` has checked its pairs
             self._check_pairs(pairs)
-        if self._prompt_encoder is not None:
-            tokenized = await self._prompt_encoder.pairs(pairs, truncation, options.instruction)
+        if self.prompt_encoder is not None:
+            tokenized = await self.prompt_encoder.pairs(pairs, truncation, options.instruction)
         else:
             texts = self._text_pairs(pairs)
             tokenized = await self._tokenizer.encode_pairs(texts, truncation, instruction=options.instruction)
@@ -237,8 +234,8 @@ class InputEncoder:
     ) -> list[TokenizedInput]:
         """Returns the tokens beside a passage: of each query or, for embedding tasks, of the prompt."""
         if params.task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED):
-            if self._prompt_encoder is not None:
-                return await self._encode_prompts(self._prompt_encoder, ["a"], params, options, param=None)
+            if self.prompt_encoder is not None:
+                return await self._encode_prompts(self.prompt_encoder, ["a"], params, options, param=None)
             return await self._tokenizer.encode(["a"], truncation, prompt=self._prompt(options))
         pairs = self._text_pairs([(query, "a") for query in queries])
         return await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
@@ -264,9 +261,9 @@ class InputEncoder:
         """Returns all inputs as one sequence; see LateChunking.join."""
         texts = self._texts(inputs, options)
         prompt = self._prompt(options) if isinstance(texts[0], str) else ""
-        parts, is_whole = await self._tokenizer.encode_parts(texts, late.truncation, prompt=prompt)
+        parts, is_complete = await self._tokenizer.encode_parts(texts, late.truncation, prompt=prompt)
         prompt_ids = await self._prompt_ids(prompt)
-        joined = late.join(parts, [isinstance(i, str) for i in texts], prompt_ids, is_whole=is_whole)
+        joined = late.join(parts, [isinstance(i, str) for i in texts], prompt_ids, is_complete=is_complete)
         self._report_truncated([joined.tokens], options)  # the first or last input
         return joined
 
@@ -393,6 +390,15 @@ class InputEncoder:
 def images_in(inputs: Sequence[object]) -> dict[int, ImageInput]:
     """Returns the images among inputs, by position."""
     return {index: item for index, item in enumerate(inputs) if isinstance(item, ImageInput)}
+
+
+def expanded_query(tokens: TokenizedInput, expansion: QueryExpansion, token_id: int) -> TokenizedInput:
+    """Returns a query padded to the length of the expansion. Longer queries are not changed."""
+    missing = expansion.length - len(tokens)
+    if missing <= 0:
+        return tokens
+    token_ids = np.concatenate([tokens.token_ids, np.full(missing, token_id, np.int32)])
+    return replace(tokens, token_ids=token_ids, num_masked=0 if expansion.attends else missing)
 
 
 def padded(tokens: TokenizedInput, padding: TextPadding) -> TokenizedInput:

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..protocol.errors import InvalidRequestError
+from ..protocol.messages import TokenizedInput
 from ..protocol.model_info import ModelInfo
-from ..protocol.request import TokenizedInput
 from ..protocol.tasks import PoolingType
 from .model_tokenizer import SpecialTokens, Truncation, count_prompt
 
@@ -77,7 +77,12 @@ class LateChunking:
     truncates_left: bool
 
     def join(
-        self, parts: Sequence[NDArray[np.int32]], is_text: Sequence[bool], prompt_ids: Sequence[int], *, is_whole: bool
+        self,
+        parts: Sequence[NDArray[np.int32]],
+        is_text: Sequence[bool],
+        prompt_ids: Sequence[int],
+        *,
+        is_complete: bool,
     ) -> JoinedText:
         """Joins inputs.
 
@@ -85,7 +90,7 @@ class LateChunking:
             parts: N >= 1. Token ids of each input without special tokens; the first one begins with the prompt.
             is_text: Whether each input is a text, not token ids.
             prompt_ids: Token ids of the prompt alone, without special tokens; empty without a prompt.
-            is_whole: Whether the parts are complete. If not, they are known to be too long.
+            is_complete: Whether the parts are complete. If not, they are known to be too long.
 
         Raises:
             RequestTooLongError: The inputs are too long together and must not be truncated.
@@ -96,9 +101,9 @@ class LateChunking:
         bounds = np.cumsum([0, *map(len, parts)])
         num_tokens = int(bounds[-1]) + len(leading) + len(trailing)
         first, end = 0, int(bounds[-1])
-        is_truncated = not is_whole or num_tokens > self.truncation.max_num_tokens
+        is_truncated = not is_complete or num_tokens > self.truncation.max_num_tokens
         if num_tokens > self.truncation.max_num_tokens:
-            at_least = "" if is_whole else "at least "
+            at_least = "" if is_complete else "at least "
             self.truncation.reject_unless_truncated(
                 f"the inputs have {at_least}{num_tokens} tokens together, and late_chunking runs them as one text",
                 num_tokens,

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..protocol.errors import InvalidRequestError, ModelLoadError
+from ..protocol.messages import TokenizedInput
 from ..protocol.model_info import ModelInfo
-from ..protocol.request import TokenizedInput
 from ..protocol.results import ScoreResult
 from ..protocol.tasks import ChunkedProcessingMode
 from .model_tokenizer import SpecialTokens, count_prompt
@@ -53,7 +53,7 @@ class Windows:
     renormalizes: bool = True
 
     @classmethod
-    def whole(cls, inputs: list[TokenizedInput]) -> Windows:
+    def unsplit(cls, inputs: list[TokenizedInput]) -> Windows:
         """Returns inputs that fit into one window each."""
         return cls(inputs, [len(i) for i in inputs])
 
@@ -234,8 +234,8 @@ class Passages:
         owners: list[int] = []
         truncated_documents: list[int] = []
         for i, (document, token_offsets, size) in enumerate(zip(documents, offsets, sizes, strict=True)):
-            is_whole = size < MIN_PASSAGE_TOKENS or len(token_offsets) <= size
-            passages = [document] if is_whole else split_text(document, token_offsets, size - spare, limit + 1)
+            is_unsplit = size < MIN_PASSAGE_TOKENS or len(token_offsets) <= size
+            passages = [document] if is_unsplit else split_text(document, token_offsets, size - spare, limit + 1)
             if len(passages) > limit:
                 truncated_documents.append(i)
             texts += passages[:limit]

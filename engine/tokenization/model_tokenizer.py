@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from ..protocol.errors import InvalidRequestError, RequestCancelledError, RequestTooLongError
-from ..protocol.request import Text, TokenizedInput
+from ..protocol.messages import TokenizedInput
+from ..protocol.params import Text
 
 _USUAL_CHARS_PER_TOKEN: Final = 8
 _MAX_CHARS_PER_TOKEN: Final = 64
@@ -95,15 +96,15 @@ class Truncation:
         """Most characters to tokenize of each text of a pair that may be truncated."""
         return min(max(_MAX_CHARS_PER_TOKEN * self.max_num_tokens, _MIN_FIRST_CHARS), _CHARS_LIMIT)
 
-    def reject_length_unless_truncated(self, num_tokens: int, index: int, *, is_whole: bool = True) -> None:
+    def reject_length_unless_truncated(self, num_tokens: int, index: int, *, is_complete: bool = True) -> None:
         """Raises RequestTooLongError for an input above the limit, unless it may be truncated.
 
         Args:
             num_tokens: Tokens of the input.
             index: Index of the input in this call of the tokenizer.
-            is_whole: Whether the whole input was tokenized. Otherwise it has more tokens.
+            is_complete: Whether the whole input was tokenized. Otherwise it has more tokens.
         """
-        at_least = "" if is_whole else "at least "
+        at_least = "" if is_complete else "at least "
         num_tokens += self.num_reserved
         self.reject_unless_truncated(f"input {self.position(index)} has {at_least}{num_tokens} tokens", num_tokens)
 
@@ -286,12 +287,12 @@ class ModelTokenizer:
         skip = self._count_prefix(prompt[: truncation.max_chars], specials) if prompt and skip_prompt else 0
         first_chars = truncation.first_chars
         tokenized: list[TokenizedInput] = []
-        whole_chars = [len(prompt) + len(item) if isinstance(item, str) else 0 for item in inputs]
-        num_chars = [min(count, first_chars) for count in whole_chars]
+        num_text_chars = [len(prompt) + len(item) if isinstance(item, str) else 0 for item in inputs]
+        num_chars = [min(count, first_chars) for count in num_text_chars]
         for first, last in portions(num_chars, is_cancelled):
             part = inputs[first:last]
             strings = [item for item in part if isinstance(item, str)]
-            if max(whole_chars[first:last], default=0) <= first_chars:
+            if max(num_text_chars[first:last], default=0) <= first_chars:
                 prompted = [prompt + item for item in strings]
             else:
                 prompted = [self._prompted(prompt, item, truncation) for item in strings]
@@ -305,7 +306,7 @@ class ModelTokenizer:
                 if isinstance(item, str):
                     whole, text, start, encoding = next(encodings)
                     tokens = self._truncate_text(
-                        text, start, encoding, truncation, skip, specials, index, whole_chars[index]
+                        text, start, encoding, truncation, skip, specials, index, num_text_chars[index]
                     )
                     tokens.is_truncated |= len(text) < len(whole)
                     tokenized.append(tokens)
@@ -340,20 +341,20 @@ class ModelTokenizer:
         texts = self.cased(texts)
         bounded = self.truncate_chars(texts, truncation, truncation.first_chars)
         encodings: list[Encoding] = []
-        is_whole = True
+        is_complete = True
         for first, last in portions([len(text) for text in bounded], is_cancelled):
             encoded = self.backend.encode_batch_fast(bounded[first:last], add_special_tokens=False)
             for i, encoding in enumerate(encoded, first):
                 read, encoding = self._encode_more(texts[i], bounded[i], encoding, truncation, specials=False)
                 if read is not texts[i]:
-                    is_whole = False
+                    is_complete = False
                     if len(encoding) <= truncation.max_num_tokens:
                         truncation.reject_unread_unless_truncated(len(texts[i]), len(encoding), i)
                 encodings.append(encoding)
         of_texts = iter(encodings)
         return [
             self.text_ids(next(of_texts).ids) if isinstance(i, str) else self.checked_ids(i) for i in inputs
-        ], is_whole
+        ], is_complete
 
     def _truncate_text(
         self,
@@ -375,7 +376,7 @@ class ModelTokenizer:
             ids = self.text_ids(encoding.ids)
             num_skipped = max(min(skip, len(encoding) - 1), 0)
             return TokenizedInput(ids, num_skipped_tokens=num_skipped, is_truncated=bounded is not text)
-        truncation.reject_length_unless_truncated(len(encoding), index, is_whole=bounded is text)
+        truncation.reject_length_unless_truncated(len(encoding), index, is_complete=bounded is text)
         max_text = self.max_text_tokens(truncation) if specials else limit
         (bare,) = self.backend.encode_batch([bounded], add_special_tokens=False)
         num_removed = len(bare) - max_text

@@ -9,7 +9,7 @@ from typing import Final
 from tokenizers import Encoding, Tokenizer
 
 from ..protocol.errors import InvalidRequestError
-from ..protocol.request import TokenizedInput
+from ..protocol.messages import TokenizedInput
 from ..protocol.templates import ScoreTemplate, fields_of, split_at
 from .model_tokenizer import IsCancelled, ModelTokenizer, Truncation, portions
 

@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 from ..images.preprocessor import ImagePreprocessor
 from ..protocol.errors import InvalidRequestError, RequestTooLongError
 from ..protocol.images import ImageInput, ImagePatches, MixedInput, PatchGrid
-from ..protocol.request import Input, Text, TextOrImage, TokenizedInput
+from ..protocol.messages import TokenizedInput
+from ..protocol.params import Input, Text, TextOrImage
 from ..protocol.templates import InputPrompts, PromptTemplate
 from .model_tokenizer import Truncation
 from .tokenizer import TokenizerPool
 
 Patches = tuple[ImagePatches, ...]
-_MAX_KEPT_TEXTS: Final = 64
-_MAX_KEPT_CHARS: Final = 4_096
+_MAX_CACHED_TEXTS: Final = 64
+_MAX_CACHED_CHARS: Final = 4_096
 """Characters of the longest text of a prompt whose ids are kept; it may have an instruction of the client."""
 
 
@@ -39,7 +40,7 @@ class PromptEncoder:
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._images = images
-        self._kept_ids: dict[str, NDArray[np.int32]] = {}
+        self._cached_prompt_ids: dict[str, NDArray[np.int32]] = {}
 
     async def encode(
         self,
@@ -79,7 +80,7 @@ class PromptEncoder:
                 items = [self._prompt_text(inputs[i], image_text) for i in positions]
                 tokenized = await self._encode(items, template.beginning(instruction), ends, limit)
                 encoded.update(zip(positions, tokenized, strict=True))
-        return [self._with_images(encoded[i], patches[i], i, truncation) for i in range(len(inputs))]
+        return [self._add_patches(encoded[i], patches[i], i, truncation) for i in range(len(inputs))]
 
     async def pairs(
         self, pairs: Sequence[tuple[TextOrImage, TextOrImage]], truncation: Truncation, instruction: str | None
@@ -94,10 +95,10 @@ class PromptEncoder:
             text_pairs = [(texts[left], texts[right]) for left, right in (pairs[i] for i in positions)]
             tokenized = await self._tokenizer.encode_pairs(text_pairs, limit, instruction=instruction)
             encoded.update(zip(positions, tokenized, strict=True))
-        return [self._with_images(encoded[i], patches[i], i, truncation) for i in range(len(pairs))]
+        return [self._add_patches(encoded[i], patches[i], i, truncation) for i in range(len(pairs))]
 
-    def with_images(self, prompt: str, images: Sequence[ImageInput]) -> MixedInput:
-        """Returns a prompt with its images. Raises InvalidRequestError if it has another number of placeholders."""
+    def insert_images(self, prompt: str, images: Sequence[ImageInput]) -> MixedInput:
+        """Replaces the placeholders of a prompt by images. Raises InvalidRequestError if their numbers differ."""
         placeholder = self._prompts.placeholder
         texts = prompt.split(placeholder)
         if len(texts) != len(images) + 1:
@@ -153,14 +154,14 @@ class PromptEncoder:
         """Returns the ids of a text before or after an input, and keeps those of the last texts for later requests."""
         if not text:
             return np.empty(0, np.int32)
-        ids = self._kept_ids.pop(text, None)
+        ids = self._cached_prompt_ids.pop(text, None)
         if ids is None:
             (found,) = await self._tokenizer.token_ids([text], add_special_tokens=False)
             ids = np.array(found, np.int32)
-        if len(text) <= _MAX_KEPT_CHARS:
-            if len(self._kept_ids) >= _MAX_KEPT_TEXTS:
-                del self._kept_ids[next(iter(self._kept_ids))]
-            self._kept_ids[text] = ids
+        if len(text) <= _MAX_CACHED_CHARS:
+            if len(self._cached_prompt_ids) >= _MAX_CACHED_TEXTS:
+                del self._cached_prompt_ids[next(iter(self._cached_prompt_ids))]
+            self._cached_prompt_ids[text] = ids
         return ids
 
     async def _encode(
@@ -251,7 +252,7 @@ class PromptEncoder:
             positions.setdefault(added, []).append(index)
         return [(truncation.of(indices).without(added), indices) for added, indices in positions.items()]
 
-    def _with_images(
+    def _add_patches(
         self, tokens: TokenizedInput, patches: Patches, index: int, truncation: Truncation
     ) -> TokenizedInput:
         """Replaces the placeholder of each image by its tokens."""

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
-from ..daemon_threads import DaemonThreads
+from ..daemon_threads import DaemonThreadPool
 from ..protocol.errors import (
     EngineError,
     EngineOverloadedError,
@@ -32,8 +32,9 @@ from ..protocol.errors import (
     drop_tracebacks,
     shutting_down,
 )
+from ..protocol.messages import TokenizedInput
 from ..protocol.model_info import TokenizerSpec
-from ..protocol.request import CLIENT, Text, TokenizedInput
+from ..protocol.params import CLIENT, Text
 from ..protocol.results import TokenizedText
 from ..protocol.shared_resource import SharedResource
 from ..protocol.stage_times import STAGE_TIMES, Stage
@@ -226,7 +227,7 @@ class TokenizerPool:
         """Returns the ids of each text, not truncated; see `token_details`."""
         return await self._jobs.run(
             lambda is_cancelled: [
-                encoding.ids for encoding in self._encode_whole(texts, add_special_tokens, is_cancelled, on_count)
+                encoding.ids for encoding in self._encode_untruncated(texts, add_special_tokens, is_cancelled, on_count)
             ],
             sum(map(len, texts)),
         )
@@ -245,7 +246,7 @@ class TokenizerPool:
         def work(is_cancelled: IsCancelled) -> list[TokenizedText]:
             return [
                 TokenizedText(e.ids, e.tokens, e.offsets, [mask == 1 for mask in e.special_tokens_mask])
-                for e in self._encode_whole(texts, add_special_tokens, is_cancelled, on_count)
+                for e in self._encode_untruncated(texts, add_special_tokens, is_cancelled, on_count)
             ]
 
         return await self._jobs.run(work, sum(map(len, texts)))
@@ -287,7 +288,7 @@ class TokenizerPool:
             self._chat_renderer = ChatRenderer(self._chat_template)
         return self._chat_renderer
 
-    def _encode_whole(
+    def _encode_untruncated(
         self, texts: Sequence[str], specials: bool, is_cancelled: IsCancelled, on_count: OnCount | None
     ) -> Iterator[Encoding]:
         """Encodes texts without truncation, in a worker thread."""
@@ -339,7 +340,7 @@ class TokenizerJobs:
         self._on_rejection = on_rejection
         self._chars_per_s = 0.0  # 0: not measured yet
         self._num_workers = num_workers
-        self._threads = DaemonThreads(num_workers, "tokenizer")
+        self._threads = DaemonThreadPool(num_workers, "tokenizer")
         self._is_closed = False
         self._inline_budget = _INLINE_CHARS  # of this iteration of the event loop
         self._waiting: list[_Job] = []

@@ -218,22 +218,22 @@ def _key_ranges(
     HAS_RIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Returns (first, whole, whole_end, end) for the queries from `first_position` to `last_position`.
+    """Returns (first, unmasked, unmasked_end, end) for the queries from `first_position` to `last_position`.
 
-    At least one query sees the keys from `first` to `end`; all queries see those from `whole` to `whole_end`, which are
-    full tiles.
+    At least one query sees the keys from `first` to `end`. All queries see those from `unmasked` to `unmasked_end`,
+    which are full tiles.
     """
     first = 0
-    whole = 0
+    unmasked = 0
     if HAS_LEFT:
         first = tl.maximum(first_position - left, 0) // BLOCK_N * BLOCK_N
-        whole = tl.cdiv(tl.maximum(last_position - left, 0), BLOCK_N) * BLOCK_N
+        unmasked = tl.cdiv(tl.maximum(last_position - left, 0), BLOCK_N) * BLOCK_N
     end = num_keys
-    whole_end = num_keys // BLOCK_N * BLOCK_N
+    unmasked_end = num_keys // BLOCK_N * BLOCK_N
     if HAS_RIGHT:
         end = tl.minimum(last_position + right + 1, num_keys)
-        whole_end = tl.minimum(first_position + right + 1, num_keys) // BLOCK_N * BLOCK_N
-    return first, whole, tl.maximum(whole, whole_end), end
+        unmasked_end = tl.minimum(first_position + right + 1, num_keys) // BLOCK_N * BLOCK_N
+    return first, unmasked, tl.maximum(unmasked, unmasked_end), end
 
 
 @triton.jit(
@@ -325,7 +325,7 @@ def _attention_kernel(
 
         first_position = context_len + offset // GROUP_SIZE
         last_position = context_len + (tl.minimum(offset + BLOCK_M, num_rows) - 1) // GROUP_SIZE
-        first, whole, whole_end, end = _key_ranges(
+        first, unmasked, unmasked_end, end = _key_ranges(
             first_position, last_position, num_keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N
         )
         maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -334,12 +334,12 @@ def _attention_kernel(
         # The loop is unrolled: pass 0 adds the full tiles, pass 1 the border tiles on both sides of them. Both passes
         # share one call of add_tile, which is compiled without masks for the full tiles.
         for IS_BORDER in tl.static_range(2):
-            begin = whole
-            stop = whole_end
+            begin = unmasked
+            stop = unmasked_end
             if IS_BORDER:
-                num_left = (whole - first) // BLOCK_N
+                num_left = (unmasked - first) // BLOCK_N
                 begin = 0
-                stop = num_left + tl.cdiv(tl.maximum(end - whole_end, 0), BLOCK_N)
+                stop = num_left + tl.cdiv(tl.maximum(end - unmasked_end, 0), BLOCK_N)
             # The first key of a full tile, or the index of a border tile.
             for tile_index in range(begin, stop, 1 if IS_BORDER else BLOCK_N):
                 first_key = tile_index
@@ -347,7 +347,7 @@ def _attention_kernel(
                     first_key = tl.where(
                         tile_index < num_left,
                         first + tile_index * BLOCK_N,
-                        whole_end + (tile_index - num_left) * BLOCK_N,
+                        unmasked_end + (tile_index - num_left) * BLOCK_N,
                     )
                 maximum, total, rows = add_tile(
                     q,

@@ -3,9 +3,9 @@
 `csrc/` is the C code, `build.py` compiles it. Imports numpy, but not torch. Tests compare the results with torch.
 """
 
-from .encoder import CpuEncoder, CpuForward
+from .encoder import CpuEncoder, CpuForward, EncoderInput
 from .encoder_weights import (
-    ADAPTED_MAPS,
+    ADAPTED_LINEARS,
     AdapterWeights,
     DistanceWeights,
     EncoderWeights,
@@ -20,14 +20,14 @@ from .library import (
     CpuKernelError,
     CpuLibrary,
     Format,
-    KeptRows,
+    OutputRows,
     PoolingCode,
     has_exact_products,
     shared_library,
 )
 
 __all__ = [
-    "ADAPTED_MAPS",
+    "ADAPTED_LINEARS",
     "ActivationCode",
     "AdapterWeights",
     "BatchBlocks",
@@ -36,13 +36,14 @@ __all__ = [
     "CpuKernelError",
     "CpuLibrary",
     "DistanceWeights",
+    "EncoderInput",
     "EncoderWeights",
     "Format",
-    "KeptRows",
     "LayerWeights",
     "LinearWeights",
     "LowRankWeights",
     "NormWeights",
+    "OutputRows",
     "PagedKvCache",
     "PoolingCode",
     "has_exact_products",

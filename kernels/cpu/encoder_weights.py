@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .library import ActivationCode
 
 Floats = NDArray[np.float32]
-ADAPTED_MAPS: Final = ("qkv", "attention_out", "mlp_in", "mlp_out")
+ADAPTED_LINEARS: Final = ("qkv", "attention_out", "mlp_in", "mlp_out")
 """Maps of LayerWeights that an adapter may change, in the order of `enum Map` in csrc/types.h."""
 
 
@@ -132,7 +132,7 @@ class AdapterWeights:
     """A LoRA adapter (Hu et al., arXiv 2106.09685).
 
     Attributes:
-        layers: The terms of each layer, by the names of ADAPTED_MAPS. The terms of q include the scale of the scores
+        layers: The terms of each layer, by the names of ADAPTED_LINEARS. The terms of q include the scale of the scores
             if the rows of q in LayerWeights.qkv do.
         embedding: The term of the word embeddings; None: no term.
     """

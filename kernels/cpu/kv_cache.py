@@ -62,13 +62,13 @@ class BatchBlocks:
         cache: The KV cache.
         context_lens: [N] int32, tokens of each sequence before its chunk.
         block_tables: [N, B] int32, blocks of the earlier tokens; further entries are ignored.
-        slots: [T] int64, block * block size + row for the keys and values of each token; -1: not stored.
+        slot_mapping: [T] int64, block * block size + row for the keys and values of each token; -1: not stored.
     """
 
     cache: PagedKvCache
     context_lens: NDArray[np.int32]
     block_tables: NDArray[np.int32]
-    slots: NDArray[np.int64]
+    slot_mapping: NDArray[np.int64]
 
     def check(self, num_seqs: int, num_tokens: int) -> None:
         """Raises ValueError for values that would make the library access invalid memory."""
@@ -82,15 +82,19 @@ class BatchBlocks:
         if ((tables_NB < 0) | (tables_NB >= cache.num_blocks))[is_used_NB].any():
             raise ValueError(f"block_tables must contain blocks from 0 to {cache.num_blocks - 1}")
         num_slots = cache.num_blocks * cache.block_size
-        if self.slots.shape != (num_tokens,) or (self.slots < -1).any() or (self.slots >= num_slots).any():
-            raise ValueError(f"slots must be {num_tokens} numbers from -1 to {num_slots - 1}")
+        if (
+            self.slot_mapping.shape != (num_tokens,)
+            or (self.slot_mapping < -1).any()
+            or (self.slot_mapping >= num_slots).any()
+        ):
+            raise ValueError(f"slot_mapping must be {num_tokens} numbers from -1 to {num_slots - 1}")
 
     def struct(self) -> tuple[_abi.KvBlocks, tuple[NDArray[Any], ...]]:
         """Returns the C struct and the arrays that it points to."""
         arrays = (
             np.ascontiguousarray(self.context_lens, np.int32),
             np.ascontiguousarray(self.block_tables, np.int32),
-            np.ascontiguousarray(self.slots, np.int64),
+            np.ascontiguousarray(self.slot_mapping, np.int64),
         )
         cache = self.cache
         struct = _abi.KvBlocks(

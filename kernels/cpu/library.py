@@ -49,7 +49,7 @@ class ActivationCode(IntEnum):
     TANH = 6
 
 
-class KeptRows(IntEnum):
+class OutputRows(IntEnum):
     """Rows of each sequence that a forward returns; enum Kept in types.h."""
 
     ALL = 0

@@ -34,13 +34,13 @@ class KvDestination(NamedTuple):
     Attributes:
         k_cache: [P, block_size, Hkv, K], dtype and device of q, contiguous. Written in place.
         v_cache: As `k_cache`.
-        slots: [T], int64, same device: slot b * block_size + i is row i of block b. Tokens with a negative slot are not
-            stored. Slots must be unique. The values are not checked.
+        slot_mapping: [T], int64, same device: slot b * block_size + i is row i of block b. Tokens with a negative slot
+            are not stored. Slots must be unique. The values are not checked.
     """
 
     k_cache: Tensor
     v_cache: Tensor
-    slots: Tensor
+    slot_mapping: Tensor
 
 
 def rotary(
@@ -105,7 +105,7 @@ def _check(
             raise ValueError("norm.weight must be contiguous")
     if store is None:
         return
-    check_tensor("store.slots", store.slots, (num_rows,), torch.int64, qkv.device)
+    check_tensor("store.slot_mapping", store.slot_mapping, (num_rows,), torch.int64, qkv.device)
     num_kv_heads = num_heads - num_rotated
     for name, cache in (("k_cache", store.k_cache), ("v_cache", store.v_cache)):
         if cache.dim() != 4 or cache.shape[2:] != (num_kv_heads, head_size) or cache.dtype != qkv.dtype:
@@ -139,7 +139,7 @@ def _rotary_torch(
         rotated_TUK[..., 2 * num_pairs :] = x_TUK[..., 2 * num_pairs :]
     if store is None:
         return
-    is_stored = store.slots >= 0
+    is_stored = store.slot_mapping >= 0
     keys_TGK, values_TGK = qkv[:, 2 * num_rotated - qkv.shape[1] : num_rotated], qkv[:, num_rotated:]
     for cache, rows_TGK in ((store.k_cache, keys_TGK), (store.v_cache, values_TGK)):
-        cache.flatten(0, 1)[store.slots[is_stored]] = rows_TGK[is_stored]
+        cache.flatten(0, 1)[store.slot_mapping[is_stored]] = rows_TGK[is_stored]

@@ -123,7 +123,7 @@ def rotary_triton(
             cos if norm is None else norm.weight,
             qkv if store is None else store.k_cache,
             qkv if store is None else store.v_cache,
-            qkv if store is None else store.slots,
+            qkv if store is None else store.slot_mapping,
             qkv.stride(0),
             cos.stride(0),
             num_heads,

@@ -150,7 +150,7 @@ class _Decays:
         column_rest: [Z, H, Q], 2 ** -(the rounding error).
         from_start: [Z, Q, H], 2 ** log_i: decay of the incoming state up to row i.
         to_end: [Z, Q, H], dt_j 2 ** (log_last - log_j): step size and decay of row j up to the end of the chunk.
-        whole: [Z, H], 2 ** log_last: decay over the whole chunk.
+        chunk_decay: [Z, H], 2 ** log_last: decay over the whole chunk.
     """
 
     row_log: Tensor
@@ -159,7 +159,7 @@ class _Decays:
     column_rest: Tensor
     from_start: Tensor
     to_end: Tensor
-    whole: Tensor
+    chunk_decay: Tensor
 
     @classmethod
     def of(cls, dt_ZQH: Tensor, rate_H: Tensor) -> "_Decays":
@@ -174,7 +174,7 @@ class _Decays:
             column_rest=_by_head((column_log - source_ZQH).float().exp2_()),
             from_start=row_log.exp2(),
             to_end=(last_Z1H - source_ZQH).float().exp2_(),
-            whole=last_Z1H[:, 0].float().exp2_(),
+            chunk_decay=last_Z1H[:, 0].float().exp2_(),
         )
 
 
@@ -294,7 +294,7 @@ def _run_recurrence(
     if not chunk.is_last or final_NHPS is not None:
         if not has_past:
             state_GSK.zero_()
-        _update_state(state_GSK, x_QHP, b_QGS, decays.to_end[z], decays.whole[z])
+        _update_state(state_GSK, x_QHP, b_QGS, decays.to_end[z], decays.chunk_decay[z])
     if chunk.is_last and final_NHPS is not None:
         final_NHPS[chunk.sequence].view(by_group).copy_(state_GSK.transpose(1, 2))
 
@@ -312,16 +312,16 @@ def _add_past(out_QHP: Tensor, c_QGS: Tensor, from_start_QH: Tensor, state_GSK: 
     out_QHP.addcmul_(past_QGK.view(out_QHP.shape), from_start_QH[:, :, None])
 
 
-def _update_state(state_GSK: Tensor, x_QHP: Tensor, b_QGS: Tensor, to_end_QH: Tensor, whole_H: Tensor) -> None:
+def _update_state(state_GSK: Tensor, x_QHP: Tensor, b_QGS: Tensor, to_end_QH: Tensor, chunk_decay_H: Tensor) -> None:
     size, num_groups, state_size = b_QGS.shape
     device, dtype = b_QGS.device, b_QGS.dtype
     b_GSQ = b_QGS.permute(1, 2, 0)
     decayed_QHP = torch.empty(x_QHP.shape, dtype=torch.float32, device=device)
     state_GSHP = state_GSK.view(num_groups, state_size, -1, x_QHP.shape[2])
-    whole_G1H1 = whole_H.view(num_groups, 1, -1, 1)
+    chunk_decay_G1H1 = chunk_decay_H.view(num_groups, 1, -1, 1)
     if dtype == torch.float32:
         decayed_QGK = torch.mul(x_QHP, to_end_QH[:, :, None], out=decayed_QHP).view(size, num_groups, -1)
-        state_GSHP.mul_(whole_G1H1)
+        state_GSHP.mul_(chunk_decay_G1H1)
         state_GSK.baddbmm_(b_GSQ, decayed_QGK.transpose(0, 1))
         return
     decayed_QHP.copy_(x_QHP).mul_(to_end_QH[:, :, None])
@@ -329,7 +329,7 @@ def _update_state(state_GSK: Tensor, x_QHP: Tensor, b_QGS: Tensor, to_end_QH: Te
     new_GSK = torch.empty(state_GSK.shape, dtype=dtype, device=device)
     torch.bmm(b_GSQ, decayed_QGK.transpose(0, 1), out=new_GSK)
     new_GSHP = new_GSK.view(state_GSHP.shape).float()
-    torch.addcmul(new_GSHP, state_GSHP, whole_G1H1, out=state_GSHP)
+    torch.addcmul(new_GSHP, state_GSHP, chunk_decay_G1H1, out=state_GSHP)
 
 
 def make_blocks(seq_lens: Sequence[int], chunk_size: int, num_heads: int) -> Iterator[Block]:
@@ -350,9 +350,9 @@ def make_blocks(seq_lens: Sequence[int], chunk_size: int, num_heads: int) -> Ite
             Chunk(n, row, min(chunk_size, end - row), row == start, row + chunk_size >= end)
             for row in range(start, end, chunk_size)
         ]
-        num_whole = length // chunk_size
-        yield from _split(chunks[:num_whole], chunk_size, num_heads)
-        for chunk in chunks[num_whole:]:
+        num_full = length // chunk_size
+        yield from _split(chunks[:num_full], chunk_size, num_heads)
+        for chunk in chunks[num_full:]:
             yield _make_block([chunk], size_of(chunk.length, chunk_size))
     for size, chunks in short.items():
         yield from _split(chunks, size, num_heads)

@@ -38,7 +38,7 @@ def _chunk_states_kernel(
     b_ptr,
     cu_seqlens_ptr,
     states_ptr,
-    whole_ptr,
+    chunk_decay_ptr,
     stride_x,
     stride_x_head,
     stride_dt,
@@ -56,7 +56,7 @@ def _chunk_states_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """states[chunk, h] = sum_j dt_j 2 ** (log_last - log_j) x_j b_j^T; whole[chunk, h] = 2 ** log_last.
+    """states[chunk, h] = sum_j dt_j 2 ** (log_last - log_j) x_j b_j^T; chunk_decay[chunk, h] = 2 ** log_last.
 
     Skips the last chunk of a sequence unless WANTS_FINAL.
     """
@@ -86,13 +86,13 @@ def _chunk_states_kernel(
         index = chunk.to(tl.int64) * num_heads + head
         addresses = states_ptr + (index * head_size + p)[:, None] * state_size + s[None, :]
         tl.store(addresses, state, mask=(p < head_size)[:, None] & (s < state_size)[None, :])
-        tl.store(whole_ptr + index, tl.exp2(last.to(tl.float32)))
+        tl.store(chunk_decay_ptr + index, tl.exp2(last.to(tl.float32)))
 
 
 @triton.jit(do_not_specialize=["cu_seqlens_ptr"])
 def _pass_states_kernel(
     states_ptr,
-    whole_ptr,
+    chunk_decay_ptr,
     cu_seqlens_ptr,
     initial_ptr,
     final_ptr,
@@ -121,9 +121,9 @@ def _pass_states_kernel(
         if WANTS_FINAL:
             is_needed = chunk < num_chunks
         added = tl.load(addresses, mask=mask & is_needed, other=0.0)
-        whole = tl.load(whole_ptr + index, mask=is_needed, other=0.0)
+        chunk_decay = tl.load(chunk_decay_ptr + index, mask=is_needed, other=0.0)
         tl.store(addresses, state, mask=mask)
-        state = whole * state + added
+        state = chunk_decay * state + added
     if WANTS_FINAL:
         tl.store(final_ptr + sequence + columns, state, mask=mask)
 
@@ -240,14 +240,14 @@ def ssd_triton(scan: Recurrence, chunk_size: int | None) -> tuple[Tensor, Tensor
     with on_device(x):
         if has_states or final is not None:
             states = torch.empty(num_chunks, num_heads, head_size, state_size, device=x.device)
-            whole = torch.empty(num_chunks, num_heads, device=x.device)
+            chunk_decay = torch.empty(num_chunks, num_heads, device=x.device)
             blocks = triton.cdiv(head_size, tile["BLOCK_P"]) * triton.cdiv(state_size, tile["BLOCK_S"])
             _chunk_states_kernel[(num_chunks, num_heads, blocks)](
-                x, dt, a, b, cu_seqlens, states, whole, *strides, *sizes, WANTS_FINAL=return_final_states, **tile
+                x, dt, a, b, cu_seqlens, states, chunk_decay, *strides, *sizes, WANTS_FINAL=return_final_states, **tile
             )
             _pass_states_kernel[(num_seqs, num_heads, triton.cdiv(head_size * state_size, BLOCK_STATES))](
                 states,
-                whole,
+                chunk_decay,
                 cu_seqlens,
                 dt if initial_states is None else initial_states.contiguous(),
                 dt if final is None else final,

@@ -24,7 +24,7 @@ from fastapi import HTTPException
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from penstock.engine.client.own_files import check_folder, open_own, secret_of, sync_folder
+from penstock.engine.client.private_files import check_folder, open_private, secret_of, sync_folder
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError, UnknownObjectError
 
 from ..admission import LimitError, ServerRejectionReason
@@ -71,7 +71,7 @@ class DataDir:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_folder(folder)
             self.files.mkdir(mode=0o700, exist_ok=True)
-            self._lock = os.fdopen(open_own(folder / "lock"), "w")
+            self._lock = os.fdopen(open_private(folder / "lock"), "w")
         except OSError as error:
             raise UsageError(f"--data-dir: {folder} cannot be used: {error.strerror}") from error
         try:

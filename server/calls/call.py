@@ -24,7 +24,7 @@ from fastapi import Request, Response
 from penstock.engine import RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import ModelKind
-from penstock.engine.protocol.request import Input, Text, TextOrImage
+from penstock.engine.protocol.params import Input, Text, TextOrImage
 from penstock.engine.protocol.templates import ChatOptions
 
 from ..admission import ResponseSize, check_num_ids, has_large_response, size_of_token_rows
@@ -303,7 +303,7 @@ async def _rendered_chats(call: ModelCall, chats: Conversations, template: ChatO
     for i, prompt in zip(to_render, prompts, strict=True):
         inputs[i] = prompt
         if (chat := image_chats.get(i)) is not None:
-            inputs[i] = call.engine.with_images(prompt, [images[image.path] for image in chat.images])
+            inputs[i] = call.engine.insert_images(prompt, [images[image.path] for image in chat.images])
     return [inputs[i] for i in messages]
 
 

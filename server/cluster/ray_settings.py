@@ -41,7 +41,11 @@ class ClusterSettings(CommandSettings):
         None, "Maximum number of engines; default: --min-replicas.", "Cluster", "N", min_value=1
     )
     replica_cpus: float = setting(
-        1.0, "Cores that Ray reserves for an engine; also its --num-threads, rounded up.", "Cluster", "N", above=0
+        1.0,
+        "Cores that Ray reserves for an engine; also its --num-threads, rounded up.",
+        "Cluster",
+        "N",
+        exclusive_min=0,
     )
     replica_gpus: float = setting(
         0.0, "GPUs, or a share of one, that Ray reserves for an engine.", "Cluster", "N", min_value=0
@@ -78,7 +82,7 @@ class RayServeSettings(ClusterSettings, ServerSettings):
     """Settings of `penstock ray serve`."""
 
     target_queue_s: float = setting(
-        1.0, "Seconds of queued work per engine above which engines are added.", "Cluster", "SECONDS", above=0
+        1.0, "Seconds of queued work per engine above which engines are added.", "Cluster", "SECONDS", exclusive_min=0
     )
     upscale_delay_s: float = setting(
         10.0,

@@ -33,7 +33,7 @@ from penstock.engine.protocol.errors import (
     RejectionReason,
     drop_tracebacks,
 )
-from penstock.engine.protocol.request import CLIENT
+from penstock.engine.protocol.params import CLIENT
 from penstock.engine.protocol.stage_times import STAGE_TIMES
 
 from ..admission import note_rejection

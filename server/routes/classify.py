@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from penstock.engine import AsyncEngine, ClassResult, PoolingParams, PoolingTask, RequestOptions, TokenResult
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
-from penstock.engine.protocol.request import Input as EngineInput
+from penstock.engine.protocol.params import Input as EngineInput
 
 from ..admission import size_of_classes, size_of_texts
 from ..calls.call import CLASSIFIERS, EMBEDDERS, ModelCall, check_count, check_inputs, engine_inputs

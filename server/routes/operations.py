@@ -193,7 +193,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     models = context_of(request).models
     models.describe_all()  # raises an error while all models are loading
     targets = models.engines()
-    cleared = await asyncio.gather(*(target.engine.clear_prefixes() for target in targets))
+    cleared = await asyncio.gather(*(target.engine.reset_prefix_cache() for target in targets))
     answer = {
         target.name: {"prefix_caching": count is not None, "cleared_blocks": count or 0}
         for target, count in zip(targets, cleared, strict=True)

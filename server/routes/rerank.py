@@ -13,7 +13,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field,
 
 from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.request import TextOrImage
+from penstock.engine.protocol.params import TextOrImage
 
 from ..admission import size_of_scores, size_of_texts
 from ..calls.call import RERANKERS, ModelCall, check_count, truncate_texts

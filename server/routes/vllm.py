@@ -22,7 +22,7 @@ from penstock.engine import (
 )
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import ModelKind
-from penstock.engine.protocol.request import Input
+from penstock.engine.protocol.params import Input
 from penstock.engine.protocol.templates import ChatOptions
 
 from ..admission import (

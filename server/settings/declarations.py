@@ -290,14 +290,14 @@ class ServerSettings(CommandSettings):
         4096, "Maximum number of texts, documents or pairs in one request.", "Limits", "N", min_value=1
     )
     max_body_bytes: int = setting(
-        16 * 1024 * 1024, "Maximum size of a request body.", "Limits", "SIZE", above=0, parse=parse_size
+        16 * 1024 * 1024, "Maximum size of a request body.", "Limits", "SIZE", exclusive_min=0, parse=parse_size
     )
     max_image_bytes: int = setting(
         16 * 1024 * 1024,
         "Maximum size of the file of one image.",
         "Limits",
         "SIZE",
-        above=0,
+        exclusive_min=0,
         parse=parse_size,
     )
     max_images_per_request: int = setting(512, "Maximum number of images in one request.", "Limits", "N", min_value=1)
@@ -338,7 +338,7 @@ class ServerSettings(CommandSettings):
         "Seconds by which a client may be behind --min-transfer-rate, for example after a pause.",
         "Limits",
         "SECONDS",
-        above=0,
+        exclusive_min=0,
     )
     request_timeout_s: float = setting(
         600.0, "Seconds after which a request fails with 504; 0: never.", "Limits", "SECONDS", min_value=0
@@ -433,7 +433,7 @@ class ServerSettings(CommandSettings):
         "Above it, models are unloaded as with --max-loaded-models. Default: no limit.",
         "Several models",
         "SIZE",
-        above=0,
+        exclusive_min=0,
         parse=parse_size,
     )
     load_wait_s: float = setting(
@@ -452,7 +452,7 @@ class ServerSettings(CommandSettings):
         "FOLDER",
     )
     max_file_bytes: int = setting(
-        200 * 1024 * 1024, "Maximum size of an uploaded file.", "Batches", "SIZE", above=0, parse=parse_size
+        200 * 1024 * 1024, "Maximum size of an uploaded file.", "Batches", "SIZE", exclusive_min=0, parse=parse_size
     )
     max_files: int = setting(
         10_000,
@@ -466,7 +466,7 @@ class ServerSettings(CommandSettings):
         "Share of the time for lines of batches under a constant load of client requests.",
         "Batches",
         "SHARE",
-        above=0,
+        exclusive_min=0,
         max_value=1,
     )
     batch_memory: int = setting(
@@ -474,7 +474,7 @@ class ServerSettings(CommandSettings):
         "Maximum total size of the running lines of all batches. A longer line runs alone.",
         "Batches",
         "SIZE",
-        above=0,
+        exclusive_min=0,
         parse=parse_size,
     )
     batch_retention_s: int = setting(
@@ -490,7 +490,7 @@ class ServerSettings(CommandSettings):
         "rejected with 429. One client may use half of it.",
         "Memory",
         "SIZE",
-        above=0,
+        exclusive_min=0,
         parse=parse_size,
     )
     cache: int | None = setting(
@@ -498,7 +498,7 @@ class ServerSettings(CommandSettings):
         "Memory for a cache of embeddings, such as 1GiB. It serves requests with the same text, options and API key.",
         "Memory",
         "SIZE",
-        above=0,
+        exclusive_min=0,
         parse=parse_size,
     )
     cache_dir: Path | None = setting(
@@ -514,7 +514,7 @@ class ServerSettings(CommandSettings):
         "Maximum size of a new --cache-dir. An existing one keeps its size.",
         "Memory",
         "SIZE",
-        above=0,
+        exclusive_min=0,
         parse=parse_size,
     )
     access_log: bool = setting(False, "Log one line per request, with the times of its stages.", "Logging")
@@ -601,7 +601,7 @@ class BenchSettings(TargetSettings):
         "RATE,...",
         parse=_parse_rates,
     )
-    seconds: float = setting(5.0, "Duration of a round.", "Load test", "SECONDS", above=0)
+    seconds: float = setting(5.0, "Duration of a round.", "Load test", "SECONDS", exclusive_min=0)
     warm_up: float = setting(
         1.0, "Duration of the same load before each round, not counted.", "Load test", "SECONDS", min_value=0
     )
@@ -611,7 +611,9 @@ class BenchSettings(TargetSettings):
     encoding_format: str = setting(
         "float", "Format of vectors in the dialects openai and cohere.", "Load test", choices=("float", "base64")
     )
-    timeout: float = setting(120.0, "Seconds after which a request counts as failed.", "Load test", "SECONDS", above=0)
+    timeout: float = setting(
+        120.0, "Seconds after which a request counts as failed.", "Load test", "SECONDS", exclusive_min=0
+    )
     json: Path | None = setting(None, "File for the results of every round as JSON.", "Input and output", "FILE")
     plot: Path | None = setting(
         None,

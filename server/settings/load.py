@@ -87,8 +87,8 @@ class DeclaredSetting(NamedTuple):
             ValueError: The value is invalid. The message states the allowed values.
         """
         value = self.setting.parse(value) if self.setting.parse is not None else _in_type(value, self.kind)
-        if (objection := self.setting.objection(value)) is not None:
-            raise ValueError(objection)
+        if (broken_rule := self.setting.broken_rule(value)) is not None:
+            raise ValueError(broken_rule)
         return value
 
 

@@ -15,7 +15,7 @@ import transformers
 from sentence_transformers import SentenceTransformer
 
 from penstock.engine import LLM, AsyncEngine, EngineConfig, EngineError, PoolerConfig, PoolingParams, SchedulerConfig
-from penstock.engine.llm import LoopThread, in_slices
+from penstock.engine.llm import EventLoopThread, run_in_slices
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
 PROMPTS = ["Hello my name is", "The best thing about water", "A dam."]
@@ -125,7 +125,7 @@ async def test_two_slices_run_at_a_time() -> None:
         return inputs
 
     inputs = range(10_000)
-    assert await in_slices(call, inputs, shows_progress=False) == list(inputs)
+    assert await run_in_slices(call, inputs, shows_progress=False) == list(inputs)
     assert most == 2
 
 
@@ -145,7 +145,7 @@ def test_class_probabilities_equal_transformers(save_bert: Callable[..., Path]) 
 
 
 def test_finalizer_in_the_loops_own_thread_ends_it() -> None:
-    loop = LoopThread()
+    loop = EventLoopThread()
 
     async def finalize() -> None:
         loop.stop_after(asyncio.sleep(0))

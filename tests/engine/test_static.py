@@ -24,7 +24,7 @@ from penstock.engine.protocol.errors import (
     RequestTooLongError,
     UnsupportedModelError,
 )
-from penstock.engine.protocol.request import RequestOptions
+from penstock.engine.protocol.params import RequestOptions
 from penstock.engine.protocol.tasks import PoolingTask
 
 from ..tables import table
@@ -209,7 +209,7 @@ async def test_batches_mix_queries_and_documents(
 ) -> None:
     SentenceTransformer(modules=[router(save_bert, [static(backend, 32)])], device="cpu").save(str(tmp_path))
     from penstock.engine.core.load_runner import load_runner
-    from penstock.engine.protocol.request import TokenizedInput
+    from penstock.engine.protocol.messages import TokenizedInput
     from penstock.engine.scheduling import InputSequence, PrefillChunk, Request
 
     runner = load_runner(EngineConfig(model=str(tmp_path), num_threads=1, dtype="float32"))

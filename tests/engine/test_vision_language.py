@@ -21,8 +21,7 @@ from penstock.engine.images.values import file_of
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.images import ImageInput, MixedInput
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import TextOrImage
+from penstock.engine.protocol.params import PoolingParams, TextOrImage
 from penstock.engine.protocol.tasks import PoolingTask
 
 from ..random_models import PAGE_MODELS, save_embedding_gemma2_model, save_page_model, save_qwen3_vl_model

@@ -11,7 +11,7 @@ def assert_close(name: str, expected: Tensor, actual: Tensor, tolerance: float, 
     """
     assert actual.shape == expected.shape, f"{name}: shape {list(actual.shape)}, expected {list(expected.shape)}"
     expected, actual = expected.double().cpu(), actual.double().cpu()
-    assert torch.equal(expected.isnan(), actual.isnan()), f"{name}: NaN at other places than expected"
+    assert torch.equal(expected.isnan(), actual.isnan()), f"{name}: NaN at other targets than expected"
     if expected.numel() == 0:
         return
     expected, actual = expected.nan_to_num(nan=0.0), actual.nan_to_num(nan=0.0)

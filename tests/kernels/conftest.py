@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .parameters import PLACES, Target, every_target
+from .parameters import TARGETS, Target, every_target
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +41,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-@pytest.fixture(params=every_target(PLACES))
-def place(request: pytest.FixtureRequest) -> Target:
+@pytest.fixture(params=every_target(TARGETS))
+def target(request: pytest.FixtureRequest) -> Target:
     """A backend and a device that it runs on."""
-    place: Target = request.param
-    return place
+    target: Target = request.param
+    return target

@@ -24,20 +24,20 @@ class Target(NamedTuple):
     device: str
 
 
-def places(*backends: str | None, cuda: Sequence[str | None] = ()) -> list[Target]:
+def targets(*backends: str | None, cuda: Sequence[str | None] = ()) -> list[Target]:
     """Backends on a CPU and on CUDA; in a process with triton's interpreter, triton on a CPU alone."""
     if IS_INTERPRETED:
         return [Target("triton", "cpu")]
     return [*(Target(backend, "cpu") for backend in backends), *(Target(backend, "cuda") for backend in cuda)]
 
 
-PLACES = places("torch", cuda=("torch", "triton"))
-TRITON_PLACES = places(cuda=["triton"])
+TARGETS = targets("torch", cuda=("torch", "triton"))
+TRITON_TARGETS = targets(cuda=["triton"])
 
 
 def every_target(values: Sequence[Target]) -> list[Any]:
     """Parameters of a fixture."""
-    return [pytest.param(place, id=name_of(place), marks=marks_of(place)) for place in values]
+    return [pytest.param(target, id=name_of(target), marks=marks_of(target)) for target in values]
 
 
 def every_pair(
@@ -48,17 +48,17 @@ def every_pair(
     Args:
         is_possible: Whether a combination is tested, by parameter names.
         indirect: Parameters that are fixtures.
-        values: Values of each parameter. Each `place` gets all pairs of the other parameters, so a run without a
-            GPU covers all pairs. Places in a list share the pairs.
+        values: Values of each parameter. Each `target` gets all pairs of the other parameters, so a run without a
+            GPU covers all pairs. Targets in a list share the pairs.
     """
     names = list(values)
-    if "place" in values:
-        groups = [group if isinstance(group, list) else [group] for group in values["place"]]
-        cases = [case for group in groups for case in covering(is_possible, values | {"place": group})]
+    if "target" in values:
+        groups = [group if isinstance(group, list) else [group] for group in values["target"]]
+        cases = [case for group in groups for case in covering(is_possible, values | {"target": group})]
     else:
         cases = list(covering(is_possible, values))
     parameters = [
-        pytest.param(*case.values(), id="-".join(map(name_of, case.values())), marks=marks_of(case.get("place")))
+        pytest.param(*case.values(), id="-".join(map(name_of, case.values())), marks=marks_of(case.get("target")))
         for case in cases
     ]
     return pytest.mark.parametrize(",".join(names), parameters, indirect=list(indirect))
@@ -89,6 +89,6 @@ def name_of(value: object) -> str:
     return str(getattr(value, "name", value))
 
 
-def marks_of(place: object) -> list[pytest.MarkDecorator]:
+def marks_of(target: object) -> list[pytest.MarkDecorator]:
     """Marks cases for a GPU."""
-    return [pytest.mark.gpu] if isinstance(place, Target) and place.device == "cuda" else []
+    return [pytest.mark.gpu] if isinstance(target, Target) and target.device == "cuda" else []

@@ -28,7 +28,7 @@ from .cases import (
     make_cu_seqlens,
     make_paged_inputs,
 )
-from .parameters import FLOAT_DTYPES, Target, every_pair, places
+from .parameters import FLOAT_DTYPES, Target, every_pair, targets
 
 # Shares of the largest absolute value of v.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -50,8 +50,8 @@ PAGED_MASKS: dict[str, dict[str, Any]] = {
     "capped": {"softcap": 5.0},
     "capped_window": {"softcap": 5.0, "window": (40, 0)},
 }
-PLACES = places("sdpa", cuda=("sdpa", "varlen", "triton", None))
-PAGED_PLACES = places("sdpa", cuda=("sdpa", "triton", None))
+TARGETS = targets("sdpa", cuda=("sdpa", "varlen", "triton", None))
+PAGED_TARGETS = targets("sdpa", cuda=("sdpa", "triton", None))
 POISONS = [float("nan"), float("inf")]
 
 ignores_nan_warnings = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter
@@ -89,24 +89,26 @@ def largest(inputs: AttentionInputs | PagedInputs) -> float:
 
 
 def is_supported(
-    place: Target, mask: str, dtype: torch.dtype, case: AttentionCase | None = None, bias: bool = False, **_: Any
+    target: Target, mask: str, dtype: torch.dtype, case: AttentionCase | None = None, bias: bool = False, **_: Any
 ) -> bool:
     """The interpreter takes milliseconds for a row and has no products in bfloat16."""
-    if place.backend == "varlen":
+    if target.backend == "varlen":
         is_plain = not bias and "softcap" not in MASKS[mask]
         return is_plain and dtype != torch.float32 and (case is None or case.head_size % 8 == 0)
     is_quick = case is None or sum(case.seq_lens) * case.num_heads <= 800
     return not IS_INTERPRETED or (is_quick and dtype == torch.float32)
 
 
-@every_pair(is_supported, place=PLACES, case=ATTENTION_CASES, mask=list(MASKS), bias=[False, True], dtype=FLOAT_DTYPES)
+@every_pair(
+    is_supported, target=TARGETS, case=ATTENTION_CASES, mask=list(MASKS), bias=[False, True], dtype=FLOAT_DTYPES
+)
 def test_backend_equals_reference(
-    place: Target, case: AttentionCase, mask: str, bias: bool, dtype: torch.dtype
+    target: Target, case: AttentionCase, mask: str, bias: bool, dtype: torch.dtype
 ) -> None:
-    inputs = make_attention_inputs(case, dtype, place.device)
+    inputs = make_attention_inputs(case, dtype, target.device)
     copies = [x.clone() for x in (inputs.q, inputs.k, inputs.v)]
     options = MASKS[mask] | ({"relative_bias": inputs.relative_bias} if bias else {})
-    actual = attend(case, inputs, place.backend, **options)
+    actual = attend(case, inputs, target.backend, **options)
     assert actual.dtype == dtype
     assert actual.is_contiguous()
     tolerance = 1e-5 if dtype == torch.float32 and "softcap" in options else TOLERANCE[dtype]
@@ -146,30 +148,32 @@ def test_long_sequence_makes_no_matrix_of_all_scores(mask: str) -> None:
 
 
 @ignores_nan_warnings
-@every_pair(is_supported, place=PLACES, mask=UNCAPPED, dtype=FLOAT_DTYPES, poison=POISONS)
-def test_nan_stays_in_its_sequence(place: Target, mask: str, dtype: torch.dtype, poison: float) -> None:
+@every_pair(is_supported, target=TARGETS, mask=UNCAPPED, dtype=FLOAT_DTYPES, poison=POISONS)
+def test_nan_stays_in_its_sequence(target: Target, mask: str, dtype: torch.dtype, poison: float) -> None:
     lengths = (5, 11, 12, 1, 2, 20, 3, 6) if IS_INTERPRETED else (5, 11, 12, 12, 13, 70, 75, 6)
     case = AttentionCase("", lengths, *((1, 1) if IS_INTERPRETED else (12, 12)))
-    inputs = make_attention_inputs(case, dtype, place.device)
-    clean = attend(case, inputs, place.backend, **MASKS[mask])
+    inputs = make_attention_inputs(case, dtype, target.device)
+    clean = attend(case, inputs, target.backend, **MASKS[mask])
     bounds = inputs.cu_seqlens.tolist()
-    is_clean = torch.ones(bounds[-1], dtype=torch.bool, device=place.device)
+    is_clean = torch.ones(bounds[-1], dtype=torch.bool, device=target.device)
     for n in (2, 5):
         poisoned = slice(bounds[n], bounds[n + 1])
         inputs.q[poisoned], inputs.k[poisoned], inputs.v[poisoned] = poison, poison, poison
         is_clean[poisoned] = False
-    actual = attend(case, inputs, place.backend, **MASKS[mask])
+    actual = attend(case, inputs, target.backend, **MASKS[mask])
     assert_close("other sequences", clean[is_clean], actual[is_clean], TOLERANCE[dtype], largest(inputs))
     assert actual[bounds[5]].isnan().any()
 
 
-@every_pair(place=places("sdpa", cuda=("sdpa", "triton", None)), factor=[30.0, -30.0], mask=["full", "causal", "local"])
-def test_scores_beyond_the_range_of_exp(place: Target, factor: float, mask: str) -> None:
+@every_pair(
+    target=targets("sdpa", cuda=("sdpa", "triton", None)), factor=[30.0, -30.0], mask=["full", "causal", "local"]
+)
+def test_scores_beyond_the_range_of_exp(target: Target, factor: float, mask: str) -> None:
     case = AttentionCase("", (9, 12, 33, 70), 2, 1, 32)
-    inputs = make_attention_inputs(case, device=place.device, is_fused=False)
+    inputs = make_attention_inputs(case, device=target.device, is_fused=False)
     inputs.k.copy_(inputs.k.abs())
     inputs.q.copy_(inputs.q.abs() * factor)
-    actual = attend(case, inputs, place.backend, **MASKS[mask])
+    actual = attend(case, inputs, target.backend, **MASKS[mask])
     assert_close("attended", expect(case, inputs, **MASKS[mask]), actual, 1e-4, largest(inputs))
 
 
@@ -236,31 +240,31 @@ def is_quick(dtype: torch.dtype, case: PagedCase | None = None, mask: str = "all
     return not IS_INTERPRETED or (is_exact and (case is None or case.is_quick))
 
 
-@every_pair(is_quick, place=PAGED_PLACES, case=PAGED_CASES, mask=list(PAGED_MASKS), dtype=FLOAT_DTYPES)
-def test_paged_backend_equals_reference(place: Target, case: PagedCase, mask: str, dtype: torch.dtype) -> None:
+@every_pair(is_quick, target=PAGED_TARGETS, case=PAGED_CASES, mask=list(PAGED_MASKS), dtype=FLOAT_DTYPES)
+def test_paged_backend_equals_reference(target: Target, case: PagedCase, mask: str, dtype: torch.dtype) -> None:
     """Slots of no token hold NaN, and the tables end with invalid blocks."""
-    inputs = make_paged_inputs(case, dtype, place.device)
+    inputs = make_paged_inputs(case, dtype, target.device)
     expected = expect_paged(case, inputs, **PAGED_MASKS[mask])
     assert not expected.isnan().any()
-    actual = attend_paged(case, inputs, place.backend, **PAGED_MASKS[mask])
+    actual = attend_paged(case, inputs, target.backend, **PAGED_MASKS[mask])
     assert actual.dtype == dtype
     assert actual.is_contiguous()
     assert_close("attended", expected, actual, TOLERANCE[dtype], largest(inputs))
-    on_device = replace(inputs, block_tables=inputs.block_tables.to(place.device))
-    assert torch.equal(attend_paged(case, on_device, place.backend, **PAGED_MASKS[mask]), actual)
+    on_device = replace(inputs, block_tables=inputs.block_tables.to(target.device))
+    assert torch.equal(attend_paged(case, on_device, target.backend, **PAGED_MASKS[mask]), actual)
 
 
 @every_pair(
-    place=[Target(None, "cpu"), Target(None, "cuda")],
+    target=[Target(None, "cpu"), Target(None, "cuda")],
     dtype=[torch.float32, torch.bfloat16],
     mask=["all", "window", "capped"],
     chunk_size=[1, 7, 64, 100],
     is_scattered=[False, True],
 )
 def test_chunks_equal_the_whole(
-    place: Target, dtype: torch.dtype, mask: str, chunk_size: int, is_scattered: bool
+    target: Target, dtype: torch.dtype, mask: str, chunk_size: int, is_scattered: bool
 ) -> None:
-    device = place.device
+    device = target.device
     length, block_size = (60 if chunk_size == 1 else 300), 16
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(length, heads, 32, generator=generator).to(dtype).to(device) for heads in (4, 2, 2))
@@ -282,16 +286,16 @@ def test_chunks_equal_the_whole(
 
 
 @ignores_nan_warnings
-@every_pair(is_quick, place=PAGED_PLACES, mask=list(PAGED_MASKS), dtype=FLOAT_DTYPES, poison=POISONS)
-def test_nan_stays_in_its_blocks(place: Target, mask: str, dtype: torch.dtype, poison: float) -> None:
+@every_pair(is_quick, target=PAGED_TARGETS, mask=list(PAGED_MASKS), dtype=FLOAT_DTYPES, poison=POISONS)
+def test_nan_stays_in_its_blocks(target: Target, mask: str, dtype: torch.dtype, poison: float) -> None:
     case = PagedCase("", ((9, 5), (20, 3), (0, 13), (34, 1)), 4, 2, 16)
-    inputs = make_paged_inputs(case, dtype, place.device)
-    clean = attend_paged(case, inputs, place.backend, **PAGED_MASKS[mask])
+    inputs = make_paged_inputs(case, dtype, target.device)
+    clean = attend_paged(case, inputs, target.backend, **PAGED_MASKS[mask])
     for n in (1, 2):
-        blocks = inputs.block_tables[n, : -(-sum(case.chunks[n]) // case.block_size)].long().to(place.device)
+        blocks = inputs.block_tables[n, : -(-sum(case.chunks[n]) // case.block_size)].long().to(target.device)
         inputs.k_cache[blocks], inputs.v_cache[blocks] = poison, poison
         inputs.q[inputs.cu_seqlens[n] : inputs.cu_seqlens[n + 1]] = poison
-    actual = attend_paged(case, inputs, place.backend, **PAGED_MASKS[mask])
+    actual = attend_paged(case, inputs, target.backend, **PAGED_MASKS[mask])
     first, last = slice(inputs.cu_seqlens[1]), slice(inputs.cu_seqlens[3], None)
     for rows in (first, last):
         assert_close("other sequences", clean[rows], actual[rows], TOLERANCE[dtype], largest(inputs))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from penstock.kernels.gated import GATE_ACTIVATIONS, GateActivation, gated, gated_norm
 
 from .assertions import assert_close
-from .parameters import FLOAT_DTYPES, PLACES, Target, dtypes, every_pair
+from .parameters import FLOAT_DTYPES, TARGETS, Target, dtypes, every_pair
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 FUNCTIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
@@ -26,15 +26,15 @@ def test_reference_equals_torch(activation: GateActivation) -> None:
 
 
 @every_pair(
-    place=PLACES,
+    target=TARGETS,
     activation=GATE_ACTIVATIONS,
     shape=[(1, 1), (5, 63), (33, 80), (3, 3000)],
     dtype=FLOAT_DTYPES,
 )
 def test_backend_equals_reference(
-    place: Target, activation: GateActivation, shape: tuple[int, int], dtype: torch.dtype
+    target: Target, activation: GateActivation, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    backend, device = place
+    backend, device = target
     num_rows, width = shape
     generator = torch.Generator().manual_seed(width)
     x = (3 * torch.randn(num_rows, 2 * width + 16, generator=generator)).to(dtype).to(device)[:, : 2 * width]
@@ -47,8 +47,8 @@ def test_backend_equals_reference(
 
 
 @activations
-def test_large_gates_saturate_and_nan_stays(place: Target, activation: GateActivation) -> None:
-    backend, device = place
+def test_large_gates_saturate_and_nan_stays(target: Target, activation: GateActivation) -> None:
+    backend, device = target
     gates = torch.tensor([-1e4, -100.0, -20.0, 0.0, 20.0, 100.0, 1e4, float("nan")])
     x = torch.stack([gates, torch.ones(8)], dim=1).to(device)
     actual = gated(x, activation, backend=backend).flatten().cpu()
@@ -57,8 +57,8 @@ def test_large_gates_saturate_and_nan_stays(place: Target, activation: GateActiv
     assert actual[7].isnan()
 
 
-def test_batch_without_rows_gives_no_rows(place: Target) -> None:
-    backend, device = place
+def test_batch_without_rows_gives_no_rows(target: Target) -> None:
+    backend, device = target
     assert gated(torch.ones(0, 10, device=device), "silu", backend=backend).shape == (0, 5)
 
 
@@ -67,9 +67,9 @@ def test_batch_without_rows_gives_no_rows(place: Target) -> None:
     ("num_rows", "width", "num_groups"), [(1, 1, 1), (5, 63, 3), (33, 80, 1), (3, 3000, 2), (2, 64, 64)]
 )
 def test_gated_norm_equals_reference(
-    place: Target, num_rows: int, width: int, num_groups: int, dtype: torch.dtype
+    target: Target, num_rows: int, width: int, num_groups: int, dtype: torch.dtype
 ) -> None:
-    backend, device = place
+    backend, device = target
     generator = torch.Generator().manual_seed(width)
     gate = (3 * torch.randn(num_rows, 2 * width + 16, generator=generator)).to(dtype).to(device)[:, :width]
     x = torch.randn(num_rows, width, generator=generator).to(dtype).to(device)
@@ -81,8 +81,8 @@ def test_gated_norm_equals_reference(
     assert_close("normed", expected, actual, TOLERANCE[dtype])
 
 
-def test_nan_stays_in_its_group(place: Target) -> None:
-    backend, device = place
+def test_nan_stays_in_its_group(target: Target) -> None:
+    backend, device = target
     x, weight = torch.ones(3, 40, device=device), torch.ones(40, device=device)
     expected = gated_norm(x, x, weight, 4, 1e-5, backend=backend)
     poisoned = x.clone()

@@ -7,7 +7,7 @@ from torch import Tensor
 from penstock.kernels.maxsim import maxsim
 
 from .assertions import assert_close
-from .parameters import PLACES, Target, every_pair
+from .parameters import TARGETS, Target, every_pair
 from .references import maxsim_reference
 
 TOLERANCE = 2e-6
@@ -28,9 +28,9 @@ BATCHES = {
 }
 
 
-@every_pair(place=PLACES, batch=list(BATCHES), width=[1, 72], dtype=[torch.float32, torch.bfloat16])
-def test_backend_equals_reference(place: Target, batch: str, width: int, dtype: torch.dtype) -> None:
-    backend, device = place
+@every_pair(target=TARGETS, batch=list(BATCHES), width=[1, 72], dtype=[torch.float32, torch.bfloat16])
+def test_backend_equals_reference(target: Target, batch: str, width: int, dtype: torch.dtype) -> None:
+    backend, device = target
     query_lens, document_lens, query_of = BATCHES[batch]
     queries = make(query_lens, width, dtype, device)
     documents = make(document_lens, width, dtype, device, seed=1)
@@ -44,8 +44,8 @@ def test_backend_equals_reference(place: Target, batch: str, width: int, dtype: 
         assert document_lens[n] or not actual[n].any()
 
 
-def test_strided_rows_with_negative_maxima(place: Target) -> None:
-    backend, device = place
+def test_strided_rows_with_negative_maxima(target: Target) -> None:
+    backend, device = target
     both = make((20,), 96, torch.float32, device).abs()
     queries, documents = both[:4, :48], -both[4:, 48:]
     lengths = {"query_lens": (4,), "document_lens": (9, 7), "query_of": (0, 0)}
@@ -54,8 +54,8 @@ def test_strided_rows_with_negative_maxima(place: Target) -> None:
     assert_close("maxsim", expected, maxsim(queries, documents, **lengths, backend=backend), TOLERANCE, scale=1.0)
 
 
-def test_nan_stays_with_its_document(place: Target) -> None:
-    backend, device = place
+def test_nan_stays_with_its_document(target: Target) -> None:
+    backend, device = target
     queries, documents = (make((n,), 40, torch.float32, device) for n in (3, 150))
     documents[70] = float("nan")
     lengths = {"query_lens": (3,), "document_lens": (70, 70, 10), "query_of": (0, 0, 0)}

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.kernels.norm import Embeddings, Norm, NormKind, add_norm, embed_norm
 
 from .assertions import assert_close
-from .parameters import FLOAT_DTYPES, PLACES, Target, every_pair
+from .parameters import FLOAT_DTYPES, TARGETS, Target, every_pair
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 SIZES = [(1, 1), (17, 65), (33, 384), (3, 5000), (2, 8192)]
@@ -50,9 +50,9 @@ def test_reference_equals_torch(kind: NormKind, bias: bool) -> None:
     assert_close("sum", total, sum_, 1e-6)
 
 
-@every_pair(place=PLACES, kind=["layer", "rms"], size=SIZES, dtype=FLOAT_DTYPES)
-def test_backend_equals_reference(place: Target, kind: NormKind, size: tuple[int, int], dtype: torch.dtype) -> None:
-    backend, device = place
+@every_pair(target=TARGETS, kind=["layer", "rms"], size=SIZES, dtype=FLOAT_DTYPES)
+def test_backend_equals_reference(target: Target, kind: NormKind, size: tuple[int, int], dtype: torch.dtype) -> None:
+    backend, device = target
     num_rows, width = size
     x, residual = (random_rows(num_rows, width, dtype, device, seed) for seed in range(2))
     copies = x.clone(), residual.clone()
@@ -68,11 +68,11 @@ def test_backend_equals_reference(place: Target, kind: NormKind, size: tuple[int
     assert torch.equal(residual, copies[1])
 
 
-@every_pair(place=PLACES, kind=["layer", "rms"], bias=[True, False], residual=[True, False], return_sum=[True, False])
+@every_pair(target=TARGETS, kind=["layer", "rms"], bias=[True, False], residual=[True, False], return_sum=[True, False])
 def test_optional_terms_may_be_left_out(
-    place: Target, kind: NormKind, bias: bool, residual: bool, return_sum: bool
+    target: Target, kind: NormKind, bias: bool, residual: bool, return_sum: bool
 ) -> None:
-    backend, device = place
+    backend, device = target
     x, other = (random_rows(6, 65, torch.float32, device, seed) for seed in range(2))
     options: dict[str, Any] = {
         "norm": make_norm(kind, 65, torch.float32, device, bias=bias),
@@ -87,8 +87,8 @@ def test_optional_terms_may_be_left_out(
         assert_close("sum", expected_sum, sum_, 1e-5)
 
 
-def test_sum_has_the_dtype_of_the_residual(place: Target) -> None:
-    backend, device = place
+def test_sum_has_the_dtype_of_the_residual(target: Target) -> None:
+    backend, device = target
     x = random_rows(5, 63, torch.bfloat16, device)
     residual = random_rows(5, 63, torch.float32, device)
     normed, sum_ = add_norm(
@@ -99,8 +99,8 @@ def test_sum_has_the_dtype_of_the_residual(place: Target) -> None:
     assert torch.equal(sum_, x.float() + residual)
 
 
-def test_rows_do_not_depend_on_each_other(place: Target) -> None:
-    backend, device = place
+def test_rows_do_not_depend_on_each_other(target: Target) -> None:
+    backend, device = target
     norm = make_norm("layer", 200, torch.float32, device)
     x = random_rows(21, 200, torch.float32, device)
     x[4] = float("nan")
@@ -111,8 +111,8 @@ def test_rows_do_not_depend_on_each_other(place: Target) -> None:
     assert torch.equal(together.nan_to_num(nan=9.0), alone.nan_to_num(nan=9.0))
 
 
-def test_batch_without_rows_gives_no_rows(place: Target) -> None:
-    backend, device = place
+def test_batch_without_rows_gives_no_rows(target: Target) -> None:
+    backend, device = target
     norm = make_norm("rms", 24, torch.float32, device)
     none = torch.ones(0, 24, device=device)
     normed, sum_ = add_norm(none, norm, return_sum=True, backend=backend)
@@ -130,16 +130,16 @@ def make_embeddings(width: int, dtype: torch.dtype, device: torch.device | str) 
 
 
 @every_pair(
-    place=PLACES,
+    target=TARGETS,
     size=[(1, 1), (19, 60), (33, 384), (2, 8192)],
     has=["words", "positions", "types"],
     dtype=FLOAT_DTYPES,
     index_dtype=[torch.int64, torch.int32],
 )
 def test_embeddings_equal_reference(
-    place: Target, size: tuple[int, int], has: str, dtype: torch.dtype, index_dtype: torch.dtype
+    target: Target, size: tuple[int, int], has: str, dtype: torch.dtype, index_dtype: torch.dtype
 ) -> None:
-    backend, device = place
+    backend, device = target
     num_rows, width = size
     generator = torch.Generator().manual_seed(num_rows)
     ids, positions, types = (
@@ -161,8 +161,8 @@ def test_embeddings_equal_reference(
     assert_close("embedded", expected, actual, TOLERANCE[dtype])
 
 
-def test_rows_wider_than_a_program_use_torch(place: Target) -> None:
-    backend, device = place
+def test_rows_wider_than_a_program_use_torch(target: Target) -> None:
+    backend, device = target
     norm = make_norm("layer", 8193, torch.float32, device)
     x = random_rows(2, 8193, torch.float32, device)
     expected, _ = add_norm(x, norm, backend="torch")

@@ -25,7 +25,7 @@ from .cases import (
     make_scan_inputs,
     make_ssd_inputs,
 )
-from .parameters import FLOAT_DTYPES, PLACES, TRITON_PLACES, Target, every_pair
+from .parameters import FLOAT_DTYPES, TARGETS, TRITON_TARGETS, Target, every_pair
 from .references import causal_conv1d_reference, selective_scan_reference, ssd_reference
 
 
@@ -35,7 +35,7 @@ class Kernel:
 
     Attributes:
         case: Small sizes; tests replace the lengths.
-        tolerance: float32: sums in another order. 16 bits: one unit in the last place; ssd rounds before its products.
+        tolerance: float32: sums in another order. 16 bits: one unit in the last target; ssd rounds before its products.
         rows: Inputs with one row per token.
         constants: Inputs without tokens.
         skip: The optional input that does not depend on tokens.
@@ -147,12 +147,14 @@ def is_quick(kernel_case: KernelCase, dtype: torch.dtype, has_states: bool, **_:
     return case.is_quick and dtype != torch.float16
 
 
-@every_pair(is_quick, place=PLACES, kernel_case=KERNEL_CASES, dtype=FLOAT_DTYPES, has_states=[False, True])
-def test_backend_equals_reference(place: Target, kernel_case: KernelCase, dtype: torch.dtype, has_states: bool) -> None:
+@every_pair(is_quick, target=TARGETS, kernel_case=KERNEL_CASES, dtype=FLOAT_DTYPES, has_states=[False, True])
+def test_backend_equals_reference(
+    target: Target, kernel_case: KernelCase, dtype: torch.dtype, has_states: bool
+) -> None:
     kernel, case = kernel_case
-    inputs = kernel.make(case, dtype, place.device)
+    inputs = kernel.make(case, dtype, target.device)
     expected, expected_final = kernel.expect(case, inputs, has_states)
-    actual, final = kernel(case, inputs, has_states, backend=place.backend)
+    actual, final = kernel(case, inputs, has_states, backend=target.backend)
     assert actual.dtype == dtype
     assert final.dtype == (dtype if kernel is CONV else torch.float32)
     assert actual.is_contiguous()
@@ -162,45 +164,45 @@ def test_backend_equals_reference(place: Target, kernel_case: KernelCase, dtype:
 
 
 @kernels
-def test_optional_inputs_may_be_left_out(place: Target, kernel: Kernel) -> None:
+def test_optional_inputs_may_be_left_out(target: Target, kernel: Kernel) -> None:
     case = replace(kernel.case, seq_lens=(5, 33))
-    inputs = kernel.make(case, device=place.device)
+    inputs = kernel.make(case, device=target.device)
     arguments = {name: getattr(inputs, name) for name in (*kernel.rows, *kernel.constants)}
     arguments |= {"cu_seqlens": inputs.cu_seqlens, "seq_lens": case.seq_lens}
     arguments |= {"bias": None} if kernel is CONV else {}
     expected, _ = kernel.reference(**arguments)
-    actual, final = kernel.function(**arguments, backend=place.backend)
+    actual, final = kernel.function(**arguments, backend=target.backend)
     assert final is None
     assert_close("y", expected, actual, 1e-5)
 
 
 @pytest.mark.parametrize("size", [7] if IS_INTERPRETED else [1, 7, 64])
 @kernels
-def test_chunks_equal_the_whole(place: Target, kernel: Kernel, size: int) -> None:
+def test_chunks_equal_the_whole(target: Target, kernel: Kernel, size: int) -> None:
     length = 20 if IS_INTERPRETED else 150
     case = replace(kernel.case, seq_lens=(length,))
-    inputs = kernel.make(case, device=place.device)
-    whole, whole_final = kernel(case, inputs, backend=place.backend)
+    inputs = kernel.make(case, device=target.device)
+    whole, whole_final = kernel(case, inputs, backend=target.backend)
     state = inputs.initial_states
     for start in range(0, length, size):
         rows = slice(start, min(start + size, length))
         part = replace(case, seq_lens=(rows.stop - start,))
-        y, state = kernel(part, kernel.cut(inputs, rows, initial_states=state), backend=place.backend)
+        y, state = kernel(part, kernel.cut(inputs, rows, initial_states=state), backend=target.backend)
         assert_close(f"rows from {start}", whole[rows], y, 1e-5, whole.abs().max().item())
     assert_close("final", whole_final, state, 1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy warns in the interpreter
 @kernels
-def test_nan_stays_in_its_sequence(place: Target, kernel: Kernel) -> None:
+def test_nan_stays_in_its_sequence(target: Target, kernel: Kernel) -> None:
     lengths = (2, 5, 0, 1, 17) if IS_INTERPRETED else (2, 130, 0, 1, 67)
     case, end = replace(kernel.case, seq_lens=lengths), 2 + lengths[1]
-    clean, dirty = (kernel.make(case, device=place.device) for _ in range(2))
+    clean, dirty = (kernel.make(case, device=target.device) for _ in range(2))
     for name in kernel.rows:
         getattr(dirty, name)[2:end] = float("nan")
     dirty.initial_states[1] = float("nan")
-    expected, expected_final = kernel(case, clean, backend=place.backend)
-    actual, final = kernel(case, dirty, backend=place.backend)
+    expected, expected_final = kernel(case, clean, backend=target.backend)
+    actual, final = kernel(case, dirty, backend=target.backend)
     assert actual[2:end].isnan().all()
     others = [0, 2, 3, 4]
     assert torch.equal(actual[end:], expected[end:])
@@ -229,46 +231,46 @@ def test_blocks_of_torch_change_nothing(
     assert_close("final", expected_final, final, 1e-5)
 
 
-@every_pair(place=TRITON_PLACES, has_states=[False, True])
+@every_pair(target=TRITON_TARGETS, has_states=[False, True])
 def test_scan_chunks_of_triton_equal_reference(
-    place: Target, has_states: bool, monkeypatch: pytest.MonkeyPatch
+    target: Target, has_states: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from penstock.kernels.selective_scan import _triton
 
     # Sequences without rows, of whole chunks, and of one row more or less.
     case = ScanCase("", (3, 8, 0, 9, 16, 1), 40, 6)
-    inputs = make_scan_inputs(case, device=place.device)
+    inputs = make_scan_inputs(case, device=target.device)
     expected, expected_final = SCAN.expect(case, inputs, has_states)
     for size in (8,) if IS_INTERPRETED else (4, 8, 16):
         monkeypatch.setattr(_triton, "CHUNK_SIZE", size)
-        actual, final = SCAN(case, inputs, has_states, backend=place.backend)
+        actual, final = SCAN(case, inputs, has_states, backend=target.backend)
         assert_close("y", expected, actual, 5e-6)
         assert_close("final", expected_final, final, 5e-6)
         cut = SCAN.cut(inputs, slice(20, 36))
-        alone, _ = SCAN(replace(case, seq_lens=(16,)), cut, False, backend=place.backend)
-        together, _ = SCAN(case, inputs, False, backend=place.backend)
+        alone, _ = SCAN(replace(case, seq_lens=(16,)), cut, False, backend=target.backend)
+        together, _ = SCAN(case, inputs, False, backend=target.backend)
         assert torch.equal(alone, together[20:36])
 
 
-@every_pair(place=TRITON_PLACES, dtype=[torch.float32, torch.float16] if IS_INTERPRETED else FLOAT_DTYPES)
-def test_rows_do_not_depend_on_other_lengths(place: Target, dtype: torch.dtype) -> None:
+@every_pair(target=TRITON_TARGETS, dtype=[torch.float32, torch.float16] if IS_INTERPRETED else FLOAT_DTYPES)
+def test_rows_do_not_depend_on_other_lengths(target: Target, dtype: torch.dtype) -> None:
     case = SsdCase("", (64, 150), 2, 8, 1, 16)
-    inputs = make_ssd_inputs(case, dtype, place.device)
-    together, _ = SSD(case, inputs, False, backend=place.backend, chunk_size=None)
+    inputs = make_ssd_inputs(case, dtype, target.device)
+    together, _ = SSD(case, inputs, False, backend=target.backend, chunk_size=None)
     first = SSD.cut(inputs, slice(64))
-    alone, _ = SSD(replace(case, seq_lens=(64,)), first, False, backend=place.backend, chunk_size=None)
+    alone, _ = SSD(replace(case, seq_lens=(64,)), first, False, backend=target.backend, chunk_size=None)
     assert torch.equal(together[:64], alone)
 
 
 @pytest.mark.parametrize("step", [0.0, 1e-4, 10.0, 50.0])
-def test_extreme_steps_equal_reference(place: Target, step: float) -> None:
+def test_extreme_steps_equal_reference(target: Target, step: float) -> None:
     case = SsdCase("", (33 if IS_INTERPRETED else 200,), 2, 4, 1, 8)
-    inputs = make_ssd_inputs(case, device=place.device)
+    inputs = make_ssd_inputs(case, device=target.device)
     inputs.dt.fill_(step)
     # Small steps after large ones: a difference of running sums would lose them.
     inputs.dt[case.seq_lens[0] // 2 :, 0] = 1e-3
     expected, expected_final = SSD.expect(case, inputs)
-    actual, final = SSD(case, inputs, backend=place.backend)
+    actual, final = SSD(case, inputs, backend=target.backend)
     assert_close("y", expected, actual, 1e-5)
     assert_close("final", expected_final, final, 1e-5)
 

@@ -9,7 +9,7 @@ from penstock.kernels.rotary import HeadNorm, KvDestination, rotary
 
 from .assertions import assert_close
 from .cases import RotaryCase, RotaryInputs, make_rotary_inputs
-from .parameters import FLOAT_DTYPES, TRITON_PLACES, Target, every_pair
+from .parameters import FLOAT_DTYPES, TRITON_TARGETS, Target, every_pair
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
@@ -42,11 +42,11 @@ def assert_stored(case: RotaryCase, inputs: RotaryInputs) -> None:
             assert torch.equal(inputs.v_cache.flatten(0, 1)[slot], v)
 
 
-@every_pair(place=TRITON_PLACES, case=CASES, has_norm=[False, True], has_store=[False, True], dtype=FLOAT_DTYPES)
+@every_pair(target=TRITON_TARGETS, case=CASES, has_norm=[False, True], has_store=[False, True], dtype=FLOAT_DTYPES)
 def test_backend_equals_reference(
-    place: Target, case: RotaryCase, has_norm: bool, has_store: bool, dtype: torch.dtype
+    target: Target, case: RotaryCase, has_norm: bool, has_store: bool, dtype: torch.dtype
 ) -> None:
-    backend, device = place
+    backend, device = target
     expected = rotate(case, dtype, device, has_norm, has_store, "torch")
     actual = rotate(case, dtype, device, has_norm, has_store, backend)
     for name in ("qkv", "k_cache", "v_cache"):
@@ -104,7 +104,10 @@ GAPS = torch.ones(1, 2, 1, 16)[..., ::2]
             {"store": KvDestination(torch.ones(1, 2, 2, 8), torch.ones(1, 2, 1, 8), torch.ones(3).long())},
             "store.k_cache",
         ),
-        ({"store": KvDestination(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8), torch.ones(2).long())}, "store.slots"),
+        (
+            {"store": KvDestination(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8), torch.ones(2).long())},
+            "store.slot_mapping",
+        ),
         ({"backend": "cuda"}, "backend must be one of"),
     ],
 )

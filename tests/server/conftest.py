@@ -241,7 +241,7 @@ class FakeEngine:
     def host_bytes(self) -> int:
         return 0
 
-    async def clear_prefixes(self) -> int | None:
+    async def reset_prefix_cache(self) -> int | None:
         return self.cached_blocks
 
     async def _enter(self, name: str, *arguments: object) -> None:

@@ -72,7 +72,7 @@ def turning_and_storing(inputs: Inputs, size: Heads) -> Work:
     store = places(inputs, size)
     call = partial(rotary, qkv, cos, sin, num_rotated, norm=norm, store=store)
     read, stored = qkv.numel(), 2 * size.kv_heads * size.size * len(qkv)
-    moved = (read + qkv[:, :num_rotated].numel() + stored) * qkv.itemsize + 2 * cos.nbytes + store.slots.nbytes
+    moved = (read + qkv[:, :num_rotated].numel() + stored) * qkv.itemsize + 2 * cos.nbytes + store.slot_mapping.nbytes
     return Work(call, moved, written=(qkv, store.k_cache, store.v_cache))
 
 

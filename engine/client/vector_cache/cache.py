@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from ...protocol.batch_outputs import Arrays
-from ..own_files import SECRET_BYTES
+from ..private_files import SECRET_BYTES
 
 if TYPE_CHECKING:  # lmdb is an extra
     from .disk import SharedTier

@@ -30,7 +30,7 @@ from typing import Final
 
 import lmdb
 
-from ..own_files import check_folder, check_own, open_own, secret_of
+from ..private_files import check_folder, check_owner, open_private, secret_of
 from .keys import KEY_BYTES
 
 logger = logging.getLogger("penstock.engine")
@@ -144,16 +144,16 @@ class DiskTier:
 
     def _open(self, folder: Path, max_bytes: int) -> None:
         folder.mkdir(0o700, exist_ok=True)
-        check_own(folder)
+        check_owner(folder)
         data = folder / "data.mdb"
         page = os.sysconf("SC_PAGE_SIZE")
-        readers = open_own(folder / "lock.mdb")
+        readers = open_private(folder / "lock.mdb")
         try:
             if os.fstat(readers).st_size < _READERS_BYTES:
                 os.posix_fallocate(readers, 0, _READERS_BYTES)
         finally:
             os.close(readers)  # before LMDB opens it: closing a file ends all locks of its process on it
-        os.close(open_own(data))  # LMDB treats an empty file as new
+        os.close(open_private(data))  # LMDB treats an empty file as new
         size = data.stat().st_size
         self.max_bytes = max(size, max_bytes) // page * page if size <= 2 * page else size
         self._env = lmdb.open(
@@ -167,7 +167,7 @@ class DiskTier:
             self._env.reader_check()
             self._rows = self._env.open_db(b"rows")
             self._numbers = self._env.open_db(b"numbers")
-            self._file = open_own(data, os.O_RDONLY)
+            self._file = open_private(data, os.O_RDONLY)
         except BaseException:  # close the database, also after an interrupt
             self._env.close()
             raise
@@ -267,7 +267,7 @@ def _errors(folder: Path) -> Iterator[None]:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds the lock of the folder, so that one process at a time opens it."""
-    file = open_own(path)
+    file = open_private(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

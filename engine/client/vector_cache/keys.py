@@ -25,9 +25,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from ...protocol.messages import TokenizedInput
 from ...protocol.model_info import ModelInfo
 from ...protocol.params import PoolingParams
-from ...protocol.request import TokenizedInput
 from ...protocol.tasks import PoolingTask
 
 NUMERICS: Final = 7

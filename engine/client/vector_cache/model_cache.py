@@ -15,9 +15,9 @@ import numpy as np
 from penstock.kernels.cpu import CpuLibrary, shared_library
 
 from ...protocol.batch_outputs import Arrays
+from ...protocol.messages import TokenizedInput
 from ...protocol.model_info import ModelInfo
 from ...protocol.params import PoolingParams
-from ...protocol.request import TokenizedInput
 from ...protocol.results import stacked
 from ...protocol.tasks import PoolingTask
 from ..stats import CacheStats
@@ -36,7 +36,7 @@ _MIN_NORM: Final = 1e-12
 Compute = Callable[[list[TokenizedInput], PoolingParams], Awaitable[Sequence[Arrays]]]
 
 
-def whole_params(params: PoolingParams) -> PoolingParams | None:
+def full_width_params(params: PoolingParams) -> PoolingParams | None:
     """Returns the parameters of the cached row of a request: all dimensions, not normalised.
 
     Returns:
@@ -44,18 +44,18 @@ def whole_params(params: PoolingParams) -> PoolingParams | None:
     """
     if not is_cacheable(params) or PoolingTask.EMBED not in (params.task, *params.extra_tasks):
         return None
-    whole = params.clone(dimensions=None, normalize=False, use_activation=False)
-    return None if whole == params else whole
+    full_width = params.clone(dimensions=None, normalize=False, use_activation=False)
+    return None if full_width == params else full_width
 
 
 def truncate_embeddings(outputs: Sequence[Arrays], params: PoolingParams, library: CpuLibrary | None) -> list[Arrays]:
-    """Truncates and normalises whole embeddings. Other outputs are not changed.
+    """Truncates and normalises embeddings of full width. Other outputs are not changed.
 
     The C library returns the same bits as an engine on this machine. Results of numpy, torch and GPUs differ by at most
     2.5e-7 of the row's norm.
 
     Args:
-        outputs: Outputs of each input, with the whole "embedding" [W] float32. Not modified.
+        outputs: Outputs of each input, with the full "embedding" [W] float32. Not modified.
         params: Resolved parameters.
         library: The C library; None uses numpy.
     """
@@ -89,7 +89,8 @@ class ModelCache:
         self._identity: bytes | None = None
         self._opening: asyncio.Task[None] | None = None
         self._num_opened = 0
-        self._whole_params = lru_cache(_NUM_PARAMS)(whole_params)  # equal requests share one object, as in AsyncEngine
+        # Equal requests share one object, as in AsyncEngine.
+        self._full_width_params = lru_cache(_NUM_PARAMS)(full_width_params)
         self._library = shared_library()
 
     def record_files(self, model: str) -> None:
@@ -144,9 +145,9 @@ class ModelCache:
             compute: Returns the outputs of inputs for the given parameters.
             transform: Name of the function that `compute` applies to the outputs; see Keys.of.
         """
-        whole = self._whole_params(params)
-        outputs = await self._find_or_compute(inputs, whole or params, namespace, compute, transform)
-        if whole is None or not outputs:
+        full_width = self._full_width_params(params)
+        outputs = await self._find_or_compute(inputs, full_width or params, namespace, compute, transform)
+        if full_width is None or not outputs:
             return outputs
         if sum(output["embedding"].size for output in outputs) > _MANY_NUMBERS:
             return await asyncio.to_thread(truncate_embeddings, outputs, params, self._library)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...executors.torch.packed_batch import BatchCache, KvCache, SsmStates
-from ...scheduling import Allocation, CacheSpec, InputSequence, PoolPlan, PrefillChunk
-from ..runner import KvSlots
+from ...scheduling import Allocation, CacheSpec, InputSequence, PoolSize, PrefillChunk
+from ..runner import KvCacheMetadata
 from .stream import DeviceStream
 
 
@@ -40,7 +40,7 @@ class ChunkMemory:
     def __init__(
         self,
         spec: CacheSpec,
-        plan: PoolPlan,
+        pool_size: PoolSize,
         *,
         block_size: int,
         dtype: torch.dtype,
@@ -48,9 +48,9 @@ class ChunkMemory:
         stream: DeviceStream,
     ) -> None:
         self._stream = stream
-        self._num_slots = plan.num_slots
-        self._kv = KvCache.allocate(spec, plan.num_blocks, block_size, dtype, device) if spec.kv_layers else None
-        self._ssm = SsmStates.allocate(spec, 2 * plan.num_slots, dtype, device) if spec.ssm_layers else None
+        self._num_slots = pool_size.num_slots
+        self._kv = KvCache.allocate(spec, pool_size.num_blocks, block_size, dtype, device) if spec.kv_layers else None
+        self._ssm = SsmStates.allocate(spec, 2 * pool_size.num_slots, dtype, device) if spec.ssm_layers else None
         self._uses: defaultdict[InputSequence, _SlotUse] = defaultdict(_SlotUse)
 
     def batch_cache(
@@ -67,7 +67,7 @@ class ChunkMemory:
         num_new = sum(c.start == 0 for c in chunks)
         cache: dict[str, Tensor | None] = {}
         if self._kv is not None:
-            cache |= _kv_slots(KvSlots.of(chunks, allocations, self._kv.block_size), num_new)
+            cache |= _kv_slots(KvCacheMetadata.of(chunks, allocations, self._kv.block_size), num_new)
         if self._ssm is not None:
             cache |= self._state_slots(chunks, allocations)
         return BatchCache(
@@ -111,7 +111,7 @@ class ChunkMemory:
             self._stream.restore(use.host_states, self._ssm.at(self._state_slot(use, sequence.allocation)))
             use.host_states = None
 
-    def forget(self, sequence: InputSequence) -> None:
+    def drop_states(self, sequence: InputSequence) -> None:
         """Drops the saved states of a sequence that has ended."""
         self._uses.pop(sequence, None)
 
@@ -135,14 +135,14 @@ class ChunkMemory:
         return allocation.state_slot + (use.buffer ^ is_next) * self._num_slots
 
 
-def _kv_slots(kv: KvSlots, num_new: int) -> dict[str, Tensor | None]:
+def _kv_slots(kv: KvCacheMetadata, num_new: int) -> dict[str, Tensor | None]:
     """Returns the block tables of the later chunks, and the slot of every row that is stored."""
-    stored = np.flatnonzero(kv.slots >= 0)
+    stored = np.flatnonzero(kv.slot_mapping >= 0)
     return {
         "block_tables": torch.from_numpy(kv.block_tables[num_new:]),
         "continued_context_lens_on_device": torch.from_numpy(kv.context_lens[num_new:]),
-        "store_rows": None if len(stored) == len(kv.slots) else _indices(stored),
-        "store_slots": _indices(kv.slots[stored]),
+        "store_rows": None if len(stored) == len(kv.slot_mapping) else _indices(stored),
+        "store_slots": _indices(kv.slot_mapping[stored]),
     }
 
 

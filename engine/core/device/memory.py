@@ -42,7 +42,7 @@ class MemoryGauge:
         return _resident("VmHWM") - self._before if self._reports_peak else None
 
 
-class MemoryMeter:
+class TokenMemoryEstimator:
     """Measures the memory of forwards with chunks.
 
     Args:

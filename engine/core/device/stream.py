@@ -141,18 +141,18 @@ class ForwardTimer:
         """Records the start of the next forward."""
         self._began = self._stream.record_event()
 
-    def end(self, chunk_tokens: int, whole_tokens: int) -> DeviceEvent:
+    def end(self, chunk_tokens: int, short_tokens: int) -> DeviceEvent:
         """Records the end of a forward after its work was queued, and returns the event. See ForwardTime."""
         ended = self._stream.record_event()
-        self._in_flight.append((self._began, ended, chunk_tokens, whole_tokens))
+        self._in_flight.append((self._began, ended, chunk_tokens, short_tokens))
         return ended
 
     def take(self) -> list[ForwardTime]:
         """Returns the forwards that have ended since the last call."""
         times = []
         while self._in_flight and self._in_flight[0][1].is_reached:
-            began, ended, chunk_tokens, whole_tokens = self._in_flight.popleft()
-            times.append(ForwardTime(chunk_tokens, whole_tokens, ended.elapsed_ms(began) / 1000))
+            began, ended, chunk_tokens, short_tokens = self._in_flight.popleft()
+            times.append(ForwardTime(chunk_tokens, short_tokens, ended.elapsed_ms(began) / 1000))
         return times
 
 

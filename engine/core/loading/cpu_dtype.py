@@ -14,12 +14,11 @@ from torch import Tensor
 
 from penstock.kernels.cpu import Format, shared_library
 
-from ...executors.torch.base import PackedModel
-from ...executors.torch.packed_batch import PackedBatch
+from ...executors.torch.packed_batch import PackedBatch, PackedModel
 from ...model_files.model_folder import one_line
 from ...protocol.errors import ModelLoadError
+from ...protocol.messages import TokenizedInput
 from ...protocol.model_info import ModelInfo, TokenizerSpec
-from ...protocol.request import TokenizedInput
 from .cpu_kernels import MIN_SPEEDUP
 from .weights_loader import load_model
 

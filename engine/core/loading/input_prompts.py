@@ -125,7 +125,7 @@ def _tile_tokens(info: ModelInfo, backend: Tokenizer) -> TileTokens:
     return TileTokens(
         num_rows=num_rows,
         before=ids("<fake_token_around_image>"),
-        whole=ids("<global-img>"),
+        full_image=ids("<global-img>"),
         tags=tags,
         row_end=ids("\n"),
         end=ids("\n\n"),

@@ -29,10 +29,10 @@ from ...checkpoint.files import (
 )
 from ...checkpoint.views import Array, ArrayWeights, GgufFile
 from ...executors.read_adapters import read_adapters
-from ...executors.torch.base import PackedModel
 from ...executors.torch.layers.linear import Linear, limit_cached_kernels
 from ...executors.torch.layers.weights import Fusion, Weights, are_finite
 from ...executors.torch.model_heads import Dense
+from ...executors.torch.packed_batch import PackedModel
 from ...executors.torch.spec_model import SpecModel
 from ...families.registry import find_family, has_own_code
 from ...families.spec import linear

@@ -1,4 +1,4 @@
-"""An encoder or decoder with its head on the C library: packed arrays in, arrays out.
+"""The packed batch, and an encoder or decoder with its head on the C library: packed arrays in, arrays out.
 
 Shape letters: T packed tokens, N sequences, D model width, H heads, C classes.
 """
@@ -6,21 +6,32 @@ Shape letters: T packed tokens, N sequences, D model width, H heads, C classes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import AdapterWeights, CpuEncoder, CpuForward, CpuLibrary, Format, KeptRows
+from penstock.kernels.cpu import (
+    AdapterWeights,
+    BatchBlocks,
+    CpuEncoder,
+    CpuForward,
+    CpuLibrary,
+    EncoderInput,
+    Format,
+    OutputRows,
+)
 
 from ...checkpoint.views import ArrayWeights, Floats
 from ...families.registry import find_family
 from ...families.spec import EmbeddingSpec, ModelSpec
 from ...protocol.errors import UnsupportedTaskError
+from ...protocol.images import ImagePatches
+from ...protocol.messages import TokenizedInput
 from ...protocol.model_info import ModelInfo, ModelKind
 from ...protocol.multi_vector import SparseKind
 from .array_head import ArrayHead
-from .packed_arrays import PackedArrays
 from .read_weights import (
     has_kernels,
     read_attention_pool,
@@ -29,6 +40,98 @@ from .read_weights import (
     read_patches,
     read_vocabulary_head,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedArrays:
+    """T packed tokens of N sequences.
+
+    Attributes:
+        token_ids: [T] int64.
+        positions: [T] int64, position of each token in its whole sequence, from 0.
+        token_type_ids: [T] int64; None if all are 0.
+        cu_seqlens: [N+1] int32, prefix sums of the lengths.
+        seq_lens: Rows of each sequence.
+        skip_tokens: [N] int32, tokens at the start of each sequence that pooling leaves out; None: no tokens.
+        num_masked: [N] int32, tokens at the end of each sequence that no token attends to; None: no tokens.
+        adapters: [N] int32, number of each sequence's adapter, -1: no adapter; None: no sequence has one.
+        kv_blocks: Blocks of keys and values; None if all sequences are whole and nothing is stored.
+        images: The images of the sequences, in order; None: there are none.
+    """
+
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    token_type_ids: NDArray[np.int64] | None
+    cu_seqlens: NDArray[np.int32]
+    seq_lens: tuple[int, ...]
+    skip_tokens: NDArray[np.int32] | None = None
+    num_masked: NDArray[np.int32] | None = None
+    adapters: NDArray[np.int32] | None = None
+    kv_blocks: BatchBlocks | None = None
+    images: Sequence[ImagePatches] | None = None
+
+    @classmethod
+    def build(
+        cls,
+        inputs: Sequence[TokenizedInput],
+        starts: Sequence[int] | None = None,
+        kv_blocks: BatchBlocks | None = None,
+        adapters: NDArray[np.int32] | None = None,
+    ) -> PackedArrays:
+        """Packs `inputs` in their order.
+
+        Args:
+            inputs: At least one. Whole sequences or chunks, not empty.
+            starts: Position of each chunk in its sequence; None: all begin at 0.
+            kv_blocks: Blocks of keys and values; None if all sequences are whole and nothing is stored.
+            adapters: [N] int32, number of each sequence's adapter, -1: no adapter; None: no sequence has one.
+        """
+        seq_lens = tuple(map(len, inputs))
+        lengths = np.array(seq_lens, np.int32)
+        cu_seqlens = np.zeros(len(inputs) + 1, np.int32)
+        lengths.cumsum(out=cu_seqlens[1:])
+        positions = np.arange(cu_seqlens[-1], dtype=np.int64)
+        if len(inputs) > 1:
+            positions -= cu_seqlens[:-1].repeat(lengths)
+        if starts is not None:
+            positions += np.repeat(np.asarray(starts, np.int64), lengths)
+        types = skips = num_masked = None
+        if any(i.type_boundary for i in inputs):
+            boundaries = np.array([i.type_boundary for i in inputs], np.int64)
+            never = np.iinfo(np.int64).max
+            types = (positions >= np.repeat(np.where(boundaries > 0, boundaries, never), lengths)).astype(np.int64)
+        if any(i.num_skipped_tokens for i in inputs):
+            skips = np.array([i.num_skipped_tokens for i in inputs], np.int32)
+        if any(i.num_masked for i in inputs):
+            num_masked = np.array([i.num_masked for i in inputs], np.int32)
+        return cls(
+            token_ids=np.concatenate([i.token_ids for i in inputs], dtype=np.int64),
+            positions=positions,
+            token_type_ids=types,
+            cu_seqlens=cu_seqlens,
+            seq_lens=seq_lens,
+            skip_tokens=skips,
+            num_masked=num_masked,
+            adapters=adapters,
+            kv_blocks=kv_blocks,
+            images=[image for i in inputs for image in i.images] or None,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the number of packed tokens."""
+        return len(self.token_ids)
+
+    def pooled(self) -> PackedArrays:
+        """Returns the batch after a step that pools each sequence to one row."""
+        num_seqs, firsts = len(self.seq_lens), self.cu_seqlens[:-1]
+        return replace(
+            self,
+            token_ids=self.token_ids[firsts],
+            positions=self.positions[firsts],
+            cu_seqlens=np.arange(num_seqs + 1, dtype=np.int32),
+            seq_lens=(1,) * num_seqs,
+        )
 
 
 def read_spec(info: ModelInfo) -> ModelSpec | None:
@@ -44,7 +147,7 @@ def read_spec(info: ModelInfo) -> ModelSpec | None:
     return spec if has_kernels(spec, info) else None
 
 
-class Arithmetic(NamedTuple):
+class ProductFormats(NamedTuple):
     """Number formats of the C library for one model.
 
     Attributes:
@@ -56,7 +159,7 @@ class Arithmetic(NamedTuple):
     attention: Format
 
     @classmethod
-    def of(cls, info: ModelInfo) -> Arithmetic:
+    def of(cls, info: ModelInfo) -> ProductFormats:
         """Returns the formats of a model. int8 models with bfloat16 arithmetic also use DOT for attention."""
         if info.dtype == "float32":
             return cls(Format.F32, Format.F32)
@@ -83,7 +186,7 @@ class ArrayOutput(NamedTuple):
 
 
 class ArrayEncoder:
-    """An encoder or decoder with its head. Not thread-safe.
+    """An encoder or decoder with its head. Called by one thread; its forwards may overlap.
 
     Args:
         spec: Spec of the model. `has_kernels` must be True for it.
@@ -113,15 +216,15 @@ class ArrayEncoder:
         self.hidden_size = spec.hidden_size
         self.cache_spec = spec.cache_spec
         self._embedding = spec.embedding
-        arithmetic = Arithmetic.of(info)
+        formats = ProductFormats.of(info)
         self._encoder = CpuEncoder(
-            library, read_encoder(spec, info, weights, adapters), arithmetic.products, attention=arithmetic.attention
+            library, read_encoder(spec, info, weights, adapters), formats.products, attention_format=formats.attention
         )
         steps = read_head(spec, weights)
         head = None if steps is None else ArrayHead(library, steps)
         self.kv_itemsize = self._encoder.kv_itemsize
         self.has_layers = bool(spec.layers)
-        self._patches = read_patches(spec, info, weights, library, arithmetic.attention)
+        self._patches = read_patches(spec, info, weights, library, formats.attention)
         self.attention_pool = read_attention_pool(spec, weights, library)
         self.vocabulary_head: ArrayHead | None = None
         if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
@@ -139,29 +242,32 @@ class ArrayEncoder:
         """Measures `min_part_tokens` on this machine."""
         self._encoder.calibrate()
 
-    def begin(self, batch: PackedArrays, *, need_attention: bool = False, kept: KeptRows = KeptRows.ALL) -> CpuForward:
-        """Starts a forward. Several may run at once.
+    def begin(
+        self, batch: PackedArrays, *, need_attention: bool = False, output_rows: OutputRows = OutputRows.ALL
+    ) -> CpuForward:
+        """Starts a forward. Returns before it ends, so that several forwards of one thread run at once.
 
         Args:
             batch: Whole sequences, or chunks for a decoder.
             need_attention: Also return the attention weights.
-            kept: Rows of each sequence that are returned. ALL with adapters and attention weights.
+            output_rows: Rows of each sequence that are returned. ALL with adapters and attention weights.
 
         Raises:
             MemoryError: Memory is short.
             ValueError: An id, a position or a block is out of range.
         """
-        return self._encoder.begin(
-            batch.token_ids,
-            _position_rows(batch, self._embedding),
-            batch.cu_seqlens,
-            rows_TE=None if batch.images is None or self._patches is None else self._patches(batch.images),
-            visible_N=None if batch.num_masked is None else np.array(batch.seq_lens, np.int32) - batch.num_masked,
-            adapters_N=batch.adapters,
-            need_attention=need_attention,
+        embeddings = None if batch.images is None or self._patches is None else self._patches(batch.images)
+        visible_lens = None if batch.num_masked is None else np.array(batch.seq_lens, np.int32) - batch.num_masked
+        encoder_input = EncoderInput(
+            token_ids=batch.token_ids,
+            positions=_position_rows(batch, self._embedding),
+            cu_seqlens=batch.cu_seqlens,
+            embeddings=embeddings,
+            visible_lens=visible_lens,
+            adapters=batch.adapters,
             kv_blocks=batch.kv_blocks,
-            kept=kept,
         )
+        return self._encoder.begin(encoder_input, need_attention=need_attention, output_rows=output_rows)
 
     def forward(self, batch: PackedArrays, *, need_attention: bool = False) -> ArrayOutput:
         """Like `begin`, but waits for the result."""

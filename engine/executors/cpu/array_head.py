@@ -16,7 +16,7 @@ from ...checkpoint.views import ArrayWeights, Floats
 from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import DenseSpec
 
-HeadSteps = Sequence[LinearWeights | NormWeights | Callable[[Floats], Floats]]
+HeadLayers = Sequence[LinearWeights | NormWeights | Callable[[Floats], Floats]]
 """The steps of a head, in order."""
 
 _SELU_ALPHA: Final = np.float32(1.6732632423543772)
@@ -47,7 +47,7 @@ class ArrayHead:
         steps: At least one.
     """
 
-    def __init__(self, library: CpuLibrary, steps: HeadSteps) -> None:
+    def __init__(self, library: CpuLibrary, steps: HeadLayers) -> None:
         self._steps = [_step(library, step) for step in steps]
 
     def __call__(self, x_RD: Floats) -> Floats:
@@ -57,7 +57,7 @@ class ArrayHead:
         return x_RD
 
 
-def read_dense(weights: ArrayWeights, spec: DenseSpec) -> HeadSteps:
+def read_dense(weights: ArrayWeights, spec: DenseSpec) -> HeadLayers:
     """Reads a Dense module.
 
     Raises:

@@ -18,7 +18,7 @@ from penstock.kernels.cpu import ActivationCode, CpuLibrary, Format
 from ...checkpoint.views import Array, ArrayWeights, Floats, as_floats, cast_table
 from ...families.spec import (
     AlibiSpec,
-    AnswerSpec,
+    AnswerHeadSpec,
     Bias,
     DisentangledSpec,
     EmbeddingSpec,
@@ -32,7 +32,7 @@ from ...families.spec import (
 from ...protocol.errors import WeightError
 from ...protocol.model_info import ModelInfo
 from ...protocol.tasks import PoolingType
-from .array_head import HeadSteps
+from .array_head import HeadLayers
 from .image_layers import AttentionPool, PatchEmbedding
 
 # Names as in executors/torch/layers/linear.py. Models with other activations run on torch.
@@ -69,13 +69,13 @@ def has_kernels(spec: ModelSpec, info: ModelInfo) -> bool:
         return False
     if any(rope.size != size or size % 2 or rope.depends_on_length for rope in ropes):
         return False
-    head = () if spec.head is None or isinstance(spec.head, AnswerSpec) else spec.head
+    head = () if spec.head is None or isinstance(spec.head, AnswerHeadSpec) else spec.head
     maps = [layer.mlp_in for layer in spec.layers] + [step for step in head if isinstance(step, LinearSpec)]
     if spec.vocabulary is not None and info.sparse is not None:
         maps.append(spec.vocabulary.dense)
     if any(part is not None and part.activation is not None and part.activation not in _ACTIVATIONS for part in maps):
         return False
-    is_capped = isinstance(spec.head, AnswerSpec) and spec.head.softcap is not None
+    is_capped = isinstance(spec.head, AnswerHeadSpec) and spec.head.softcap is not None
     needs_encoder = PoolingType.ATTENTION in info.sequence_pooling or info.multi_vector is not None or is_capped
     return not (spec.is_decoder and needs_encoder)
 
@@ -186,17 +186,17 @@ def _word_table(base: ArrayWeights, embedding: EmbeddingSpec) -> Array:
     return np.concatenate([rows, np.zeros((1, embedding.size), np.float32)])
 
 
-def read_head(spec: ModelSpec, weights: ArrayWeights) -> HeadSteps | None:
+def read_head(spec: ModelSpec, weights: ArrayWeights) -> HeadLayers | None:
     """Reads the classification head; None in an embedding model. See `read_encoder`."""
     base = _base(spec, weights)
     if spec.head is None:
         return None
-    if isinstance(spec.head, AnswerSpec):
+    if isinstance(spec.head, AnswerHeadSpec):
         return (_answers(spec.head, spec.embedding.word_embeddings, base, weights),)
     return [_step(step, base, weights) for step in spec.head]
 
 
-def read_vocabulary_head(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> HeadSteps:
+def read_vocabulary_head(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> HeadLayers:
     """Reads the head of a masked language model. For arguments see `read_encoder`.
 
     Raises:
@@ -410,7 +410,7 @@ def _step(
 
 
 def _answers(
-    spec: AnswerSpec, word_embeddings: str, base: ArrayWeights, weights: ArrayWeights
+    spec: AnswerHeadSpec, word_embeddings: str, base: ArrayWeights, weights: ArrayWeights
 ) -> library.LinearWeights:
     """Returns the rows of the output embedding for the answer tokens, [C, D]."""
     is_tied = not weights.has("lm_head.weight") if spec.is_tied is None else spec.is_tied

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...families.spec import AnswerSpec, Bias, HeadSpec, LinearSpec, ModelSpec, NormSpec, linear, no_vocabulary_head
+from ...families.spec import AnswerHeadSpec, Bias, HeadSpec, LinearSpec, ModelSpec, NormSpec, linear, no_vocabulary_head
 from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import DenseSpec, ModelInfo
-from .base import Head
 from .layers.linear import Linear
 from .layers.norm import load_norm
 from .layers.weights import Weights
+from .packed_batch import Head
 
 _LM_HEAD: Final = "lm_head"
 # Rows of a product. On a CPU it always has this number of rows, so that oneDNN compiles one kernel for all batches.
@@ -60,12 +60,12 @@ def load_head(weights: Weights, base: Weights, spec: HeadSpec | None, word_embed
     """
     if spec is None:
         return None
-    if isinstance(spec, AnswerSpec):
+    if isinstance(spec, AnswerHeadSpec):
         return AnswerHead.load(weights, base, spec, word_embeddings)
-    return StepsHead(weights, base, spec)
+    return SequentialHead(weights, base, spec)
 
 
-class StepsHead:
+class SequentialHead:
     """A sequence of projections and norms."""
 
     def __init__(self, weights: Weights, base: Weights, steps: tuple[LinearSpec | NormSpec, ...]) -> None:
@@ -91,12 +91,12 @@ class AnswerHead:
         bias_C: [C] or None. Bias of the output embedding for the answer tokens.
     """
 
-    def __init__(self, rows_CD: Tensor, bias_C: Tensor | None, spec: AnswerSpec) -> None:
+    def __init__(self, rows_CD: Tensor, bias_C: Tensor | None, spec: AnswerHeadSpec) -> None:
         self._out = Linear(rows_CD.float(), bias_C.float() if bias_C is not None else None, is_head=True)
         self._spec = spec
 
     @classmethod
-    def load(cls, weights: Weights, base: Weights, spec: AnswerSpec, word_embeddings: str) -> Self:
+    def load(cls, weights: Weights, base: Weights, spec: AnswerHeadSpec, word_embeddings: str) -> Self:
         """Reads the rows of the answer tokens. For arguments see `load_head`."""
         is_tied = not weights.has(f"{_LM_HEAD}.weight") if spec.is_tied is None else spec.is_tied
         view, name = (base, word_embeddings) if is_tied else (weights, f"{_LM_HEAD}.weight")

@@ -16,22 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.cpu import ADAPTED_MAPS, AdapterWeights, LowRankWeights
+from penstock.kernels.cpu import ADAPTED_LINEARS, AdapterWeights, LowRankWeights
 from penstock.kernels.norm import Embeddings, embed_norm
 
 from ...families.spec import AlibiSpec, EmbeddingSpec, LayerSpec, ModelSpec, NormSpec, RelativeBiasSpec
 from ...protocol.errors import UnsupportedTaskError
 from ...protocol.model_info import ModelInfo, ModelKind
 from ...protocol.multi_vector import SparseKind
-from .base import ModelOutput, PackedModel
-from .layers.attention import Attention, BatchPlan, Distances
+from .layers.attention import Attention, AttentionMetadata, Distances
 from .layers.experts import SparseExperts
 from .layers.linear import AdaptedRows, Linear, LowRankTerms, Mlp
 from .layers.mixers import load_mixer
-from .layers.norm import AddingMap, LayerNorm, Residual, RmsNorm, load_norm
+from .layers.norm import AddingLayer, LayerNorm, Residual, RmsNorm, load_norm
 from .layers.rotary import RotaryEmbedding, Rotation
 from .layers.weights import Fusion, Weights
 from .model_heads import VocabularyHead, load_head
+from .packed_batch import ModelOutput, PackedModel
 
 if TYPE_CHECKING:
     from .packed_batch import PackedBatch
@@ -152,7 +152,7 @@ class Layer:
         self.norm_after_mlp = norm_of(spec.after_mlp)
 
     def adapt(self, terms: Mapping[str, LowRankTerms]) -> None:
-        """Sets the terms that adapters add to the maps of the layer, by the names of ADAPTED_MAPS."""
+        """Sets the terms that adapters add to the maps of the layer, by the names of ADAPTED_LINEARS."""
         if self.attention is not None:
             self.attention.qkv.adapt(terms["qkv"])
             self.attention_out.adapt(terms["attention_out"])
@@ -163,7 +163,7 @@ class Layer:
         self,
         stream: Residual,
         batch: PackedBatch,
-        plan: BatchPlan | None,
+        metadata: AttentionMetadata | None,
         rotation: Rotation | None,
         relative_bias: Tensor | None,
     ) -> Residual:
@@ -172,8 +172,8 @@ class Layer:
         if self.mixer is not None:
             return self._plus_mlp(stream.plus(partial(self.mixer, batch=batch), x_TD, scale=self.scale))
         assert self.attention is not None
-        assert plan is not None
-        return self.after_attention(self.attention(x_TD, batch, plan, rotation, relative_bias), stream)
+        assert metadata is not None
+        return self.after_attention(self.attention(x_TD, batch, metadata, rotation, relative_bias), stream)
 
     def attention_input(self, stream: Residual) -> tuple[Tensor, Residual]:
         """Returns the input [T, D] of attention or of the mixer, and the hidden states."""
@@ -206,7 +206,7 @@ class Layer:
         x_TD, stream = stream.normed_and_sum(self.mlp_norm)
         return self._plus(stream, self.mlp, x_TD, self.norm_after_mlp)
 
-    def _plus(self, stream: Residual, mapping: AddingMap, x: Tensor, norm: LayerNorm | RmsNorm | None) -> Residual:
+    def _plus(self, stream: Residual, mapping: AddingLayer, x: Tensor, norm: LayerNorm | RmsNorm | None) -> Residual:
         if norm is not None:
             return stream.plus_normed(norm, mapping(x))
         return stream.plus(mapping, x, scale=self.scale)
@@ -271,13 +271,13 @@ class SpecModel(PackedModel):
                 "ATTENTION pooling needs attention weights, but the model has no attention.", param="pooling_type"
             )
         self._adapted_rows.groups = batch.adapters
-        plans = {kind: attention.plan(batch) for kind, attention in self.attentions.items()}
+        metadata = {kind: attention.metadata(batch) for kind, attention in self.attentions.items()}
         rotations = {kind: rotary(batch) for kind, rotary in self.rotary.items()}
         stream = Residual(self.embedding(batch).to(self.sum_dtype), is_fused=self.is_fused)
         weights_TH = None
         for layer in self.layers:
             layer_input, rotation = stream, rotations.get(layer.kind)
-            stream = layer(stream, batch, plans.get(layer.kind), rotation, self.relative_bias)
+            stream = layer(stream, batch, metadata.get(layer.kind), rotation, self.relative_bias)
             if need_attention and layer is self.last_attention and layer.attention is not None:
                 x_TD, _ = layer.attention_input(layer_input)
                 weights_TH = layer.attention.pooling_weights(x_TD, batch, rotation, self.relative_bias)
@@ -290,7 +290,7 @@ class SpecModel(PackedModel):
 
         for index, layer in enumerate(self.layers):
             terms = [adapter.layers[index] for adapter in adapters]
-            layer.adapt({name: terms_of([layer_terms.get(name) for layer_terms in terms]) for name in ADAPTED_MAPS})
+            layer.adapt({name: terms_of([layer_terms.get(name) for layer_terms in terms]) for name in ADAPTED_LINEARS})
         if any(adapter.embedding is not None for adapter in adapters):
             self.embedding.adapt(terms_of([adapter.embedding for adapter in adapters]))
 

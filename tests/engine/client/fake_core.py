@@ -7,9 +7,8 @@ import numpy as np
 
 from penstock.engine.client.dispatcher import Dispatcher, Replica
 from penstock.engine.protocol.batch_outputs import Arrays
-from penstock.engine.protocol.messages import ClientMessage, Frame, SubmitRequest
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import RequestOptions, TokenizedInput
+from penstock.engine.protocol.messages import ClientMessage, Frame, SubmitRequest, TokenizedInput
+from penstock.engine.protocol.params import PoolingParams, RequestOptions
 
 from ...waiting import loop_iterations
 from ..steps import Row, step_of, unpacked

@@ -7,8 +7,7 @@ import pytest
 from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.messages import RequestFailed, SubmitRequest
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import RequestOptions
+from penstock.engine.protocol.params import PoolingParams, RequestOptions
 
 from ...waiting import later, loop_iterations, until
 from .fake_core import FakeCore, begin, run, tokens, values

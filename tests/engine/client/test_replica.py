@@ -13,7 +13,7 @@ from penstock.engine.protocol.messages import (
     Frame,
     PrefixCacheCleared,
     RequestFailed,
-    StepLoad,
+    SchedulerStats,
     StepResults,
 )
 from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage, StageTimes
@@ -80,7 +80,7 @@ async def test_request_that_cannot_be_sent_fails(dispatcher: Dispatcher) -> None
         raise OverflowError("no message can hold it")
 
     dispatcher.replicas[0].connect(reject)
-    for call in (run(dispatcher, 5), dispatcher.backend.clear_prefixes()):
+    for call in (run(dispatcher, 5), dispatcher.backend.reset_prefix_cache()):
         with pytest.raises(errors.ModelExecutionError, match="could not be sent"):
             await asyncio.wait_for(call, 120)
     assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (0, 0)
@@ -103,13 +103,13 @@ async def test_unsent_requests_of_a_lost_core_are_dropped(
 
 
 async def test_lost_core_fails_the_clearing_of_prefixes(dispatcher: Dispatcher, core: FakeCore) -> None:
-    clearing = asyncio.create_task(dispatcher.backend.clear_prefixes())
+    clearing = asyncio.create_task(dispatcher.backend.reset_prefix_cache())
     await loop_iterations()
     core.replica.disconnect("signal 9")
     with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
         await clearing
     with pytest.raises(errors.EngineUnavailableError, match="not running"):
-        await dispatcher.backend.clear_prefixes()
+        await dispatcher.backend.reset_prefix_cache()
 
 
 async def test_request_records_its_queue_and_inference_time(dispatcher: Dispatcher, core: FakeCore) -> None:
@@ -207,7 +207,7 @@ async def test_request_with_too_small_parts_is_not_divided(
     two: Dispatcher, cores: list[FakeCore], lengths: tuple[int, ...], budget: int
 ) -> None:
     for core in cores if budget else ():
-        core.replica.receive(StepResults([], 8, 0.1, load=StepLoad(1, budget, 0, 0, 0)), [])
+        core.replica.receive(StepResults([], 8, 0.1, scheduler_stats=SchedulerStats(1, budget, 0, 0, 0)), [])
     await begin(two, *lengths)
     assert [num_inputs(core) for core in cores] == [[len(lengths)], []]
 
@@ -240,7 +240,7 @@ async def test_lost_replica_fails_only_its_requests(two: Dispatcher, cores: list
     await task
     for core in cores:
         core.replica.disconnect("signal 9")
-    for call in (run(two, 3), two.backend.clear_prefixes()):
+    for call in (run(two, 3), two.backend.reset_prefix_cache()):
         with pytest.raises(errors.EngineUnavailableError, match="not running"):
             await call
 
@@ -249,7 +249,7 @@ async def test_lost_replica_fails_only_its_requests(two: Dispatcher, cores: list
 async def test_prefixes_of_all_replicas_are_cleared(
     two: Dispatcher, cores: list[FakeCore], counts: tuple[int | None, int | None], total: int | None
 ) -> None:
-    clearing = asyncio.create_task(two.backend.clear_prefixes())
+    clearing = asyncio.create_task(two.backend.reset_prefix_cache())
     await loop_iterations()
     for core, num_blocks in zip(cores, counts, strict=True):
         assert not clearing.done()
@@ -262,8 +262,8 @@ async def test_prefixes_of_all_replicas_are_cleared(
 async def test_stats_and_rates_of_all_replicas_are_summed(two: Dispatcher, cores: list[FakeCore]) -> None:
     for core, num_tokens in zip(cores, (100, 300), strict=True):
         await begin(two, 50)
-        load = StepLoad(1, 64, 5, 200, 1)
-        core.replica.receive(StepResults([], num_tokens, 1.0, load=load), [])
+        load = SchedulerStats(1, 64, 5, 200, 1)
+        core.replica.receive(StepResults([], num_tokens, 1.0, scheduler_stats=load), [])
     stats = two.stats
     assert (stats.token_budget, stats.num_waiting, stats.num_waiting_tokens) == (128, 10, 400)
     assert (stats.num_steps_total, stats.num_batched_tokens_total) == (2, 400)

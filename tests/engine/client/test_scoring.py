@@ -11,8 +11,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import AdapterSpec, ModelInfo, ModelKind
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import RequestOptions
+from penstock.engine.protocol.params import PoolingParams, RequestOptions
 from penstock.engine.protocol.results import ScoreResult
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.tokenization.input_encoder import InputEncoder

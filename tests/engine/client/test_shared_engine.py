@@ -109,7 +109,7 @@ async def test_client_waits_for_the_replacement_of_a_lost_engine(
     client.apply_status(shared.server.status)
     assert (engine.state, client.num_restarts) == (EngineState.READY, 1)
     assert (await engine.embed(["hello"], PARAMS)).embeddings.shape == (1, 384)
-    assert await engine.clear_prefixes() is None
+    assert await engine.reset_prefix_cache() is None
 
 
 async def test_socket_is_removed_with_the_engine(minilm_folder: Path) -> None:

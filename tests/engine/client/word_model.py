@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.protocol.messages import Frame, SubmitRequest
+from penstock.engine.protocol.messages import Frame, SubmitRequest, TokenizedInput
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.multi_vector import MultiVectorTokens
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 

@@ -12,18 +12,18 @@ from penstock.engine.core.runner import CompletedForward, DeviceMemoryError, For
 from penstock.engine.protocol.batch_outputs import BatchOutputs, OutputArray
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.messages import (
-    CacheUse,
     ChunkMetrics,
     ClientMessageBuilder,
     Frame,
     FromCore,
     RequestFailed,
+    SequencePoolStats,
     StepResults,
     SubmitRequest,
+    TokenizedInput,
 )
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import (
     Allocation,
@@ -155,7 +155,7 @@ class FakeRunner(Runner):
         rows = sequence.tokens.token_ids[at : chunk.end].astype(np.float32)
         return total + float(rows.sum()), rows[:, None]
 
-    def forget(self, sequences: Sequence[InputSequence]) -> None:
+    def drop_states(self, sequences: Sequence[InputSequence]) -> None:
         for sequence in sequences:
             self.states.pop(sequence, None)
 
@@ -217,7 +217,7 @@ class CoreDriver:
         self.rows: list[Row] = []
         self.results: dict[int, dict[int, list[float]]] = {}
         self.finished: dict[int, tuple[float, float]] = {}
-        prefixes = runner.sequence_pool.prefixes is not None
+        prefixes = runner.sequence_pool.prefix_cache is not None
         self.config = EngineConfig(
             model="sum",
             scheduler=SchedulerConfig(max_num_batched_tokens=budget, **limits),
@@ -297,7 +297,7 @@ class CoreDriver:
         return [message for message in self.messages if isinstance(message, StepResults)]
 
     @property
-    def cache_use(self) -> CacheUse:
-        use = self.steps[-1].cache_use
+    def pool_stats(self) -> SequencePoolStats:
+        use = self.steps[-1].pool_stats
         assert use is not None
         return use

@@ -20,18 +20,15 @@ from penstock.engine.core.loading.cpu_kernels import load_array_encoder
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import Runner
-from penstock.engine.executors.cpu.array_encoder import ArrayEncoder
-from penstock.engine.executors.cpu.packed_arrays import PackedArrays
-from penstock.engine.executors.torch.base import PackedModel
-from penstock.engine.executors.torch.packed_batch import PackedBatch
+from penstock.engine.executors.cpu.array_encoder import ArrayEncoder, PackedArrays
+from penstock.engine.executors.torch.packed_batch import PackedBatch, PackedModel
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
-from penstock.engine.protocol.messages import SubmitRequest
+from penstock.engine.protocol.messages import SubmitRequest, TokenizedInput
 from penstock.engine.protocol.model_info import ModelInfo, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import plan_pool
+from penstock.engine.scheduling import size_pool
 from penstock.kernels.cpu import CpuForward, CpuKernelError, CpuLibrary
 
 from ...tables import table
@@ -256,8 +253,8 @@ def test_chunked_results_equal_whole_results(
         assert_same(run(chunked, inputs), expected)
         chunked_lengths = LONG if chunk_size != 64 else LONG[1:]
         num_expected_chunks = sum(length / (chunk_size or 32) for length in chunked_lengths)
-        assert chunked.cache_use.chunks.completed_chunks >= num_expected_chunks
-        assert chunked.cache_use.usage == 0
+        assert chunked.pool_stats.chunks.completed_chunks >= num_expected_chunks
+        assert chunked.pool_stats.usage == 0
 
 
 @pytest.mark.parametrize("pooling", [PoolingType.ATTENTION, PoolingType.CLS])
@@ -288,7 +285,7 @@ def memory_for_one(loaded: Loaded) -> int:
     doubled = dataclasses.replace(spec, ssm_layers=2 * spec.ssm_layers)
     step = doubled.ssm_bytes_per_slot(4) or 16 * doubled.kv_bytes_per_token(4)
     for memory in range(step + 16 * doubled.kv_bytes_per_token(4), 1 << 30, step):
-        plan = plan_pool(doubled, memory, block_size=16, itemsize=4, max_num_seqs=MAX_NUM_SEQS)
+        plan = size_pool(doubled, memory, block_size=16, itemsize=4, max_num_seqs=MAX_NUM_SEQS)
         if not spec.kv_layers or plan.num_blocks * 16 >= 90:
             return memory
     raise AssertionError
@@ -302,8 +299,8 @@ def run_preempted(client: Client, inputs: Sequence[Sequence[int]], task: Pooling
     client.submit_texts(*enumerate(inputs[2:], 2), task=task)
     client.run_all()
     assert not client.failures
-    assert client.cache_use.chunks.preemptions == 1
-    assert client.cache_use.usage == 0
+    assert client.pool_stats.chunks.preemptions == 1
+    assert client.pool_stats.usage == 0
     return client.vectors(len(inputs))
 
 
@@ -386,7 +383,7 @@ def test_results_equal_with_cached_prefixes(
     cached = client(pooling, prefixes=True, chunk_size=64)
     for _ in range(3):
         assert_same(run(cached, inputs), expected)
-    hits = cached.cache_use.prefix_hit_tokens_total
+    hits = cached.pool_stats.prefix_hit_tokens_total
     assert (hits > 0) is (pooling is PoolingType.LAST and not loaded.model.cache_spec.ssm_layers)  # type: ignore[union-attr]
     rows = run(client(chunking=False), inputs, PoolingTask.TOKEN_EMBED)
     assert_same(run(cached, inputs, PoolingTask.TOKEN_EMBED), rows)
@@ -414,4 +411,4 @@ def test_results_equal_after_a_failed_batch(
     assert sorted(fragile.failures) == [len(inputs), len(inputs) + 1]
     assert {kind for kind, _ in fragile.failures.values()} == {"ModelExecutionError"}
     assert_same(fragile.vectors(len(inputs)), expected)
-    assert fragile.cache_use.usage == 0
+    assert fragile.pool_stats.usage == 0

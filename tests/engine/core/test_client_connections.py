@@ -21,8 +21,8 @@ from penstock.engine.protocol.messages import (
     Frame,
     FromCore,
     RequestFailed,
+    SchedulerStats,
     Start,
-    StepLoad,
     StepResults,
     Stop,
     ToCore,
@@ -34,7 +34,7 @@ from penstock.engine.protocol.messages import (
 from ...clock import Clock
 from ..steps import Row, finished_of, rows_of, step_of
 
-LOAD = StepLoad(3, 100, 0, 0, 0)
+LOAD = SchedulerStats(3, 100, 0, 0, 0)
 START = Start(EngineConfig(model="any"))
 
 

@@ -17,12 +17,12 @@ from penstock.engine.protocol.messages import (
     ModelReady,
     PrefixCacheCleared,
     RequestFailed,
-    StepLoad,
+    SchedulerStats,
     StepResults,
     SubmitRequest,
+    TokenizedInput,
     first_request_id,
 )
-from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.scheduling import InputSequence, PrefillChunk, RequestBuilder
 
 from ...clock import Clock
@@ -49,8 +49,8 @@ def test_model_ready_is_sent_after_warm_up() -> None:
     assert states == [(True, [])]
     ready, metrics = driver.messages
     assert ready == ModelReady(runner.info, runner.tokenizer)
-    assert metrics == StepResults([], 0, 0.0, driver.cache_use, StepLoad(0, 64, 0, 0, 0))
-    assert driver.cache_use.usage == 0
+    assert metrics == StepResults([], 0, 0.0, driver.pool_stats, SchedulerStats(0, 64, 0, 0, 0))
+    assert driver.pool_stats.usage == 0
     assert CoreDriver(FakeRunner()).steps == []
 
 
@@ -160,7 +160,7 @@ def test_prefix_is_computed_once_for_each_namespace() -> None:
         driver.run_all()
     assert runner.batches == [[(number, 0, 0 if number < 3 else 48, 50)] for number in range(6)]
     assert driver.results == {number: {0: [50.0]} for number in range(6)}
-    use = driver.cache_use
+    use = driver.pool_stats
     assert (use.prefix_queried_tokens_total, use.prefix_hit_tokens_total) == (6 * 49, 3 * 48)
 
 
@@ -170,16 +170,16 @@ def test_prefix_cache_cleared_amid_a_prompt_stays_empty() -> None:
     driver.run_all()
     driver.submit(2, 150)
     driver.run()
-    assert driver.cache_use.prefix_hit_tokens_total == 48
+    assert driver.pool_stats.prefix_hit_tokens_total == 48
     driver.send(clears=[7])
     assert driver.messages[-1] == PrefixCacheCleared(7, 3 + 2)
     driver.run_all()
     driver.submit(3, 150)
     driver.run_all()
-    assert driver.cache_use.prefix_hit_tokens_total == 48
+    assert driver.pool_stats.prefix_hit_tokens_total == 48
     driver.submit(4, 150)
     driver.run_all()
-    assert driver.cache_use.prefix_hit_tokens_total == 48 + 144
+    assert driver.pool_stats.prefix_hit_tokens_total == 48 + 144
     without_cache = CoreDriver(FakeRunner())
     without_cache.send(clears=[1])
     assert without_cache.messages[-1] == PrefixCacheCleared(1, None)
@@ -214,9 +214,11 @@ def test_step_reports_its_load_and_the_queue() -> None:
     driver.run()
     step = driver.steps[-1]
     assert step.num_tokens == 18
-    assert step.load == StepLoad(num_seqs=3, token_budget=64, num_waiting=3, num_waiting_tokens=27, num_deferred=2)
+    assert step.scheduler_stats == SchedulerStats(
+        num_seqs=3, token_budget=64, num_waiting=3, num_waiting_tokens=27, num_deferred=2
+    )
     driver.run_all()
-    assert driver.steps[-1].load == StepLoad(3, 64, 0, 0, 0)
+    assert driver.steps[-1].scheduler_stats == SchedulerStats(3, 64, 0, 0, 0)
 
 
 def test_step_reports_the_pool_and_the_chunks() -> None:
@@ -224,13 +226,13 @@ def test_step_reports_the_pool_and_the_chunks() -> None:
     driver.submit(1, 160)
     driver.submit(2, 9)
     driver.run()
-    use = driver.cache_use
+    use = driver.pool_stats
     assert (use.usage, use.chunk_tokens, use.memory_pressure) == (0.5, 16, 0.0)
     assert (use.chunks.num_running_sequences, use.chunks.completed_chunks) == (1, 1)
     driver.cancel(1)
     driver.submit(3, 9)
     driver.run_all()
-    use = driver.cache_use
+    use = driver.pool_stats
     assert (use.usage, use.chunk_tokens, use.chunks.cancelled_sequences) == (0.0, 0, 1)
 
 
@@ -245,7 +247,7 @@ def test_deadline_ends_waiting_and_running_requests(loop_clock: Clock) -> None:
     expected = ("DeadlineExceededError", "The deadline passed before the result.")
     assert driver.failures == {1: expected, 2: expected}
     assert driver.results == {3: {0: [5.0]}}
-    assert driver.cache_use.usage == 0
+    assert driver.pool_stats.usage == 0
 
 
 def test_request_cancelled_while_it_runs_gets_no_result() -> None:
@@ -256,7 +258,7 @@ def test_request_cancelled_while_it_runs_gets_no_result() -> None:
     driver.run_all()
     assert set(driver.results) == set(driver.finished) == {2}
     assert not driver.failures
-    assert driver.cache_use.usage == 0
+    assert driver.pool_stats.usage == 0
     driver.submit(1, 5)
     driver.run_all()
     assert driver.steps[-1].arrays == []
@@ -330,8 +332,8 @@ def test_memory_shortage_halves_the_budget(caplog: pytest.LogCaptureFixture) -> 
     driver.submit(1, *[16] * 8)
     driver.run()
     assert len(driver.results[1]) == 4
-    assert driver.steps[-1].load is not None
-    assert driver.steps[-1].load.token_budget == 16
+    assert driver.steps[-1].scheduler_stats is not None
+    assert driver.steps[-1].scheduler_stats.token_budget == 16
     assert "out of memory at 64 tokens; the budget is now 32" in caplog.text
     assert "out of memory at 32 tokens; the budget is now 16" in caplog.text
     driver.run_all()

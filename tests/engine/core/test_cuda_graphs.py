@@ -1,4 +1,4 @@
-"""Buckets of CUDA graphs. Replays equal forwards, also after another batch.
+"""BucketTable of CUDA graphs. Replays equal forwards, also after another batch.
 
 A fake recorder calls the function on the recorded tensors again. Attention reads the borders but not the lengths, as on
 a GPU, and leaves NaN in rows outside the sequences.
@@ -16,23 +16,22 @@ import torch
 from torch import Tensor
 
 from penstock.engine.core import model_runner
-from penstock.engine.core.cuda_graphs import Bucket, Buckets, CudaRecorder, ForwardGraphs, small_batches
+from penstock.engine.core.cuda_graphs import Bucket, BucketTable, CudaRecorder, ForwardGraphs, small_batches
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.warm_up import SampleBatches
-from penstock.engine.executors.torch.base import PackedModel
 from penstock.engine.executors.torch.layers import attention as attention_layer
-from penstock.engine.executors.torch.packed_batch import BatchCache, MaskedTokens, PackedBatch
+from penstock.engine.executors.torch.packed_batch import BatchCache, MaskedTokens, PackedBatch, PackedModel
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.model_info import ModelInfo
-from penstock.engine.protocol.request import TokenizedInput
 
 from ...kernels.attention_reference import attention_reference
 from .conftest import SaveFolder
 
-# Buckets
+# BucketTable
 
 
 @pytest.mark.parametrize(
@@ -52,8 +51,8 @@ from .conftest import SaveFolder
 def test_bucket_limits_tokens_sequences_and_length(
     max_model_len: int, size: tuple[int, int, int], bucket: Bucket | None
 ) -> None:
-    assert Buckets(4096, max_model_len, 2048).find(*size) == bucket
-    assert Buckets(63, max_model_len, 2048).find(*size) is None
+    assert BucketTable(4096, max_model_len, 2048).find(*size) == bucket
+    assert BucketTable(63, max_model_len, 2048).find(*size) is None
 
 
 # Recordings
@@ -137,8 +136,8 @@ def test_replays_equal_forwards_in_any_order(class_name: str, save_folder: SaveF
     made = load_model(info)
     assert made.is_recordable
     recorder = FakeRecorder()
-    graphs = ForwardGraphs(made, recorder, Buckets(512, info.max_model_len, 64), CPU)
-    assert graphs.record(make_batch) == len(Buckets(512, info.max_model_len, 64).all())
+    graphs = ForwardGraphs(made, recorder, BucketTable(512, info.max_model_len, 64), CPU)
+    assert graphs.record(make_batch) == len(BucketTable(512, info.max_model_len, 64).all())
     num_checks = recorder.num_replays
     with torch.inference_mode():
         found = batches()
@@ -155,7 +154,7 @@ def test_replays_equal_forwards_in_any_order(class_name: str, save_folder: SaveF
 def test_other_batches_run_the_model(save_folder: SaveFolder) -> None:
     _, info = saved(save_folder, "BertModel")
     made, recorder = load_model(info), FakeRecorder()
-    graphs = ForwardGraphs(made, recorder, Buckets(128, info.max_model_len, 64), CPU)
+    graphs = ForwardGraphs(made, recorder, BucketTable(128, info.max_model_len, 64), CPU)
     graphs.record(make_batch)
     before = recorder.num_replays
     batch = make_batch([3, 5])
@@ -178,7 +177,7 @@ def test_forward_that_reads_lengths_on_the_host_is_rejected(
 ) -> None:
     _, info = saved(save_folder, "BertModel")
     made = load_model(info)  # its CPU attention reads the lengths on the host
-    graphs = ForwardGraphs(made, FakeRecorder(), Buckets(512, info.max_model_len, 64), CPU)
+    graphs = ForwardGraphs(made, FakeRecorder(), BucketTable(512, info.max_model_len, 64), CPU)
     assert graphs.record(make_batch) == 0
     assert "small batches run without CUDA graphs: " in caplog.text
     batch = make_batch([3, 5])
@@ -196,7 +195,7 @@ def test_failed_recording_runs_the_model(
     recorder = Mock()
     recorder.record.side_effect = kind("operation not permitted when stream is capturing\nmore")
     recorder.wait.side_effect = torch.AcceleratorError("the device is lost") if is_lost else None
-    graphs = ForwardGraphs(load_model(info), recorder, Buckets(512, info.max_model_len, 64), CPU)
+    graphs = ForwardGraphs(load_model(info), recorder, BucketTable(512, info.max_model_len, 64), CPU)
     if is_lost:
         with pytest.raises(torch.AcceleratorError, match="the device is lost"):
             graphs.record(make_batch)
@@ -247,8 +246,8 @@ def test_cuda_graphs_equal_forwards(class_name: str, dtype: str, tolerance: floa
     def on_device(lengths: Sequence[int]) -> PackedBatch:
         return moved(make_batch(lengths), device)
 
-    graphs = ForwardGraphs(made, CudaRecorder(device), Buckets(512, info.max_model_len, 64), device)
-    assert graphs.record(on_device) == len(Buckets(512, info.max_model_len, 64).all())
+    graphs = ForwardGraphs(made, CudaRecorder(device), BucketTable(512, info.max_model_len, 64), device)
+    assert graphs.record(on_device) == len(BucketTable(512, info.max_model_len, 64).all())
     with torch.inference_mode():
         for batch in [moved(batch, device) for batch in batches()]:
             expected = made.forward(batch).hidden_states.float()

@@ -14,13 +14,12 @@ from penstock.engine.core import model_runner
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError
 from penstock.engine.core.waker import Waker
-from penstock.engine.executors.torch.base import ModelOutput, PackedModel
-from penstock.engine.executors.torch.packed_batch import PackedBatch
+from penstock.engine.executors.torch.packed_batch import ModelOutput, PackedBatch, PackedModel
 from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.scheduling import CacheSpec, InputSequence, KvLayerSpec, PrefillChunk, Request
 
@@ -107,7 +106,7 @@ def test_without_memory_for_a_sequence_none_runs_in_chunks(caplog: pytest.LogCap
 
 def test_two_forwards_may_be_in_flight(runner: ModelRunner, stream: FakeStream) -> None:
     stream.gate.clear()
-    assert (runner.keeps_order, runner.max_forwards) == (True, 1)
+    assert (runner.is_ordered, runner.max_forwards) == (True, 1)
     forwards = []
     for tokens in ((7, 8), (9,)):
         assert runner.has_capacity
@@ -118,7 +117,7 @@ def test_two_forwards_may_be_in_flight(runner: ModelRunner, stream: FakeStream) 
     stream.gate.set()
     assert [vectors(forward.outputs()).tolist() for forward in forwards] == [[[8.0, 1.0]], [[9.0, 0.0]]]
     assert runner.has_capacity
-    assert [time.whole_tokens for time in runner.take_times()] == [2, 1]
+    assert [time.short_tokens for time in runner.take_times()] == [2, 1]
 
 
 def test_ended_forward_wakes_the_loop(runner: ModelRunner) -> None:

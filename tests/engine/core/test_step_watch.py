@@ -46,9 +46,9 @@ def test_idle_thread_exceeds_no_limit(watch: StepWatch) -> None:
                 assert [watch.check() for _ in range(20)] == [None] * 20
 
 
-@pytest.mark.parametrize(("in_order", "expected"), [(True, 10), (False, 2)])
-def test_only_the_first_forward_of_a_queue_is_watched(watch: StepWatch, in_order: bool, expected: int) -> None:
-    watch.in_order = in_order
+@pytest.mark.parametrize(("is_ordered", "expected"), [(True, 10), (False, 2)])
+def test_only_the_first_forward_of_a_queue_is_watched(watch: StepWatch, is_ordered: bool, expected: int) -> None:
+    watch.is_ordered = is_ordered
     watch.in_flight += [Step(1, 1), Step(2, 2)]
     for _ in range(8):
         assert watch.check() is None
@@ -91,7 +91,7 @@ def test_core_without_requests_exceeds_no_limit() -> None:
     core = driver.core
 
     def wait() -> list[Callable[[], None]]:
-        found.extend(core._watch.check() for _ in range(100))
+        found.extend(core._step_watch.check() for _ in range(100))
         core.stop()
         return []
 

@@ -48,7 +48,7 @@ def test_readable_file_wakes_until_it_is_read(sockets: tuple[socket.socket, sock
     on_readable()
     assert waker.poll() == []
     other.sendall(b"!")
-    waker.ignore(one)
+    waker.unwatch(one)
     assert waker.poll() == []
 
 
@@ -62,4 +62,4 @@ def test_wait_ends_with_a_pause(sockets: tuple[socket.socket, socket.socket]) ->
     while not callbacks:  # `wait` may end a little before the pause
         callbacks = waker.wait()
     assert callbacks == [on_readable]
-    waker.ignore(one)
+    waker.unwatch(one)

@@ -206,7 +206,7 @@ def test_pool_gets_a_share_of_the_remaining_memory(save_folder: SaveFolder) -> N
     assert runner.take_times() == []  # the forwards included compilation
     assert runner.sequence_pool.usage == 0.0
     assert [1] in gauge.batches
-    assert max(num_bytes for _, num_bytes in runner._meter._taken.values()) <= 300 * 100_000
+    assert max(num_bytes for _, num_bytes in runner._memory_estimator._taken.values()) <= 300 * 100_000
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,9 @@ from torch import Tensor
 
 from penstock.engine.core.loading import weights_loader
 from penstock.engine.core.loading.cpu_kernels import load_array_encoder
-from penstock.engine.executors.cpu.array_encoder import ArrayEncoder, read_spec
+from penstock.engine.executors.cpu.array_encoder import ArrayEncoder, PackedArrays, read_spec
 from penstock.engine.executors.cpu.array_head import ArrayHead
-from penstock.engine.executors.cpu.packed_arrays import PackedArrays
-from penstock.engine.executors.torch.base import Head, ModelOutput, PackedModel
-from penstock.engine.executors.torch.packed_batch import PackedBatch
+from penstock.engine.executors.torch.packed_batch import Head, ModelOutput, PackedBatch, PackedModel
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.kernels.cpu import CpuLibrary
 

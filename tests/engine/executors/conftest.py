@@ -12,14 +12,13 @@ import transformers
 from penstock.engine.core.device.chunk_memory import ChunkMemory
 from penstock.engine.core.device.stream import stream_of
 from penstock.engine.core.loading import weights_loader
-from penstock.engine.executors.torch.base import PackedModel
-from penstock.engine.executors.torch.packed_batch import PackedBatch
+from penstock.engine.executors.torch.packed_batch import PackedBatch, PackedModel
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import TokenizedInput
-from penstock.engine.scheduling import Allocation, InputSequence, PoolPlan, PrefillChunk, Request
+from penstock.engine.scheduling import Allocation, InputSequence, PoolSize, PrefillChunk, Request
 from penstock.kernels.cpu import CpuLibrary, Format
 
 from .array_model import ArrayModel, load_model
@@ -175,9 +174,11 @@ class ChunkedRun:
         spec = model.cache_spec
         assert spec is not None
         num_blocks = sum(-(-len(s) // block_size) for s in sequences)
-        plan = PoolPlan(num_blocks if spec.kv_layers else 0, len(sequences) if spec.ssm_layers else 0, 0)
+        pool_size = PoolSize(num_blocks if spec.kv_layers else 0, len(sequences) if spec.ssm_layers else 0, 0)
         stream = stream_of(self.device)
-        self.memory = ChunkMemory(spec, plan, block_size=block_size, dtype=dtype, device=self.device, stream=stream)
+        self.memory = ChunkMemory(
+            spec, pool_size, block_size=block_size, dtype=dtype, device=self.device, stream=stream
+        )
         self.kv, states = self.memory._kv, self.memory._ssm
         for pool in [*self.kv.k, *self.kv.v] if self.kv else []:
             pool.fill_(float("nan"))

@@ -11,8 +11,8 @@ from penstock.engine.executors.cpu.array_encoder import read_spec
 from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.families.deberta import distance_buckets
 from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.model_info import ModelKind
-from penstock.engine.protocol.request import TokenizedInput
 
 from ...tables import table
 from .families import (

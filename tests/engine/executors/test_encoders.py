@@ -6,7 +6,7 @@ import torch
 
 from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.protocol.errors import UnsupportedModelError, UnsupportedTaskError
-from penstock.engine.protocol.request import TokenizedInput
+from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingType
 
 from .families import (

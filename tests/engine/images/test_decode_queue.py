@@ -11,7 +11,7 @@ import pytest
 from penstock.engine.images import decode_queue
 from penstock.engine.images.decode_queue import SMALL_PIXELS, DecodeQueue
 from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError
-from penstock.engine.protocol.request import CLIENT
+from penstock.engine.protocol.params import CLIENT
 
 from ...clock import Clock
 from ...tables import table
@@ -35,7 +35,7 @@ async def test_images_begin_in_order(
     monkeypatch: pytest.MonkeyPatch, num_threads: int, events: str, expected: list[str]
 ) -> None:
     """Events: "a3:40" is an image of client a with 3 SMALL_PIXELS and 40 bytes; "-a3" ends it, "!a3" cancels it."""
-    monkeypatch.setattr(decode_queue, "DaemonThreads", _Threads)
+    monkeypatch.setattr(decode_queue, "DaemonThreadPool", _Threads)
     monkeypatch.setattr(decode_queue, "trim_heap", lambda: "trim")
     monkeypatch.setattr(decode_queue, "TRIM_BYTES", 90)
     queue = DecodeQueue(num_threads, 100)
@@ -95,7 +95,7 @@ async def test_queue_is_limited_to_seconds_at_the_measured_rate(monkeypatch: pyt
 
 
 async def test_image_cancelled_before_its_turn_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_queue, "DaemonThreads", _Threads)
+    monkeypatch.setattr(decode_queue, "DaemonThreadPool", _Threads)
     queue = DecodeQueue(1, 100)
     running, cancelled, last = (asyncio.ensure_future(queue.run(1, 0, lambda n=n: n)) for n in "abc")
     await loop_iterations()

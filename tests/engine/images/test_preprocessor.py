@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from penstock.engine.daemon_threads import DaemonThreads
+from penstock.engine.daemon_threads import DaemonThreadPool
 from penstock.engine.images.decode_queue import TRIM_BYTES
 from penstock.engine.images.image_file import ImageFile, ImageLimits, read_image_file
 from penstock.engine.images.preprocessor import ImagePreprocessor
@@ -169,7 +169,7 @@ async def test_missing_threads_are_a_temporary_error(monkeypatch: pytest.MonkeyP
 
 
 def test_job_waits_if_no_further_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, is_open = DaemonThreads(2, "a"), threading.Event()
+    threads, is_open = DaemonThreadPool(2, "a"), threading.Event()
     blocking = threads.submit(is_open.wait)
     monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     waiting = threads.submit(lambda: 7)
@@ -203,6 +203,6 @@ def test_missing_pillow_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_process_ends_while_a_job_runs() -> None:
-    code = "from penstock.engine.daemon_threads import DaemonThreads; import threading\nbegun = threading.Event()\n"
-    code += "DaemonThreads(1, 'a').submit(lambda: begun.set() or threading.Event().wait())\nbegun.wait()"
+    code = "from penstock.engine.daemon_threads import DaemonThreadPool; import threading\nbegun = threading.Event()\n"
+    code += "DaemonThreadPool(1, 'a').submit(lambda: begun.set() or threading.Event().wait())\nbegun.wait()"
     assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60, check=False).returncode == 0

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.engine.executors.torch.base import ModelOutput
+from penstock.engine.executors.torch.packed_batch import ModelOutput
 from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, PoolingMetadata
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.executors.torch.base import ModelOutput, PackedModel
-from penstock.engine.executors.torch.packed_batch import PackedBatch
+from penstock.engine.executors.torch.packed_batch import ModelOutput, PackedBatch, PackedModel
 from penstock.engine.pooling import ModelPooler, PoolerOutput, PoolingMetadata
 from penstock.engine.pooling.array_ops import ArrayOps
 from penstock.engine.pooling.row_ops import RowOps

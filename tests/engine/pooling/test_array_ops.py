@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engine.executors.cpu.array_encoder import ArrayOutput
-from penstock.engine.executors.torch.base import ModelOutput
+from penstock.engine.executors.torch.packed_batch import ModelOutput
 from penstock.engine.pooling import ModelPooler
 from penstock.engine.pooling.array_ops import ArrayOps
 from penstock.engine.pooling.tensor_ops import tensor_pooler

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from penstock.engine.executors.cpu.packed_arrays import PackedArrays
+from penstock.engine.executors.cpu.array_encoder import PackedArrays
 from penstock.engine.pooling import PoolerFactory, PoolingCursor, PoolingMetadata, PoolingStrategy
+from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingType
 
 from ...tables import table

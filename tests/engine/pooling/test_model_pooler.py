@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
 from torch import Tensor
 
-from penstock.engine.executors.torch.base import ModelOutput
+from penstock.engine.executors.torch.packed_batch import ModelOutput
 from penstock.engine.pooling import ChunkedPoolingManager
 from penstock.engine.pooling.tensor_ops import tensor_pooler
 from penstock.engine.protocol.errors import UnsupportedTaskError

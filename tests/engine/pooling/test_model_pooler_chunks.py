@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from penstock.engine.executors.torch.base import ModelOutput
+from penstock.engine.executors.torch.packed_batch import ModelOutput
 from penstock.engine.pooling import ChunkedPoolingManager
 from penstock.engine.pooling.tensor_ops import tensor_pooler
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.executors.torch.base import ModelOutput
+from penstock.engine.executors.torch.packed_batch import ModelOutput
 from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, TokenHeads
 from penstock.engine.pooling.row_ops import RowOps
 from penstock.engine.pooling.tensor_ops import TensorOps

@@ -11,6 +11,7 @@ from penstock.engine.protocol.messages import (
     ClientMessage,
     ClientMessageBuilder,
     SubmitRequest,
+    TokenizedInput,
     decode_to_core,
     encode,
     first_request_id,
@@ -18,7 +19,6 @@ from penstock.engine.protocol.messages import (
 )
 from penstock.engine.protocol.model_info import TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.protocol.templates import ChatTemplate
 

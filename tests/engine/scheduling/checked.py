@@ -15,8 +15,8 @@ from penstock.engine.scheduling import (
     Request,
     Scheduler,
     SequencePool,
+    SequenceStatus,
     SsmStatePool,
-    Status,
 )
 
 from .records import make_request, tokens_of
@@ -75,7 +75,7 @@ class CheckedScheduler:
     Attributes:
         cache: Token ids that chunks have written to each block, in place of keys and values.
         uncached_shared_blocks: Allocated blocks that may have left the prefix cache although several sequences use
-            them, because a cancellation or `clear_prefixes` removed them.
+            them, because a cancellation or `reset_prefix_cache` removed them.
     """
 
     def __init__(self, setup: Setup = Setup()) -> None:
@@ -134,8 +134,8 @@ class CheckedScheduler:
         self.scheduler.lower_budget(num_tokens)
         self.check()
 
-    def clear_prefixes(self) -> None:
-        self.sequence_pool.clear_prefixes()
+    def reset_prefix_cache(self) -> None:
+        self.sequence_pool.reset_prefix_cache()
         self.uncached_shared_blocks |= self.held_blocks()
         self.check()
 
@@ -154,7 +154,7 @@ class CheckedScheduler:
         batch = self.scheduler.schedule(self.now_s, free_tokens)
         self.check()
         self.check_batch(batch)
-        assert batch.chunks or batch.expired or not had_work, "sequences wait, but nothing runs"
+        assert batch.chunks or batch.expired_requests or not had_work, "sequences wait, but nothing runs"
         for index, chunk in enumerate(batch.chunks):
             number = chunk.sequence.request.request_id
             if number not in self.scheduler.requests:
@@ -168,7 +168,7 @@ class CheckedScheduler:
                 self.write(chunk)
         for request in self.scheduler.finish(batch):
             assert request.request_id not in self.scheduler.requests
-        assert not self.scheduler._held
+        assert not self.scheduler._cancelled_allocations
         self.check()
         return batch
 
@@ -194,7 +194,7 @@ class CheckedScheduler:
 
     def allocations(self) -> list[Allocation]:
         sequences = [sequence for request in self.scheduler.requests.values() for sequence in request.sequences]
-        held = self.scheduler._held.values()
+        held = self.scheduler._cancelled_allocations.values()
         return [*held] + [sequence.allocation for sequence in sequences if sequence.allocation is not None]
 
     def held_blocks(self) -> set[int]:
@@ -223,15 +223,15 @@ class CheckedScheduler:
         """Counts are true; only running sequences hold memory, cancelled ones until their batch has ended."""
         scheduler, pool = self.scheduler, self.sequence_pool
         sequences = [sequence for request in scheduler.requests.values() for sequence in request.sequences]
-        waiting = [sequence for sequence in sequences if sequence.status is Status.WAITING]
+        waiting = [sequence for sequence in sequences if sequence.status is SequenceStatus.WAITING]
         assert scheduler.waiting.num_seqs == len(waiting)
         assert scheduler.waiting.num_tokens == sum(sequence.num_tokens for sequence in waiting)
         assert scheduler.waiting.num_long == sum(sequence.is_long for sequence in waiting)
         assert all(sequence.allocation is None and sequence.chunk is None for sequence in waiting)
-        running_long = [s for s in sequences if s.is_long and s.status is Status.RUNNING]
-        assert {s.sequence_id for s in running_long} == set(scheduler.prefill.requests)
+        running_long = [s for s in sequences if s.is_long and s.status is SequenceStatus.RUNNING]
+        assert {s.sequence_id for s in running_long} == set(scheduler.prefill.sequences)
         for request in scheduler.requests.values():
-            unfinished = [sequence for sequence in request.sequences if sequence.status is not Status.FINISHED]
+            unfinished = [sequence for sequence in request.sequences if sequence.status is not SequenceStatus.FINISHED]
             assert request.num_unfinished == len(unfinished) > 0
         assert len(pool._allocations) == len(self.allocations())
         if pool.ssm is not None:
@@ -240,7 +240,7 @@ class CheckedScheduler:
 
     def check_blocks(self) -> None:
         """Every block has one reference of each owner and one of the prefix cache; cached blocks are complete."""
-        kv, prefixes = self.sequence_pool.kv, self.sequence_pool.prefixes
+        kv, prefixes = self.sequence_pool.kv, self.sequence_pool.prefix_cache
         if kv is None:
             return
         owners: Counter[int] = Counter()

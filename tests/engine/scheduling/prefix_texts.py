@@ -38,5 +38,5 @@ def run(sequence_pool: SequencePool, owner: object, text: str) -> Allocation:
 
 def num_found(sequence_pool: SequencePool, text: str) -> int:
     """Returns the number of cached blocks at the start of `text`."""
-    assert sequence_pool.prefixes is not None
-    return len(sequence_pool.prefixes.find(keys_of_blocks(text)))
+    assert sequence_pool.prefix_cache is not None
+    return len(sequence_pool.prefix_cache.find(keys_of_blocks(text)))

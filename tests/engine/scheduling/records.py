@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.scheduling import Batch, InputSequence, Request, Scheduler, block_keys
 
 SHARED_TOKENS = 8

@@ -9,10 +9,10 @@ from penstock.engine.scheduling import (
     CacheSpec,
     KvCachePool,
     KvLayerSpec,
-    PoolPlan,
+    PoolSize,
     SequencePool,
     SsmLayerSpec,
-    plan_pool,
+    size_pool,
 )
 from penstock.engine.scheduling.cache_spec import describe_pool
 
@@ -22,24 +22,24 @@ BLOCK_BYTES = 2 * 2 * 4 * 2 * 16
 SLOT_BYTES = 8 * 3 * 2 + 2 * 4 * 4 * 4
 
 
-def plan(spec: CacheSpec, memory_bytes: int, max_num_seqs: int = 8) -> PoolPlan:
-    return plan_pool(spec, memory_bytes, block_size=16, itemsize=2, max_num_seqs=max_num_seqs)
+def plan(spec: CacheSpec, memory_bytes: int, max_num_seqs: int = 8) -> PoolSize:
+    return size_pool(spec, memory_bytes, block_size=16, itemsize=2, max_num_seqs=max_num_seqs)
 
 
 def test_model_of_one_kind_gets_all_memory() -> None:
-    assert plan(CacheSpec(kv_layers=(KV,)), 10 * BLOCK_BYTES + 1) == PoolPlan(10, 0, 10 * BLOCK_BYTES)
-    assert plan(CacheSpec(ssm_layers=(SSM,)), 5 * SLOT_BYTES + 1) == PoolPlan(0, 5, 5 * SLOT_BYTES)
-    assert plan(CacheSpec(ssm_layers=(SSM,)), 50 * SLOT_BYTES) == PoolPlan(0, 8, 8 * SLOT_BYTES)
+    assert plan(CacheSpec(kv_layers=(KV,)), 10 * BLOCK_BYTES + 1) == PoolSize(10, 0, 10 * BLOCK_BYTES)
+    assert plan(CacheSpec(ssm_layers=(SSM,)), 5 * SLOT_BYTES + 1) == PoolSize(0, 5, 5 * SLOT_BYTES)
+    assert plan(CacheSpec(ssm_layers=(SSM,)), 50 * SLOT_BYTES) == PoolSize(0, 8, 8 * SLOT_BYTES)
 
 
 def test_slots_of_a_hybrid_take_a_quarter_at_most() -> None:
     hybrid = CacheSpec(kv_layers=(KV,), ssm_layers=(SSM,))
-    assert plan(hybrid, BLOCK_BYTES + SLOT_BYTES) == PoolPlan(1, 1, BLOCK_BYTES + SLOT_BYTES)
-    assert plan(hybrid, 16 * SLOT_BYTES) == PoolPlan(
+    assert plan(hybrid, BLOCK_BYTES + SLOT_BYTES) == PoolSize(1, 1, BLOCK_BYTES + SLOT_BYTES)
+    assert plan(hybrid, 16 * SLOT_BYTES) == PoolSize(
         12 * SLOT_BYTES // BLOCK_BYTES, 4, 4 * SLOT_BYTES + 4 * BLOCK_BYTES
     )
     large = CacheSpec(kv_layers=(KV,) * 8, ssm_layers=(SSM,))
-    assert plan(large, 8 * BLOCK_BYTES + 2 * SLOT_BYTES) == PoolPlan(1, 2, 8 * BLOCK_BYTES + 2 * SLOT_BYTES)
+    assert plan(large, 8 * BLOCK_BYTES + 2 * SLOT_BYTES) == PoolSize(1, 2, 8 * BLOCK_BYTES + 2 * SLOT_BYTES)
     assert CacheSpec().shares_prefixes
 
 
@@ -49,13 +49,13 @@ def test_hybrid_gets_blocks_and_slots_within_its_memory(memory_bytes: int, block
     block_bytes = spec.kv_bytes_per_token(2) * block_size
     if memory_bytes < block_bytes + SLOT_BYTES:
         with pytest.raises(ModelLoadError, match=f"at least {block_bytes + SLOT_BYTES:,} "):
-            plan_pool(spec, memory_bytes, block_size=block_size, itemsize=2, max_num_seqs=max_num_seqs)
+            size_pool(spec, memory_bytes, block_size=block_size, itemsize=2, max_num_seqs=max_num_seqs)
         return
-    sizes = plan_pool(spec, memory_bytes, block_size=block_size, itemsize=2, max_num_seqs=max_num_seqs)
+    sizes = size_pool(spec, memory_bytes, block_size=block_size, itemsize=2, max_num_seqs=max_num_seqs)
     assert sizes.num_blocks >= 1
     assert 1 <= sizes.num_slots <= max_num_seqs
     assert sizes.num_slots == 1 or sizes.num_slots * SLOT_BYTES <= memory_bytes / 4
-    assert memory_bytes - block_bytes < sizes.bytes <= memory_bytes
+    assert memory_bytes - block_bytes < sizes.num_bytes <= memory_bytes
 
 
 def test_impossible_plan_is_rejected() -> None:

@@ -15,10 +15,10 @@ from penstock.engine.scheduling import (
     ChunkState,
     ChunkStateError,
     PrefillChunk,
-    Status,
+    SequenceStatus,
     chunk_prompt,
-    chunked_prefill,
     create_prefill_manager,
+    standalone_prefill,
 )
 from penstock.engine.scheduling.chunked_prefill import ChunkSizeController
 
@@ -45,7 +45,7 @@ def bounds(chunks: list[PrefillChunk]) -> list[tuple[int, int]]:
 
 
 def test_docstring_example_runs() -> None:
-    assert doctest.testmod(chunked_prefill).failed == 0
+    assert doctest.testmod(standalone_prefill).failed == 0
 
 
 def test_boundaries_follow_size_and_pressure(manager: ChunkedPrefillManager) -> None:
@@ -147,7 +147,9 @@ def test_chunks_of_one_prompt_can_be_iterated(manager: ChunkedPrefillManager) ->
     manager.create_chunks("a", np.arange(20, dtype=np.int32))
     for chunk in manager.iterate_chunks("a"):
         assert chunk.state is ChunkState.RUNNING
-        with pytest.raises(ChunkStateError, match=re.escape(f"chunk {chunk.chunk_id} of request 'a' is still running")):
+        with pytest.raises(
+            ChunkStateError, match=re.escape(f"chunk {chunk.chunk_id} of sequence 'a' is still running")
+        ):
             next(manager.iterate_chunks("a"))
         manager.complete_chunk(chunk.chunk_id, np.asarray(chunk.tokens) * 2)
     assert np.array_equal(manager.merge_chunks("a"), np.arange(20) * 2)
@@ -167,7 +169,7 @@ def test_iteration_retries_a_failed_chunk_twice(manager: ChunkedPrefillManager) 
             else:
                 manager.complete_chunk(chunk.chunk_id)
 
-    with pytest.raises(ChunkStateError, match="request 'a' has failed: bad"):
+    with pytest.raises(ChunkStateError, match="sequence 'a' has failed: bad"):
         consume()
     assert starts == [0, 8, 8, 8]
 
@@ -259,7 +261,7 @@ def test_call_in_a_wrong_state_is_rejected(manager: ChunkedPrefillManager) -> No
     def rejects(chunk_id: object, message: str, *calls: str) -> None:
         for call in calls:
             arguments = (chunk_id, "error") if call == "fail_chunk" else (chunk_id,)
-            with pytest.raises(ChunkStateError, match=re.escape(f"chunk {chunk_id} of request 'a' is {message}")):
+            with pytest.raises(ChunkStateError, match=re.escape(f"chunk {chunk_id} of sequence 'a' is {message}")):
                 getattr(manager, call)(*arguments)
 
     rejects(chunk_id, "not in flight; it must be", "start_chunk", "complete_chunk", "fail_chunk", "allow_next_chunk")
@@ -274,7 +276,7 @@ def test_call_in_a_wrong_state_is_rejected(manager: ChunkedPrefillManager) -> No
         manager.preempt, manager.merge_chunks, lambda name: manager.skip_cached(name, 1),
         lambda name: next(manager.iterate_chunks(name)), lambda name: manager.start_chunk((name, 0)),
     ):  # fmt: skip
-        with pytest.raises(ChunkStateError, match="request 'unknown' is unknown"):
+        with pytest.raises(ChunkStateError, match="sequence 'unknown' is unknown"):
             call("unknown")
 
 
@@ -348,7 +350,7 @@ def test_cached_tokens_are_skipped(manager: ChunkedPrefillManager) -> None:
             manager.skip_cached("a", num_tokens)
     manager.skip_cached("a", 12)
     chunk = schedule(manager)
-    with pytest.raises(ChunkStateError, match=re.escape(f"chunk {chunk.chunk_id} of request 'a' is still scheduled")):
+    with pytest.raises(ChunkStateError, match=re.escape(f"chunk {chunk.chunk_id} of sequence 'a' is still scheduled")):
         manager.skip_cached("a", 25)
     manager.start_chunk(chunk.chunk_id)
     manager.complete_chunk(chunk.chunk_id, [1])
@@ -369,7 +371,7 @@ def test_removed_prompt_is_cancelled(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("b", 8)
     sequence, chunk = manager.requests["a"], manager.start_chunk(schedule(manager).chunk_id)
     assert manager.remove_request("a")
-    assert (chunk.state, sequence.status) == (ChunkState.CANCELLED, Status.FINISHED)
+    assert (chunk.state, sequence.status) == (ChunkState.CANCELLED, SequenceStatus.FINISHED)
     with pytest.raises(ChunkStateError, match="'a' is unknown"):
         manager.complete_chunk(chunk.chunk_id)
     assert manager.statistics().cancelled_sequences == 1
@@ -383,23 +385,23 @@ CONFIG = ChunkedPrefillConfig(min_chunk_size=1)
 
 
 def chunk_tokens(sizes: ChunkSizeController, *, others_wait: bool) -> int:
-    return sizes.chunk_tokens(MAX_TOKENS, CONFIG, others_wait=others_wait)
+    return sizes.max_chunk_tokens(MAX_TOKENS, CONFIG, others_wait=others_wait)
 
 
-def settle(sizes: ChunkSizeController, token_s: float, *, others_wait: bool) -> int:
-    """Runs 20 chunks that take `token_s` for a token, and returns the size of the next one."""
+def settle(sizes: ChunkSizeController, seconds_per_token: float, *, others_wait: bool) -> int:
+    """Runs 20 chunks that take `seconds_per_token` for a token, and returns the size of the next one."""
     for _ in range(20):
         num_tokens = chunk_tokens(sizes, others_wait=others_wait)
-        sizes.record(num_tokens, 0, num_tokens * token_s)
+        sizes.record(num_tokens, 0, num_tokens * seconds_per_token)
     return chunk_tokens(sizes, others_wait=others_wait)
 
 
-@pytest.mark.parametrize("token_s", [1e-4, 1e-3])
-def test_chunk_takes_about_a_fixed_time(token_s: float) -> None:
-    busy = settle(ChunkSizeController(MAX_TOKENS), token_s, others_wait=True)
-    alone = settle(ChunkSizeController(MAX_TOKENS), token_s, others_wait=False)
-    assert 0.1 <= busy * token_s <= 0.15
-    assert alone == MAX_TOKENS or 0.9 <= alone * token_s <= 1.0
+@pytest.mark.parametrize("seconds_per_token", [1e-4, 1e-3])
+def test_chunk_takes_about_a_fixed_time(seconds_per_token: float) -> None:
+    busy = settle(ChunkSizeController(MAX_TOKENS), seconds_per_token, others_wait=True)
+    alone = settle(ChunkSizeController(MAX_TOKENS), seconds_per_token, others_wait=False)
+    assert 0.1 <= busy * seconds_per_token <= 0.15
+    assert alone == MAX_TOKENS or 0.9 <= alone * seconds_per_token <= 1.0
     assert alone > busy
 
 
@@ -435,10 +437,10 @@ def test_forward_takes_a_second_at_most(rate: float, budget: int) -> None:
     sizes = ChunkSizeController(MAX_TOKENS)
     fixed = ChunkSizeController(MAX_TOKENS, is_dynamic=False)
     for _ in range(40):
-        num_tokens = sizes.forward_tokens(MAX_TOKENS)
+        num_tokens = sizes.max_forward_tokens(MAX_TOKENS)
         for each in (sizes, fixed):
             each.record(num_tokens // 4, num_tokens - num_tokens // 4, num_tokens / rate)
-    assert sizes.token_s == pytest.approx(1 / rate, rel=0.01)
-    assert sizes.forward_tokens(MAX_TOKENS) == pytest.approx(budget, rel=0.01)
-    assert sizes.forward_tokens(100) == 100
-    assert fixed.forward_tokens(MAX_TOKENS) == MAX_TOKENS
+    assert sizes.seconds_per_token == pytest.approx(1 / rate, rel=0.01)
+    assert sizes.max_forward_tokens(MAX_TOKENS) == pytest.approx(budget, rel=0.01)
+    assert sizes.max_forward_tokens(100) == 100
+    assert fixed.max_forward_tokens(MAX_TOKENS) == MAX_TOKENS

@@ -118,7 +118,7 @@ events = st.one_of(
 @given(st.lists(events, max_size=40))
 def test_longest_prefix_without_a_gap_is_found(history: list[tuple[str, str | int]]) -> None:
     sequence_pool = kv_pool(num_blocks=40 * 5)  # nothing is evicted
-    kv, prefixes = sequence_pool.kv, sequence_pool.prefixes
+    kv, prefixes = sequence_pool.kv, sequence_pool.prefix_cache
     assert kv is not None
     assert prefixes is not None
     running: list[Allocation] = []
@@ -127,15 +127,15 @@ def test_longest_prefix_without_a_gap_is_found(history: list[tuple[str, str | in
         if isinstance(argument, str):
             running.append(start(sequence_pool, number, argument))
         elif event == "clear":
-            assert sequence_pool.clear_prefixes() == len(known)
+            assert sequence_pool.reset_prefix_cache() == len(known)
             known = {}
         elif running and event == "commit":
             allocation = running[argument % len(running)]
             num_tokens = argument % (allocation.num_tokens + 1)
             computed_blocks = range(allocation.num_committed_blocks, num_tokens // BLOCK_SIZE)
             sequence_pool.commit(allocation, num_tokens)
-            for i in computed_blocks if allocation.keys else ():
-                known.setdefault(allocation.keys[i], allocation.block_ids[i])
+            for i in computed_blocks if allocation.block_keys else ():
+                known.setdefault(allocation.block_keys[i], allocation.block_ids[i])
         elif running:
             allocation = running.pop(argument % len(running))
             sequence_pool.free(allocation, drop_cached_blocks=event == "end and uncache")

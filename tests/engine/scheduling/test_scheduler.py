@@ -19,7 +19,7 @@ def make(budget: int = 128, max_num_seqs: int = 8, max_wait_s: float = 1.0, **op
 
 
 def preempted(batch: Batch) -> list[int]:
-    return [sequence.request.request_id for sequence, _ in batch.preempted]
+    return [sequence.request.request_id for sequence, _ in batch.preempted_sequences]
 
 
 def spans(batches: list[Batch], number: int) -> list[tuple[int, int]]:
@@ -140,7 +140,7 @@ def test_last_arrived_are_preempted_and_no_more_than_needed() -> None:
     for priority in (30, 10, 20):
         checked.add(40, priority=priority)
         checked.step(0.0)
-    assert len(checked.scheduler.prefill.requests) == 3
+    assert len(checked.scheduler.prefill.sequences) == 3
     checked.add(100, priority=-50)
     assert preempted(checked.step()) == [0, 2]
     checked.add(60, priority=40)
@@ -179,7 +179,7 @@ def test_none_is_preempted_if_that_frees_too_little() -> None:
     checked.step(0.0)
     checked.add(100, priority=1)  # 80 and 100 do not fit
     assert preempted(checked.step(0.0)) == []
-    assert {name[0] for name in checked.scheduler.prefill.requests} == {0, 1}
+    assert {name[0] for name in checked.scheduler.prefill.sequences} == {0, 1}
 
 
 def test_preemption_waits_for_chunks_that_run() -> None:
@@ -241,7 +241,7 @@ def test_preempted_ssm_sequence_continues_after_its_last_chunk() -> None:
     checked.add(100, priority=1)
     num_computed = [checked.step(0.0) for _ in range(2)][-1].chunks[0].end
     checked.add(40)
-    assert [(s.sequence_id, s.num_pooled) for s, _ in checked.step(0.0).preempted] == [((0, 0), num_computed)]
+    assert [(s.sequence_id, s.num_pooled) for s, _ in checked.step(0.0).preempted_sequences] == [((0, 0), num_computed)]
     assert spans(checked.run_all(), 0)[0][0] == num_computed
 
 
@@ -285,7 +285,7 @@ def test_chunk_that_fails_without_end_is_given_up() -> None:
 @pytest.mark.parametrize("num_tokens", [12, 100])
 def test_failed_chunks_add_nothing_to_the_prefix_cache(num_tokens: int) -> None:
     checked = CheckedScheduler(Setup(num_blocks=100))
-    prefixes = checked.sequence_pool.prefixes
+    prefixes = checked.sequence_pool.prefix_cache
     assert prefixes is not None
     checked.add(num_tokens, last_row=True)
     batch = checked.step(failing=[0])
@@ -313,7 +313,7 @@ def test_long_and_short_inputs_of_a_request_end_together(is_late: bool) -> None:
     kinds = {(str(sequence.status), sequence.is_long) for sequence in sequences}
     assert kinds == {("finished", False), ("waiting", False), ("running", True), ("waiting", True)}
     if is_late:
-        assert checked.step(1.0).expired == [checked.requests[number]]
+        assert checked.step(1.0).expired_requests == [checked.requests[number]]
     else:
         checked.cancel(number)
     assert {sequence.status for sequence in sequences} == {"finished"}

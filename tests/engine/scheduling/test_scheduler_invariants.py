@@ -39,8 +39,8 @@ class Events(CheckedScheduler):
         for _ in range(count):
             self.step(0.01)
 
-    def record(self, chunk_tokens: int, whole_tokens: int, step_s: float) -> None:
-        self.scheduler.chunk_sizes.record(chunk_tokens, whole_tokens, step_s)
+    def record(self, chunk_tokens: int, short_tokens: int, step_s: float) -> None:
+        self.scheduler.chunk_sizes.record(chunk_tokens, short_tokens, step_s)
 
 
 Event = tuple[str, dict[str, Any]]
@@ -78,11 +78,11 @@ others = st.one_of(
     call(
         "record",
         chunk_tokens=st.integers(0, 40),
-        whole_tokens=st.integers(0, 40),
+        short_tokens=st.integers(0, 40),
         step_s=st.sampled_from([0.001, 0.1, 3.0]),
     ),
     call("short_steps", count=st.integers(1, 40)),
-    call("clear_prefixes"),
+    call("reset_prefix_cache"),
 )
 
 
@@ -119,7 +119,7 @@ def sent(client: str, *lengths: int) -> Event:
         sent("a", 17),
         sent("b", 5, 17),
         ("short_steps", {"count": 5}),
-        ("clear_prefixes", {}),
+        ("reset_prefix_cache", {}),
     ],
 )
 def test_invariants_hold_for_long_and_short_sequences(setup: Setup, events: list[Event]) -> None:

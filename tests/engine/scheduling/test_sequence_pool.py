@@ -75,7 +75,7 @@ def test_ssm_model_needs_only_a_state_slot() -> None:
     first = sequence_pool.allocate("a", 10**9, keys_of(1, 2, 3, 4), 4)
     assert first is not None
     assert (first.block_ids, first.num_cached_tokens, first.state_slot) == ([], 0, 0)
-    assert (first.num_committed_blocks, sequence_pool.find(first.keys, 4)) == (0, 0)
+    assert (first.num_committed_blocks, sequence_pool.find(first.block_keys, 4)) == (0, 0)
     assert sequence_pool.usage == 0.5
     sequence_pool.commit(first, 100)
     assert sequence_pool.allocate("b", 1) is not None
@@ -142,9 +142,9 @@ def test_nothing_is_taken_if_only_the_prefix_fits() -> None:
     sequence_pool = kv_pool(6)
     run(sequence_pool, "a", "xyz")
     start(sequence_pool, "b", "ab")
-    assert sequence_pool.prefixes is not None
+    assert sequence_pool.prefix_cache is not None
     assert sequence_pool.allocate("c", 17, keys_of_blocks("xyzw"), 16) is None
-    assert (sequence_pool.prefixes.num_evictable, sequence_pool.num_evicted_blocks) == (3, 0)
+    assert (sequence_pool.prefix_cache.num_evictable, sequence_pool.num_evicted_blocks) == (3, 0)
     assert (sequence_pool.prefix_query_tokens, sequence_pool.prefix_hit_tokens) == (20, 0)
 
 
@@ -153,15 +153,15 @@ def test_equal_block_that_was_first_stays_for_its_children() -> None:
     first, second = start(sequence_pool, "a", "x"), start(sequence_pool, "b", "xy")
     sequence_pool.commit(first, 5)
     sequence_pool.commit(second, 9)
-    assert sequence_pool.prefixes is not None
-    assert sequence_pool.prefixes.find(keys_of_blocks("xy")) == [first.block_ids[0], second.block_ids[1]]
+    assert sequence_pool.prefix_cache is not None
+    assert sequence_pool.prefix_cache.find(keys_of_blocks("xy")) == [first.block_ids[0], second.block_ids[1]]
     sequence_pool.free(first)
-    assert sequence_pool.prefixes.num_evictable == 0
+    assert sequence_pool.prefix_cache.num_evictable == 0
     sequence_pool.free(second)
-    assert (sequence_pool.prefixes.num_evictable, sequence_pool.prefixes.num_cached) == (2, 2)
-    sequence_pool.prefixes.evict(1)
+    assert (sequence_pool.prefix_cache.num_evictable, sequence_pool.prefix_cache.num_cached) == (2, 2)
+    sequence_pool.prefix_cache.evict(1)
     assert num_found(sequence_pool, "xy") == 1
-    sequence_pool.prefixes.evict(1)
+    sequence_pool.prefix_cache.evict(1)
     assert sequence_pool.kv is not None
     assert sequence_pool.kv.num_free == 8
 
@@ -187,7 +187,7 @@ def test_state_slots_are_taken_and_released() -> None:
 def test_empty_pool_holds_no_sequence() -> None:
     pool = SequencePool()
     assert pool.is_empty
-    assert (pool.capacity_tokens, pool.usage, pool.prefixes, pool.clear_prefixes()) == (0, 0.0, None, None)
+    assert (pool.capacity_tokens, pool.usage, pool.prefix_cache, pool.reset_prefix_cache()) == (0, 0.0, None, None)
     assert not pool.can_hold(1)
     assert not pool.can_allocate(1)
     assert pool.find(keys_of_blocks("x"), 4) == 0

@@ -12,8 +12,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.images import ImageInput, MixedInput
 from penstock.engine.protocol.model_info import ModelInfo, TokenizerSpec
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import RequestOptions
+from penstock.engine.protocol.params import PoolingParams, RequestOptions
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.tokenization.input_encoder import InputEncoder
 from penstock.engine.tokenization.tokenizer import TokenizerPool
@@ -129,7 +128,7 @@ async def test_limit_of_the_kv_cache_is_named_in_errors(pool: TokenizerPool) -> 
     encoder = encoder_of(pool, limited)
     late = encoder.late_chunking(PoolingParams(task=PoolingTask.TOKEN_EMBED))
     with pytest.raises(RequestTooLongError) as caught:
-        late.join([np.ones(50, np.int32)], [True], (), is_whole=True)
+        late.join([np.ones(50, np.int32)], [True], (), is_complete=True)
     expected = f"This model's maximum context length is 40 tokens ({name}), but the inputs have 50 tokens"
     assert caught.value.message.startswith(expected)
     assert (caught.value.num_tokens, caught.value.max_num_tokens, caught.value.param) == (50, 40, "input")

@@ -14,7 +14,7 @@ from penstock.engine.protocol.errors import (
     RejectionReason,
     RequestCancelledError,
 )
-from penstock.engine.protocol.request import CLIENT
+from penstock.engine.protocol.params import CLIENT
 from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage, StageTimes
 from penstock.engine.tokenization.model_tokenizer import IsCancelled, portions
 from penstock.engine.tokenization.tokenizer import LONG_JOB, TokenizerJobs

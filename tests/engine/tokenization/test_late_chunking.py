@@ -71,7 +71,7 @@ def test_joined_inputs_share_the_special_tokens(
     spans: list[tuple[int, int]],
     counts: list[int] | None,
 ) -> None:
-    text = late(**changes).join(parts(*lists), [True] * len(lists), prompt, is_whole=True)
+    text = late(**changes).join(parts(*lists), [True] * len(lists), prompt, is_complete=True)
     assert text.tokens.token_ids.tolist() == ids
     assert text.spans == spans
     assert text.num_tokens == (counts or [last - first for first, last in spans])
@@ -82,7 +82,7 @@ def test_joined_inputs_share_the_special_tokens(
     ("is_text", "ids"), [([False, False], [1, 2]), ([True, False], [CLS, 1, 2]), ([False, True], [1, 2, SEP])]
 )
 def test_token_ids_get_no_special_tokens(is_text: list[bool], ids: list[int]) -> None:
-    text = late().join(parts([1], [2]), is_text, [], is_whole=True)
+    text = late().join(parts([1], [2]), is_text, [], is_complete=True)
     assert text.tokens.token_ids.tolist() == ids
 
 
@@ -91,13 +91,13 @@ def test_input_without_tokens_is_rejected(
     changes: dict[str, Any], lists: list[list[int]], prompt: list[int], message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        late(**changes).join(parts(*lists), [True] * len(lists), prompt, is_whole=True)
+        late(**changes).join(parts(*lists), [True] * len(lists), prompt, is_complete=True)
 
 
-@pytest.mark.parametrize(("is_whole", "number"), [(True, "have 5 tokens"), (False, "have at least 5 tokens")])
-def test_too_many_tokens_together_are_rejected(is_whole: bool, number: str) -> None:
+@pytest.mark.parametrize(("is_complete", "number"), [(True, "have 5 tokens"), (False, "have at least 5 tokens")])
+def test_too_many_tokens_together_are_rejected(is_complete: bool, number: str) -> None:
     with pytest.raises(RequestTooLongError, match=f"context length is 4 tokens, but the inputs {number}") as caught:
-        late(max_num_tokens=4).join(parts([1, 2], [3]), [True, True], [], is_whole=is_whole)
+        late(max_num_tokens=4).join(parts([1, 2], [3]), [True, True], [], is_complete=is_complete)
     assert (caught.value.num_tokens, caught.value.max_num_tokens) == (5, 4)
 
 

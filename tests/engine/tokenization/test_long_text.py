@@ -14,8 +14,8 @@ from transformers import AutoModel, AutoTokenizer
 from penstock.engine.async_engine import RequestOptions
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import PoolerConfig, SchedulerConfig
+from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import ChunkedProcessingMode
 from penstock.engine.tokenization.long_text import LongText, Windows
 from penstock.engine.tokenization.model_tokenizer import SpecialTokens
@@ -110,7 +110,7 @@ def test_join_keeps_vectors_of_short_inputs() -> None:
     mean = 0.75 * vectors[1] + 0.25 * vectors[2]
     assert joined[1] == pytest.approx(mean / np.linalg.norm(mean), abs=1e-6)
     assert windows.join(vectors, normalized=False)[1] == pytest.approx(mean, abs=1e-6)
-    assert np.array_equal(Windows.whole([tokens(1)]).join(vectors[:1], normalized=True), vectors[:1])
+    assert np.array_equal(Windows.unsplit([tokens(1)]).join(vectors[:1], normalized=True), vectors[:1])
     assert not windows.join(np.zeros_like(vectors), normalized=True).any()
 
 

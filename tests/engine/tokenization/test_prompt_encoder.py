@@ -9,8 +9,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from penstock.engine.images.preprocessor import ImagePreprocessor
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.images import ImageInput, ImageResize, ImageSpec, MixedInput, PatchGrid
+from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.model_info import TokenizerSpec
-from penstock.engine.protocol.request import Input, TokenizedInput
+from penstock.engine.protocol.params import Input
 from penstock.engine.protocol.templates import InputPrompts, PromptTemplate
 from penstock.engine.tokenization.model_tokenizer import Truncation
 from penstock.engine.tokenization.prompt_encoder import PromptEncoder
@@ -52,7 +53,7 @@ def shown(found: list[TokenizedInput]) -> list[str]:
 
 @pytest.mark.parametrize("left", [False, True])
 async def test_prompt_is_tokenized_once_for_each_instruction(monkeypatch: Any, left: bool) -> None:
-    monkeypatch.setattr("penstock.engine.tokenization.prompt_encoder._MAX_KEPT_TEXTS", 3)
+    monkeypatch.setattr("penstock.engine.tokenization.prompt_encoder._MAX_CACHED_TEXTS", 3)
     pool = make_pool()
     tokenized: list[str] = []
     token_ids = pool.token_ids
@@ -151,10 +152,10 @@ async def test_model_that_reads_either_rejects_texts_with_images() -> None:
 
 async def test_rendered_chat_gets_its_images_and_their_grid() -> None:
     encoder = Encoder()
-    chat = encoder.prompts.with_images("user <image> end", [IMAGE])
+    chat = encoder.prompts.insert_images("user <image> end", [IMAGE])
     assert chat == MixedInput(("user ", IMAGE, " end"))
     with pytest.raises(InvalidRequestError, match="renders 1 placeholders <image> for 2 images"):
-        encoder.prompts.with_images("user <image> end", [IMAGE] * 2)
+        encoder.prompts.insert_images("user <image> end", [IMAGE] * 2)
     text, image, two = await encoder.encode("c", IMAGE, MixedInput((IMAGE, IMAGE)))
     ids = image.token_ids.tolist()
     assert encoder.prompts.patch_grid(image, ids) == PatchGrid(1, 2, [3, 4])

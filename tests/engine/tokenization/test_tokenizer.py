@@ -102,7 +102,7 @@ def test_errors_count_tokens_that_are_added_later() -> None:
         limit.reject_length_unless_truncated(8, 1)
     assert (caught.value.num_tokens, caught.value.max_num_tokens) == (12, 10)
     with pytest.raises(RequestTooLongError, match="but input 4 has at least 12 tokens"):
-        limit.reject_length_unless_truncated(8, 0, is_whole=False)
+        limit.reject_length_unless_truncated(8, 0, is_complete=False)
     assert limit.no_space_error("an image takes 12").message.startswith(
         "The limit is 10 tokens, but an image takes 12;"
     )
@@ -175,16 +175,16 @@ async def test_prompt_tokens_include_the_leading_special_token(pool: TokenizerPo
 
 async def test_parts_are_tokenized_without_special_tokens(pool: TokenizerPool, reference: Any) -> None:
     inputs = ["fox", [101, 5], "", "The quick brown fox."]
-    parts, is_whole = await pool.encode_parts(inputs, UNCUT, prompt="search query: ")
+    parts, is_complete = await pool.encode_parts(inputs, UNCUT, prompt="search query: ")
     bare = [reference(text, add_special_tokens=False)["input_ids"] for text in ("search query: fox", "", inputs[3])]
     assert [part.tolist() for part in parts] == [bare[0], [101, 5], bare[1], bare[2]]
-    assert is_whole
+    assert is_complete
     limit = Truncation(max_num_tokens=8)
-    (long, short), is_whole = await pool.encode_parts(["word " * 100_000, "fox"], limit)
+    (long, short), is_complete = await pool.encode_parts(["word " * 100_000, "fox"], limit)
     assert 8 < len(long) < 20_000
-    assert (short.tolist(), is_whole) == ([4419], False)
-    (few,), is_whole = await pool.encode_parts(["a" * 70_000], limit)
-    assert (len(few), is_whole) == (1, True)  # one unknown word, read to its end
+    assert (short.tolist(), is_complete) == ([4419], False)
+    (few,), is_complete = await pool.encode_parts(["a" * 70_000], limit)
+    assert (len(few), is_complete) == (1, True)  # one unknown word, read to its end
     with pytest.raises(InvalidRequestError, match="out of vocabulary"):
         await pool.encode_parts(["fox", [10**9]], UNCUT)
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from penstock.kernels.cpu import BatchBlocks, CpuEncoder, EncoderWeights, PagedKvCache
+from penstock.kernels.cpu import BatchBlocks, CpuEncoder, EncoderInput, EncoderWeights, PagedKvCache
 
 from .specs import Floats, Texts
 
@@ -41,10 +41,10 @@ class ChunkedDecoder:
             cache=self.cache,
             context_lens=np.array([first for _, first, _ in chunks], np.int32),
             block_tables=tables,
-            slots=np.concatenate(slots).astype(np.int64),
+            slot_mapping=np.concatenate(slots).astype(np.int64),
         )
         flat = np.concatenate(ids)
-        rows, _ = self.decoder.begin(flat, flat, starts, kv_blocks=kv_blocks).result()
+        rows, _ = self.decoder.begin(EncoderInput(flat, flat, starts, kv_blocks=kv_blocks)).result()
         for (number, _, _), part in zip(chunks, np.split(rows, starts[1:-1]), strict=True):
             self.rows[number].append(part)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.kernels.cpu import ActivationCode, CpuEncoder, CpuKernelError, CpuLibrary, Format, KeptRows
+from penstock.kernels.cpu import ActivationCode, CpuEncoder, CpuKernelError, CpuLibrary, Format, OutputRows
 
 from .chunked import ChunkedDecoder
 from .specs import DECODERS, LONGEST, SHAPES, format_pairs, make_spec, make_texts
@@ -45,20 +45,16 @@ def encode(path: Path, isa: str, numbers: np.random.Generator) -> None:
                 continue
             spec = make_spec(shape)
             attention = numbers.choice([of for products, of in format_pairs(library) if products is form])
-            encoder = CpuEncoder(library, spec, form, attention=Format(attention))
+            encoder = CpuEncoder(library, spec, form, attention_format=Format(attention))
             for max_length in (4, 60, LONGEST):
                 num_seqs = numbers.integers(1, 4 if max_length > 60 else 12)
                 lengths = numbers.integers(1, max_length + 1, num_seqs).tolist()
                 hides, weighs = (not shape.is_decoder and numbers.random() < 0.5 for _ in range(2))
                 texts = make_texts(lengths, int(numbers.integers(100)), hides=hides)
-                rows, _ = encoder.begin(
-                    texts.ids, texts.positions, texts.starts, visible_N=texts.visible, need_attention=weighs
-                ).result()
-                kept, starts = KeptRows(int(numbers.integers(1, 3))), texts.starts
-                pooled, _ = encoder.begin(
-                    texts.ids, texts.positions, starts, visible_N=texts.visible, kept=kept
-                ).result()
-                if not np.array_equal(pooled, rows[starts[:-1] if kept is KeptRows.FIRST else starts[1:] - 1]):
+                rows, _ = encoder.begin(texts.input(), need_attention=weighs).result()
+                output_rows, starts = OutputRows(int(numbers.integers(1, 3))), texts.starts
+                pooled, _ = encoder.begin(texts.input(), output_rows=output_rows).result()
+                if not np.array_equal(pooled, rows[starts[:-1] if output_rows is OutputRows.FIRST else starts[1:] - 1]):
                     raise ArithmeticError(f"{library.isa}, {shape}, {form.name}: kept rows differ from all rows")
                 if not np.isfinite(rows).all():
                     raise ArithmeticError(f"{library.isa}, {shape}, {form.name}, {lengths}: not finite")

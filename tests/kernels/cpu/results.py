@@ -72,11 +72,11 @@ def _forwards(library: CpuLibrary) -> dict[str, Floats]:
     for shape in (*SHAPES, *DECODERS):
         spec = make_spec(shape)
         for form, attention in format_pairs(library):
-            encoder = CpuEncoder(library, spec, form, attention=attention)
+            encoder = CpuEncoder(library, spec, form, attention_format=attention)
             name = f"{shape.name} {form.name} {attention.name}"
-            rows = results[name] = encoder.begin(texts.ids, texts.positions, texts.starts).result()[0]
+            rows = results[name] = encoder.begin(texts.input()).result()[0]
             alone = texts[3]
-            _check_equal(name, encoder.begin(alone.ids, alone.positions, alone.starts).result()[0], rows[-LENGTHS[3] :])
+            _check_equal(name, encoder.begin(alone.input()).result()[0], rows[-LENGTHS[3] :])
             if shape.is_decoder and shape.window is not None and shape.window[1] == 0:
                 _check_equal(name, ChunkedDecoder(encoder, spec, texts, 16).run(33), rows)
     return results

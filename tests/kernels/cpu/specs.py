@@ -1,6 +1,7 @@
 """Random encoders, most with one layer, that cover every option of the C library."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,7 @@ from penstock.kernels.cpu import (
     ActivationCode,
     CpuLibrary,
     DistanceWeights,
+    EncoderInput,
     EncoderWeights,
     Format,
     LayerWeights,
@@ -179,12 +181,16 @@ def make_spec(shape: Shape, seed: int = 0) -> EncoderWeights:
 
 @dataclass(frozen=True)
 class Texts:
-    """A packed batch, as arguments of CpuEncoder."""
+    """A packed batch."""
 
     ids: np.ndarray
     positions: np.ndarray
     starts: np.ndarray
     visible: np.ndarray | None = None
+
+    def input(self, **changes: Any) -> EncoderInput:
+        """The batch as an argument of CpuEncoder."""
+        return EncoderInput(self.ids, self.positions, self.starts, visible_lens=self.visible)._replace(**changes)
 
     @property
     def lengths(self) -> list[int]:

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from penstock.kernels.cpu import (
-    ADAPTED_MAPS,
+    ADAPTED_LINEARS,
     AdapterWeights,
     BatchBlocks,
     CpuEncoder,
     CpuLibrary,
+    EncoderInput,
     EncoderWeights,
     Format,
     LowRankWeights,
@@ -40,7 +41,7 @@ def with_adapters(spec: EncoderWeights) -> EncoderWeights:
         return LowRankWeights(down, up)
 
     layers = list(spec.layers)
-    everything = [{name: term(*getattr(layer, name).weight.shape, 5) for name in ADAPTED_MAPS} for layer in layers]
+    everything = [{name: term(*getattr(layer, name).weight.shape, 5) for name in ADAPTED_LINEARS} for layer in layers]
     some = [{name: term(*getattr(layers[0], name).weight.shape, 67) for name in ("qkv", "mlp_in")}]
     some += [{} for _ in layers[1:]]
     num_words, width = spec.word_embeddings.shape
@@ -65,7 +66,7 @@ def merged(spec: EncoderWeights, number: int) -> EncoderWeights:
 
 
 def run(encoder: CpuEncoder, texts: Texts, adapters: np.ndarray | None) -> torch.Tensor:
-    rows, _ = encoder.begin(texts.ids, texts.positions, texts.starts, adapters_N=adapters).result()
+    rows, _ = encoder.begin(texts.input(adapters=adapters)).result()
     return torch.from_numpy(rows)
 
 
@@ -74,7 +75,7 @@ def test_adapters_of_a_batch_equal_merged_weights(library: CpuLibrary, shape: Sh
     spec, texts = with_adapters(make_spec(shape)), make_texts(LENGTHS)
     rows = [encode(merged(spec, number), texts[index])[0] for index, number in enumerate(ADAPTERS)]
     for form, attention in format_pairs(library):
-        actual = run(CpuEncoder(library, spec, form, attention=attention), texts, ADAPTERS)
+        actual = run(CpuEncoder(library, spec, form, attention_format=attention), texts, ADAPTERS)
         if form is Format.F32:
             assert_close("rows", torch.cat(rows), actual, 1e-5)
         else:
@@ -90,11 +91,12 @@ def test_bits_of_an_adapter_do_not_depend_on_batch_and_lanes(three_lane_library:
         alone = []
         for num_lanes in (1, 3):
             with CpuLibrary(num_lanes) as lanes:
-                encoder = CpuEncoder(lanes, spec, form, attention=attention)
+                encoder = CpuEncoder(lanes, spec, form, attention_format=attention)
                 alone = alone or [run(encoder, texts[i], adapters[i : i + 1]) for i in range(len(adapters))]
                 assert torch.equal(run(encoder, texts, adapters), torch.cat(alone))
                 assert torch.equal(
-                    run(encoder, texts, None), run(CpuEncoder(lanes, plain, form, attention=attention), texts, None)
+                    run(encoder, texts, None),
+                    run(CpuEncoder(lanes, plain, form, attention_format=attention), texts, None),
                 )
 
 
@@ -109,10 +111,11 @@ def test_chunks_with_an_adapter_equal_the_whole(library: CpuLibrary) -> None:
             cache=cache,
             context_lens=np.array([first], np.int32),
             block_tables=np.arange(3, dtype=np.int32)[None],
-            slots=at.astype(np.int64),
+            slot_mapping=at.astype(np.int64),
         )
         starts = np.array([0, len(at)], np.int32)
-        rows.append(encoder.begin(texts.ids[at], at, starts, adapters_N=adapters, kv_blocks=kv_blocks).result()[0])
+        chunk = EncoderInput(texts.ids[at], at, starts, adapters=adapters, kv_blocks=kv_blocks)
+        rows.append(encoder.begin(chunk).result()[0])
     assert np.array_equal(np.concatenate(rows), run(encoder, texts, adapters))
 
 
@@ -120,5 +123,5 @@ def test_number_of_an_adapter_must_exist(library: CpuLibrary) -> None:
     spec, texts = with_adapters(make_spec(SHAPES[0])), make_texts([2, 3])
     encoder = CpuEncoder(library, spec, Format.F32)
     for wrong in ([0, 2], [-2, 0], [0]):
-        with pytest.raises(ValueError, match="adapters_N must be 2 numbers from -1 to 1"):
+        with pytest.raises(ValueError, match="adapters must be 2 numbers from -1 to 1"):
             run(encoder, texts, np.array(wrong, np.int32))

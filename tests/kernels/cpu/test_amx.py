@@ -30,19 +30,14 @@ def amx(request: pytest.FixtureRequest) -> Opener:
 def test_bits_do_not_depend_on_batch_and_lanes(amx: Opener, shape, form: Format) -> None:
     spec, texts = make_spec(shape), make_texts([1, 2, 16, 17, 33, 64, 90, 200])
     with amx(1) as library:
-        encoder = CpuEncoder(library, spec, form, attention=Format.DOT)
-        alone = [
-            encoder.begin(text.ids, text.positions, text.starts).result()[0]
-            for text in map(texts.__getitem__, range(8))
-        ]
+        encoder = CpuEncoder(library, spec, form, attention_format=Format.DOT)
+        alone = [encoder.begin(text.input()).result()[0] for text in map(texts.__getitem__, range(8))]
     for num_lanes in (1, 2, 3):
         with amx(num_lanes) as library:
-            encoder = CpuEncoder(library, spec, form, attention=Format.DOT)
-            assert np.array_equal(
-                encoder.begin(texts.ids, texts.positions, texts.starts).result()[0], np.concatenate(alone)
-            )
+            encoder = CpuEncoder(library, spec, form, attention_format=Format.DOT)
+            assert np.array_equal(encoder.begin(texts.input()).result()[0], np.concatenate(alone))
             longest = texts[7]  # all lanes go together
-            assert np.array_equal(encoder.begin(longest.ids, longest.positions, longest.starts).result()[0], alone[7])
+            assert np.array_equal(encoder.begin(longest.input()).result()[0], alone[7])
 
 
 def test_every_thread_may_run_forwards(amx: Opener) -> None:
@@ -50,8 +45,7 @@ def test_every_thread_may_run_forwards(amx: Opener) -> None:
     with amx(2) as library, ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         encoder = CpuEncoder(library, make_spec(SHAPES[0]), Format.DOT)
         first, second = (
-            thread.submit(lambda: encoder.begin(texts.ids, texts.positions, texts.starts).result()).result()[0]
-            for thread in (one, other)
+            thread.submit(lambda: encoder.begin(texts.input()).result()).result()[0] for thread in (one, other)
         )
         assert np.array_equal(first, second)
 

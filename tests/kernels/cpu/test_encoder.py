@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.cpu import BatchBlocks, CpuEncoder, CpuLibrary, Format, KeptRows, PagedKvCache
+from penstock.kernels.cpu import BatchBlocks, CpuEncoder, CpuLibrary, Format, OutputRows, PagedKvCache
 
 from ...conftest import ISAS
 from ..assertions import assert_close
@@ -30,9 +30,7 @@ every_shape = pytest.mark.parametrize("shape", [*SHAPES, *DECODERS], ids=lambda 
 def run(encoder: CpuEncoder, texts: Texts, need_attention: bool | None = None) -> tuple[torch.Tensor, Any]:
     """Rows and attention weights; the weights of a decoder are None."""
     need_attention = not encoder._struct.is_decoder if need_attention is None else need_attention
-    rows, weights = encoder.begin(
-        texts.ids, texts.positions, texts.starts, visible_N=texts.visible, need_attention=need_attention
-    ).result()
+    rows, weights = encoder.begin(texts.input(), need_attention=need_attention).result()
     return torch.from_numpy(rows), None if weights is None else torch.from_numpy(weights)
 
 
@@ -63,7 +61,7 @@ def test_every_format_stays_close(library: CpuLibrary, shape: Shape) -> None:
     """BF16 rounds weights only; DOT and INT8 round both factors and the scores."""
     spec, texts = make_spec(shape), make_texts([70, 3, 150, 17])
     for form, attention in format_pairs(library):
-        actual, _ = run(CpuEncoder(library, spec, form, attention=attention), texts)
+        actual, _ = run(CpuEncoder(library, spec, form, attention_format=attention), texts)
         expected, _ = encode(spec, texts, Format.F32 if form is Format.INT8 else form)
         if form in (Format.F32, Format.BF16):
             assert_close(form.name, expected, actual, TOLERANCE)
@@ -83,7 +81,7 @@ def test_bits_do_not_depend_on_batch_and_lanes(three_lane_library: CpuLibrary, s
         alone: list[Any] = []
         for num_lanes in (1, 2, 3, 5):
             with CpuLibrary(num_lanes) as library:
-                encoder = CpuEncoder(library, spec, form, attention=attention)
+                encoder = CpuEncoder(library, spec, form, attention_format=attention)
                 if num_lanes % 2:
                     encoder.calibrate()
                     assert 6 <= encoder.min_part_tokens <= 128
@@ -100,16 +98,19 @@ def test_kept_rows_have_the_bits_of_all_rows(three_lane_library: CpuLibrary, sha
     """One long text runs on all lanes jointly; each lane runs some of several texts."""
     spec = make_spec(shape)
     for form, attention in format_pairs(three_lane_library):
-        encoder = CpuEncoder(three_lane_library, spec, form, attention=attention)
+        encoder = CpuEncoder(three_lane_library, spec, form, attention_format=attention)
         for lengths in ([300], [1], [1, 1, 2], [70, 1, 33, 2, 200, 31, 150, 90]):
             texts = make_texts(lengths, hides=not shape.is_decoder)
-            arguments = texts.ids, texts.positions, texts.starts
-            rows, _ = encoder.begin(*arguments, visible_N=texts.visible).result()
-            for kept, indices in ((KeptRows.FIRST, texts.starts[:-1]), (KeptRows.LAST, texts.starts[1:] - 1)):
-                actual, _ = encoder.begin(*arguments, visible_N=texts.visible, kept=kept).result()
-                assert np.array_equal(actual, rows[indices]), (form, lengths, kept)
-        with pytest.raises(ValueError, match="kept must be ALL with adapters"):
-            encoder.begin(*arguments, adapters_N=np.full(len(lengths), -1, np.int32), kept=KeptRows.LAST)
+            rows, _ = encoder.begin(texts.input()).result()
+            for output_rows, indices in (
+                (OutputRows.FIRST, texts.starts[:-1]),
+                (OutputRows.LAST, texts.starts[1:] - 1),
+            ):
+                actual, _ = encoder.begin(texts.input(), output_rows=output_rows).result()
+                assert np.array_equal(actual, rows[indices]), (form, lengths, output_rows)
+        adapters = np.full(len(lengths), -1, np.int32)
+        with pytest.raises(ValueError, match="output_rows must be ALL with adapters"):
+            encoder.begin(texts.input(adapters=adapters), output_rows=OutputRows.LAST)
 
 
 def check_chunks(library: CpuLibrary, shape: Shape, size: int, block_size: int) -> None:
@@ -117,7 +118,7 @@ def check_chunks(library: CpuLibrary, shape: Shape, size: int, block_size: int) 
     lengths = [1, 31, 300, 2, 513, 64, 257]
     texts = make_texts([length for length in lengths if length < 30 * size + 80], 3)
     for form, attention in format_pairs(library):
-        decoder = CpuEncoder(library, spec, form, attention=attention)
+        decoder = CpuEncoder(library, spec, form, attention_format=attention)
         assert decoder.kv_itemsize == (2 if attention is Format.DOT and shape.head_size % 2 == 0 else 4)
         chunked = ChunkedDecoder(decoder, spec, texts, block_size).run(size)
         assert np.array_equal(chunked, run(decoder, texts)[0]), form.name
@@ -148,7 +149,7 @@ def test_nan_stays_in_its_text(library: CpuLibrary, shape: Shape) -> None:
     dirty = replace(texts, ids=texts.ids.copy())
     dirty.ids[33] = 49
     for form, attention in format_pairs(library):
-        encoder = CpuEncoder(library, spec, form, attention=attention)
+        encoder = CpuEncoder(library, spec, form, attention_format=attention)
         clean, _ = run(encoder, texts)
         rows, weights = run(encoder, dirty)
         results = [rows]
@@ -179,17 +180,17 @@ LONG = make_texts([3, LONGEST + 2])
 @pytest.mark.parametrize(
     ("shape", "changes", "message"),
     [
-        (SHAPES[0], {"ids": np.full(5, 50)}, "ids must be 5 numbers from 0 to 49"),
-        (SHAPES[0], {"ids": np.full(5, -1)}, "ids must be 5 numbers from 0 to 49"),
+        (SHAPES[0], {"ids": np.full(5, 50)}, "token_ids must be 5 numbers from 0 to 49"),
+        (SHAPES[0], {"ids": np.full(5, -1)}, "token_ids must be 5 numbers from 0 to 49"),
         (SHAPES[0], {"ids": np.zeros(4, np.int64)}, "from 0"),
         (SHAPES[0], {"positions": np.full(5, 513)}, "positions must be 5 numbers from 0 to 512"),
         (SHAPES[0], {"positions": np.zeros(4, np.int64)}, "positions must be 5 numbers from 0 to 512"),
-        (SHAPES[0], {"starts": np.array([0, 3, 3, 5], np.int32)}, "starts must rise"),
-        (SHAPES[0], {"starts": np.array([0, 4], np.int32)}, "starts must rise"),
-        (SHAPES[0], {"starts": np.array([1, 5], np.int32)}, "starts must rise"),
-        (SHAPES[0], {"visible": np.array([2], np.int32)}, "visible_N must be 2 numbers"),
-        (SHAPES[0], {"visible": np.array([2, 4], np.int32)}, "visible_N must be 2 numbers"),
-        (SHAPES[0], {"visible": np.array([-1, 3], np.int32)}, "visible_N must be 2 numbers"),
+        (SHAPES[0], {"starts": np.array([0, 3, 3, 5], np.int32)}, "cu_seqlens must rise"),
+        (SHAPES[0], {"starts": np.array([0, 4], np.int32)}, "cu_seqlens must rise"),
+        (SHAPES[0], {"starts": np.array([1, 5], np.int32)}, "cu_seqlens must rise"),
+        (SHAPES[0], {"visible": np.array([2], np.int32)}, "visible_lens must be 2 numbers"),
+        (SHAPES[0], {"visible": np.array([2, 4], np.int32)}, "visible_lens must be 2 numbers"),
+        (SHAPES[0], {"visible": np.array([-1, 3], np.int32)}, "visible_lens must be 2 numbers"),
         (MPNET, vars(replace(LONG, positions=np.minimum(LONG.positions, 9))), "515 tokens; the limit is 514"),
         (SHAPES[7], vars(LONG), "515 tokens; the limit is 513"),
         (DECODERS[0], {"visible": np.array([1, 2], np.int32)}, "not supported by decoders"),
@@ -213,7 +214,7 @@ def test_invalid_kv_blocks_are_rejected(three_lane_library: CpuLibrary) -> None:
         cache=cache,
         context_lens=np.array([20, 0], np.int32),
         block_tables=np.array([[1, 0], [-1, -1]], np.int32),
-        slots=np.full(7, -1, np.int64),
+        slot_mapping=np.full(7, -1, np.int64),
     )
     narrow = [np.zeros((4, 16, 2, 31), np.float32)] * 2
     halves = [np.zeros((4, 16, 2, 32), np.uint16)] * 2
@@ -224,9 +225,9 @@ def test_invalid_kv_blocks_are_rejected(three_lane_library: CpuLibrary) -> None:
         ({"block_tables": np.array([[1, 0]])}, "the blocks of 2 sequences"),
         ({"block_tables": np.array([[1, cache.num_blocks], [0, 0]])}, "blocks from 0 to 6"),
         ({"block_tables": np.array([[1, -1], [0, 0]])}, "blocks from 0 to 6"),
-        ({"slots": np.full(7, 7 * 16)}, "slots must be 7 numbers from -1 to 111"),
-        ({"slots": np.full(7, -2)}, "slots must be 7 numbers"),
-        ({"slots": np.full(6, 0)}, "slots must be 7 numbers"),
+        ({"slot_mapping": np.full(7, 7 * 16)}, "slot_mapping must be 7 numbers from -1 to 111"),
+        ({"slot_mapping": np.full(7, -2)}, "slot_mapping must be 7 numbers"),
+        ({"slot_mapping": np.full(6, 0)}, "slot_mapping must be 7 numbers"),
         ({"cache": PagedKvCache(narrow, narrow)}, "does not fit this model"),
         ({"cache": PagedKvCache(halves, halves)}, "does not fit this model"),
         (
@@ -235,9 +236,7 @@ def test_invalid_kv_blocks_are_rejected(three_lane_library: CpuLibrary) -> None:
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            decoder.begin(texts.ids, texts.positions, texts.starts, kv_blocks=replace(valid, **changes))
-    decoder.begin(
-        texts.ids, texts.positions, texts.starts, kv_blocks=replace(valid, context_lens=np.zeros(2, np.int32))
-    ).result()
+            decoder.begin(texts.input(kv_blocks=replace(valid, **changes)))
+    decoder.begin(texts.input(kv_blocks=replace(valid, context_lens=np.zeros(2, np.int32)))).result()
     with pytest.raises(ValueError, match="contiguous arrays of one shape"):
         PagedKvCache(narrow, halves)

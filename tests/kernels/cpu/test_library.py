@@ -28,7 +28,7 @@ def open_encoder(library: CpuLibrary) -> CpuEncoder:
 
 
 def begin(encoder: CpuEncoder, texts: Texts) -> CpuForward:
-    return encoder.begin(texts.ids, texts.positions, texts.starts)
+    return encoder.begin(texts.input())
 
 
 def forward(encoder: CpuEncoder, texts: Texts) -> np.ndarray:

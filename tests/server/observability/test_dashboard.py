@@ -9,7 +9,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.client.vector_cache.cache import VectorCache
-from penstock.engine.protocol.messages import CacheUse, ChunkMetrics
+from penstock.engine.protocol.messages import ChunkMetrics, SequencePoolStats
 from penstock.server.http.connection import ConnectionState
 from penstock.server.observability.metrics import ConnectionMetrics, VectorCacheMetrics
 
@@ -29,7 +29,7 @@ def expressions() -> list[str]:
 
 async def test_dashboard_and_alerts_use_existing_metrics(serving, engine, monkeypatch) -> None:
     stats = engine.stats()
-    stats.cache_use = CacheUse(usage=0.5, chunks=ChunkMetrics(1, 1))
+    stats.pool_stats = SequencePoolStats(usage=0.5, chunks=ChunkMetrics(1, 1))
     monkeypatch.setattr(engine, "stats", lambda: stats)
     async with serving(engine) as client:
         await client.post("/v1/embeddings", json={"input": "a"})

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.engine.client.stats import DispatcherStats
 from penstock.engine.logs import JsonFormatter
 from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError, RejectionReason
-from penstock.engine.protocol.messages import CacheUse, ChunkMetrics
+from penstock.engine.protocol.messages import ChunkMetrics, SequencePoolStats
 from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage
 from penstock.server import penstock_version
 from penstock.server.admission import REJECTION_REASONS
@@ -304,7 +304,7 @@ async def test_invalid_traceparent_starts_a_new_trace(serving, engine, collected
 async def test_statistics_of_the_engine_are_in_metrics(client: httpx.AsyncClient, engine, monkeypatch) -> None:
     assert "penstock_engine_cache_usage_ratio{" not in (await client.get("/metrics")).text
     chunks = ChunkMetrics(preemptions=2, completed_chunks=31, completed_tokens=900, num_running_sequences=3, run_s=1.5)
-    use = CacheUse(
+    use = SequencePoolStats(
         usage=0.25,
         prefix_queried_tokens_total=400,
         prefix_hit_tokens_total=96,
@@ -313,7 +313,7 @@ async def test_statistics_of_the_engine_are_in_metrics(client: httpx.AsyncClient
         chunk_tokens=128,
         chunks=chunks,
     )
-    stats = DispatcherStats(num_requests=5, cache_use=use)
+    stats = DispatcherStats(num_requests=5, pool_stats=use)
     stats.num_waiting, stats.num_waiting_tokens, stats.token_budget = 7, 300, 2048
     for num_tokens in (8, 1000, 2000):
         stats.step_tokens.observe(num_tokens)

@@ -38,7 +38,7 @@ _MAX_SCORES: Final = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BatchPlan:
+class AttentionMetadata:
     """Lengths of a batch for the layers with one window: first new sequences, then sequences with a past.
 
     Attributes:
@@ -48,7 +48,7 @@ class BatchPlan:
         new_max_seqlen: Upper bound of the lengths of new sequences.
         past_cu_seqlens: Prefix sums of the lengths of sequences with a past, from 0; None if there are none.
         past: Lengths of sequences with a past; None if there are none.
-        slots: [T] int64, the cache slot of every token, -1: not stored; None if the rotation does not store.
+        slot_mapping: [T] int64, the cache slot of every token, -1: not stored; None if the rotation does not store.
     """
 
     num_new_tokens: int
@@ -57,7 +57,7 @@ class BatchPlan:
     new_max_seqlen: int
     past_cu_seqlens: Tensor | None
     past: PagedLengths | None
-    slots: Tensor | None = None
+    slot_mapping: Tensor | None = None
 
 
 class Attention:
@@ -132,14 +132,14 @@ class Attention:
             fusion=weights.fusion,
         )
 
-    def plan(self, batch: PackedBatch) -> BatchPlan:
-        """Returns the plan of a batch, for all layers with the same window."""
+    def metadata(self, batch: PackedBatch) -> AttentionMetadata:
+        """Returns the metadata of a batch, for all layers with the same window."""
         cache = batch.cache
         num_new_seqs = len(batch.seq_lens) if cache is None else cache.num_new_seqs
         seq_lens, cu_seqlens = batch.seq_lens, batch.cu_seqlens
         new_seq_lens = seq_lens[:num_new_seqs]
         has_past = cache is not None and num_new_seqs < len(seq_lens)
-        return BatchPlan(
+        return AttentionMetadata(
             num_new_tokens=batch.num_tokens if cache is None else cache.num_new_tokens,
             new_cu_seqlens=cu_seqlens[: num_new_seqs + 1],
             new_seq_lens=new_seq_lens,
@@ -148,14 +148,14 @@ class Attention:
             past=PagedLengths.of(seq_lens[num_new_seqs:], cache.continued_context_lens)
             if cache is not None and has_past
             else None,
-            slots=_slots_of_tokens(batch) if self._is_fused else None,
+            slot_mapping=_slots_of_tokens(batch) if self._is_fused else None,
         )
 
     def __call__(
         self,
         hidden_TD: Tensor,
         batch: PackedBatch,
-        plan: BatchPlan,
+        metadata: AttentionMetadata,
         rotation: Rotation | None = None,
         relative_bias: Tensor | None = None,
     ) -> Tensor:
@@ -164,33 +164,33 @@ class Attention:
         Args:
             hidden_TD: [T, D].
             batch: The sequences.
-            plan: The result of `plan` of a layer with the same window.
+            metadata: The result of `metadata` of a layer with the same window.
             rotation: Rotary position embedding of q and k; None: no rotation.
             relative_bias: [H, 2 * L + 1], added by distance to the scaled scores of sequences without a past.
         """
         cache = batch.cache
         store = None
-        if rotation is not None and plan.slots is not None and cache is not None and cache.kv is not None:
-            store = KvDestination(cache.kv.k[self.kv_index], cache.kv.v[self.kv_index], plan.slots)
+        if rotation is not None and metadata.slot_mapping is not None and cache is not None and cache.kv is not None:
+            store = KvDestination(cache.kv.k[self.kv_index], cache.kv.v[self.kv_index], metadata.slot_mapping)
         q_THK, k_TGK, v_TGK = self._project(hidden_TD, batch.positions, rotation, store)
         parts = []
         if cache is not None and store is None:
             self._store(k_TGK, v_TGK, cache)
-        if plan.new_seq_lens:
-            new = slice(plan.num_new_tokens)
-            parts.append(self._attend_new(q_THK[new], k_TGK[new], v_TGK[new], plan, relative_bias))
-        if cache is not None and plan.past is not None and plan.past_cu_seqlens is not None:
+        if metadata.new_seq_lens:
+            new = slice(metadata.num_new_tokens)
+            parts.append(self._attend_new(q_THK[new], k_TGK[new], v_TGK[new], metadata, relative_bias))
+        if cache is not None and metadata.past is not None and metadata.past_cu_seqlens is not None:
             kv, block_tables = _paged(cache)
             parts.append(
                 attention_paged(
-                    q_THK[plan.num_new_tokens :],
+                    q_THK[metadata.num_new_tokens :],
                     kv.k[self.kv_index],
                     kv.v[self.kv_index],
                     block_tables,
-                    plan.past_cu_seqlens,
-                    plan.past.seq_lens,
-                    plan.past.context_lens,
-                    lengths=plan.past,
+                    metadata.past_cu_seqlens,
+                    metadata.past.seq_lens,
+                    metadata.past.context_lens,
+                    lengths=metadata.past,
                     context_lens_on_device=cache.continued_context_lens_on_device,
                     scale=self.spec.scale,
                     window=self.window,
@@ -212,8 +212,8 @@ class Attention:
         """Returns ModelOutput.attention_weights: attention of one token of each sequence to its tokens, per head.
 
         The token is the last one in a causal layer, otherwise the first. Call the layer first: in a batch of chunks the
-        keys before a chunk are read from the cache. Takes the arguments of `__call__` except the plan. Computes q and k
-        again, because only ATTENTION pooling needs the weights, and only those of the last layer.
+        keys before a chunk are read from the cache. Takes the arguments of `__call__` except the metadata. Computes q
+        and k again, because only ATTENTION pooling needs the weights, and only those of the last layer.
         """
         spec = self.spec
         q_THK, k_TGK, _ = self._project(hidden_TD, batch.positions, rotation)
@@ -259,17 +259,17 @@ class Attention:
         return torch.cat(keys), upload(torch.tensor(lengths), device), torch.cat(positions)
 
     def _attend_new(
-        self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, plan: BatchPlan, relative_bias: Tensor | None
+        self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, metadata: AttentionMetadata, relative_bias: Tensor | None
     ) -> Tensor:
         if self._terms is not None:
-            return self._attend_by_distance(q_THK, k_TGK, v_TGK, plan.new_seq_lens, self._terms)
+            return self._attend_by_distance(q_THK, k_TGK, v_TGK, metadata.new_seq_lens, self._terms)
         return attention(
             q_THK,
             k_TGK,
             v_TGK,
-            plan.new_cu_seqlens,
-            plan.new_seq_lens,
-            max_seqlen=plan.new_max_seqlen,
+            metadata.new_cu_seqlens,
+            metadata.new_seq_lens,
+            max_seqlen=metadata.new_max_seqlen,
             scale=self.spec.scale,
             is_causal=self.spec.is_causal,
             window=self.window,

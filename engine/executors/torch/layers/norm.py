@@ -136,7 +136,7 @@ def load_norm(weights: Weights, spec: NormSpec, *, dtype: torch.dtype | None = N
     return RmsNorm.load(weights, spec) if spec.is_rms else LayerNorm.load(weights, spec, dtype=dtype)
 
 
-class AddingMap(Protocol):
+class AddingLayer(Protocol):
     """A map that can add a second operand to its result, such as Linear or GatedMlp."""
 
     def __call__(self, x: Tensor, /, *, add: Tensor | None = None) -> Tensor:
@@ -159,7 +159,7 @@ class Residual(NamedTuple):
     term: Tensor | None = None
     is_fused: bool = False
 
-    def plus(self, mapping: AddingMap, x_TI: Tensor, *, scale: float = 1.0) -> Residual:
+    def plus(self, mapping: AddingLayer, x_TI: Tensor, *, scale: float = 1.0) -> Residual:
         """Adds `scale` times the result of `mapping` for [T, I]."""
         if self.is_fused or scale != 1.0 or self.hidden.dtype is not x_TI.dtype:
             return self.plus_term(mapping(x_TI), scale=scale)

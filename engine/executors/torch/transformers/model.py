@@ -14,12 +14,11 @@ from ....families.decoder import answer_head
 from ....families.vision_language import UNREADABLE
 from ....model_files.model_folder import one_line
 from ....protocol.errors import UnsupportedModelError, UnsupportedTaskError
+from ....protocol.messages import TokenizedInput
 from ....protocol.model_info import ModelInfo, ModelKind
-from ....protocol.request import TokenizedInput
 from ....protocol.tasks import PoolingType
-from ..base import Head, ModelOutput, PackedModel
 from ..model_heads import AnswerHead
-from ..packed_batch import PackedBatch
+from ..packed_batch import Head, ModelOutput, PackedBatch, PackedModel
 from .image_inputs import ImageInputs, image_inputs
 from .network import NAME, Network, NotPackableError, Sharing, in_float32, register
 from .pretrained import CODE_ERRORS, load_pretrained, other_inputs
@@ -161,7 +160,7 @@ class Probes:
         length = min(self._max_model_len, limit // 2 + 1)
         return self.of_lengths(*_PROBE_LENGTHS, *[length] * (limit // length + 1))
 
-    def with_images(self, images: ImageInputs) -> PackedBatch:
+    def of_images(self, images: ImageInputs) -> PackedBatch:
         """Returns a batch of a text and of texts with an image."""
         text = self.of_lengths(_PROBE_LENGTHS[0]).token_ids
         assert text is not None, "the batch was built from arrays"
@@ -219,7 +218,7 @@ def probe_packing(network: Network, info: ModelInfo, probes: Probes) -> int | st
     probe = probes.past_positions()
     try:
         expected = network.run_padded(probe, sharing)
-        pictured = None if network.images is None else probes.with_images(network.images)
+        pictured = None if network.images is None else probes.of_images(network.images)
         expected_pictured = None if pictured is None else network.run_padded(pictured, sharing)
     except _CALL_ERRORS as error:
         raise _cannot_run(info, error, network.module) from error

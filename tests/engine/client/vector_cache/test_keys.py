@@ -21,9 +21,9 @@ from penstock.engine.client.vector_cache.keys import (
     stamp_of,
 )
 from penstock.engine.protocol.images import ImagePatches
+from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.model_info import AdapterSpec, DenseSpec, ModelInfo
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask
 
 from ..word_model import info as info_of

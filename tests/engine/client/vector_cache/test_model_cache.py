@@ -28,8 +28,7 @@ from penstock.engine.protocol.errors import (
 from penstock.engine.protocol.messages import RequestFailed, SubmitRequest
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import RequestOptions
+from penstock.engine.protocol.params import PoolingParams, RequestOptions
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.kernels.cpu import CpuLibrary, shared_library
 

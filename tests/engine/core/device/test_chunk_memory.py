@@ -11,13 +11,13 @@ from penstock.engine.core.device.chunk_memory import ChunkMemory
 from penstock.engine.core.device.stream import DeviceStream, stream_of
 from penstock.engine.core.runner import allocations_of
 from penstock.engine.executors.torch.packed_batch import SsmStates
+from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.scheduling import (
     Allocation,
     CacheSpec,
     InputSequence,
-    PoolPlan,
+    PoolSize,
     PrefillChunk,
     Request,
     SsmLayerSpec,
@@ -35,7 +35,7 @@ class Preemption:
     def __init__(self, device: torch.device, stream: DeviceStream) -> None:
         spec = CacheSpec(ssm_layers=(SsmLayerSpec((2, 3), (2, 2, 2)), SsmLayerSpec((4, 1), (3, 5))))
         self.memory = ChunkMemory(
-            spec, PoolPlan(0, 2, 0), block_size=16, dtype=torch.float32, device=device, stream=stream
+            spec, PoolSize(0, 2, 0), block_size=16, dtype=torch.float32, device=device, stream=stream
         )
         self.sequence = InputSequence(
             sequence_id=(0, 0),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.engine.core.device.memory import MemoryGauge, MemoryMeter
+from penstock.engine.core.device.memory import MemoryGauge, TokenMemoryEstimator
 
 MIB = 1 << 20
 
@@ -31,7 +31,7 @@ class Gauge(MemoryGauge):
         return self.peak
 
 
-def measure(meter: MemoryMeter, gauge: Gauge, num_tokens: int, num_bytes: int | None) -> None:
+def measure(meter: TokenMemoryEstimator, gauge: Gauge, num_tokens: int, num_bytes: int | None) -> None:
     meter.begin()
     gauge.peak = num_bytes
     meter.end(num_tokens)
@@ -43,7 +43,7 @@ def measure(meter: MemoryMeter, gauge: Gauge, num_tokens: int, num_bytes: int | 
 )
 def test_estimate_counts_before_the_first_measurement(free: int, token_bytes: int, expected: int) -> None:
     gauge = Gauge(free)
-    meter = MemoryMeter(gauge, token_bytes)
+    meter = TokenMemoryEstimator(gauge, token_bytes)
     assert meter.free_tokens() == expected
     measure(meter, gauge, 100, None)  # the device reports no peak
     assert meter.free_tokens() == expected
@@ -51,7 +51,7 @@ def test_estimate_counts_before_the_first_measurement(free: int, token_bytes: in
 
 def test_next_chunk_is_at_most_twice_a_measured_one() -> None:
     gauge = Gauge(1000)  # 700 are usable
-    meter = MemoryMeter(gauge, 1)
+    meter = TokenMemoryEstimator(gauge, 1)
     measure(meter, gauge, 100, 350)
     assert meter.free_tokens() == 200
     measure(meter, gauge, 100, 351)  # twice as much would be too much
@@ -74,7 +74,7 @@ def test_allowed_chunk_fits_if_bytes_are_linear_in_tokens(
     free: int, sizes: list[int], token_bytes: int, fixed_bytes: int
 ) -> None:
     gauge = Gauge(free)
-    meter = MemoryMeter(gauge, 1)
+    meter = TokenMemoryEstimator(gauge, 1)
     for size in sizes:
         measure(meter, gauge, size, fixed_bytes + size * token_bytes)
     num_tokens = meter.free_tokens()

@@ -12,7 +12,7 @@ from penstock.engine.core.load_runner import load_runner
 from penstock.engine.core.loading import cpu_dtype
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.executors.torch.packed_batch import PackedBatch
-from penstock.engine.protocol.request import TokenizedInput
+from penstock.engine.protocol.messages import TokenizedInput
 from penstock.kernels.cpu import Format
 
 

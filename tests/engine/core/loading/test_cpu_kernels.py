@@ -9,7 +9,7 @@ from penstock.engine.core.load_runner import load_runner
 from penstock.engine.core.loading import cpu_kernels
 from penstock.engine.core.loading.cpu_kernels import Bfloat16Gain, choose_kernels
 from penstock.engine.core.model_runner import ModelRunner
-from penstock.engine.executors.cpu.array_encoder import Arithmetic
+from penstock.engine.executors.cpu.array_encoder import ProductFormats
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
@@ -156,7 +156,7 @@ def test_arithmetic_is_bfloat16_if_it_is_faster(
     assert (info.dtype, info.arithmetic) == (dtype, arithmetic)
     rounding = Format.DOT if arithmetic == "bfloat16" else Format.F32
     products = {"int8": Format.INT8, "bfloat16": Format.DOT if arithmetic == "bfloat16" else Format.BF16}[dtype]
-    assert Arithmetic.of(info) == (products, rounding)
+    assert ProductFormats.of(info) == (products, rounding)
 
 
 def test_processor_without_bfloat16_computes_in_float32(
@@ -167,10 +167,10 @@ def test_processor_without_bfloat16_computes_in_float32(
     info, library = choose(folder, dtype="bfloat16")
     assert library is not None
     assert (info.arithmetic, info.sources["arithmetic"]) == ("float32", "plain has no products in bfloat16")
-    assert Arithmetic.of(info) == (Format.BF16, Format.F32)
+    assert ProductFormats.of(info) == (Format.BF16, Format.F32)
     info, _ = choose(folder, dtype="auto")
     assert (info.dtype, info.arithmetic) == ("float32", None)
-    assert Arithmetic.of(info) == (Format.F32, Format.F32)
+    assert ProductFormats.of(info) == (Format.F32, Format.F32)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_int8_needs_products_of_the_processor(
     if has_int8:
         info, _ = choose(save_folder(), dtype="int8")
         assert (info.dtype, info.arithmetic) == ("int8", "float32")
-        assert Arithmetic.of(info) == (Format.INT8, Format.F32)
+        assert ProductFormats.of(info) == (Format.INT8, Format.F32)
     else:
         message = f"AVX-512 VNNI, AVX-VNNI or the dot product of ARM, but this one has {isa}; set float32 or bfloat16"
         with pytest.raises(ModelLoadError, match=message):

@@ -87,6 +87,8 @@ def test_prefixes_of_pages_and_queries_come_from_the_processor(tmp_path: Path) -
 
 
 def test_tokens_between_tiles_name_rows_and_columns() -> None:
-    tiles = TileTokens(num_rows=2, before=(1,), whole=(2,), tags=(((3,), (4,)), ((5,), (6,))), row_end=(7,), end=(8,))
+    tiles = TileTokens(
+        num_rows=2, before=(1,), full_image=(2,), tags=(((3,), (4,)), ((5,), (6,))), row_end=(7,), end=(8,)
+    )
     assert tiles.image_ids((0, 0), 9) == [1, 2, 9, 9, 1]
     assert tiles.image_ids((2, 1), 9) == [1, 3, 9, 9, 7, 1, 5, 9, 9, 8, 1, 2, 9, 9, 1]

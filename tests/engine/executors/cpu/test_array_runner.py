@@ -19,13 +19,13 @@ from penstock.engine.executors.cpu.array_head import DENSE_ACTIVATIONS
 from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import UnsupportedModelError
+from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling, TokenHeadFiles
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import InputSequence, PrefillChunk, Request
-from penstock.kernels.cpu import CpuKernelError, CpuLibrary, KeptRows
+from penstock.kernels.cpu import CpuKernelError, CpuLibrary, OutputRows
 
 from ..families import ENCODER_SIZES as SIZES, ENCODERS, boundaries_of, chosen
 
@@ -126,7 +126,7 @@ def test_every_family_and_task_equals_torch(family, config, head, library, save_
     runners.compare(*params)
     times = runners.arrays.take_times()
     assert len(times) == len(params) + 1
-    assert {time.whole_tokens for time in times} == {sum(map(len, inputs))}
+    assert {time.short_tokens for time in times} == {sum(map(len, inputs))}
     assert not runners.arrays.take_times()
 
 
@@ -215,20 +215,20 @@ def test_runner_serves_after_a_memory_error(library, save_model, resolve, inputs
 
 
 @pytest.mark.parametrize(
-    ("pooling", "kept"),
-    [(PoolingType.CLS, KeptRows.FIRST), (PoolingType.LAST, KeptRows.LAST), (PoolingType.MEAN, KeptRows.ALL)],
+    ("pooling", "output_rows"),
+    [(PoolingType.CLS, OutputRows.FIRST), (PoolingType.LAST, OutputRows.LAST), (PoolingType.MEAN, OutputRows.ALL)],
 )
-def test_last_layer_runs_for_pooled_rows_only(pooling, kept, library, save_model, resolve, inputs, monkeypatch):
+def test_last_layer_runs_for_pooled_rows_only(pooling, output_rows, library, save_model, resolve, inputs, monkeypatch):
     info = replace(bert(save_model, resolve), sequence_pooling=(pooling,))
     runner = Runners(info, library, [replace(one, num_skipped_tokens=0) for one in inputs])
     found, begin = [], ArrayEncoder.begin
 
-    def record(encoder: ArrayEncoder, *arguments: Any, kept: KeptRows, **options: Any) -> Any:
-        found.append(kept)
-        return begin(encoder, *arguments, kept=kept, **options)
+    def record(encoder: ArrayEncoder, *arguments: Any, output_rows: OutputRows, **options: Any) -> Any:
+        found.append(output_rows)
+        return begin(encoder, *arguments, output_rows=output_rows, **options)
 
     monkeypatch.setattr(ArrayEncoder, "begin", record)
     embed, token_embed = (PoolingParams().resolved(task, info) for task in (EMBED, TOKEN_EMBED))
     for params in ([embed], [token_embed], [embed, token_embed]):
         runner.arrays.execute(runner.batch(params))
-    assert found == [kept, KeptRows.ALL, KeptRows.ALL]
+    assert found == [output_rows, OutputRows.ALL, OutputRows.ALL]

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from penstock.engine.core.loading.weights_loader import load_model
-from penstock.engine.executors.torch.base import PackedModel
+from penstock.engine.executors.torch.packed_batch import PackedModel
 from penstock.engine.model_files.resolve import with_device
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.multi_vector import SparseKind, SparsePooling

@@ -17,14 +17,13 @@ import torch
 
 from penstock.engine.core.device.stream import stream_of
 from penstock.engine.core.loading.weights_loader import load_model
-from penstock.engine.executors.torch.base import PackedModel
-from penstock.engine.executors.torch.packed_batch import PackedBatch
+from penstock.engine.executors.torch.packed_batch import PackedBatch, PackedModel
 from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, PoolingMetadata, TokenHeads, tensor_ops
 from penstock.engine.pooling.tensor_ops import tensor_pooler
+from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
 from ....interpreter import IS_INTERPRETED
@@ -144,7 +143,7 @@ def run(
         copies = pooled.begin_copy(stream_of(torch.device(served.info.device)).to_host)
     if device is not None:
         device.synchronize()
-    return [dict(arrays) for arrays in copies.arrived().split()]
+    return [dict(arrays) for arrays in copies.outputs().split()]
 
 
 def assert_close(

@@ -24,8 +24,7 @@ from penstock.engine.protocol.multi_vector import (
     SparsePooling,
     TokenHeadFiles,
 )
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import RequestOptions
+from penstock.engine.protocol.params import PoolingParams, RequestOptions
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
 from .word_model import WordCore, ids, info, tokenizer_pool

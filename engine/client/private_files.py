@@ -32,13 +32,13 @@ def check_folder(folder: Path) -> None:
         raise _rejection(folder, f"it belongs to another user, {status.st_uid}; chown it, {_REMEDY}")
 
 
-def check_own(path: Path) -> None:
+def check_owner(path: Path) -> None:
     """Raises PermissionError for a link, a file of another user, or a world-writable file."""
     _check(path, path.lstat(), stat.S_IWOTH)
 
 
-def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, forbidden: int = stat.S_IWOTH) -> int:
-    """Opens a file after the checks of check_own. A new file gets mode 0600.
+def open_private(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, forbidden: int = stat.S_IWOTH) -> int:
+    """Opens a file after the checks of check_owner. A new file gets mode 0600.
 
     Args:
         path: Path of the file.
@@ -73,7 +73,7 @@ def secret_of(folder: Path) -> bytes:
     """
     path = folder / "secret"
     try:
-        file = open_own(path, os.O_RDONLY, forbidden=stat.S_IROTH | stat.S_IWOTH)
+        file = open_private(path, os.O_RDONLY, forbidden=stat.S_IROTH | stat.S_IWOTH)
     except FileNotFoundError:
         return _new_secret(path)
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.client.own_files import check_folder, check_own, open_own, secret_of
+from penstock.engine.client.private_files import check_folder, check_owner, open_private, secret_of
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_links_and_pipes_are_rejected(folder: Path) -> None:
     with pytest.raises(PermissionError, match="secret is a link"):
         secret_of(folder)
     with pytest.raises(PermissionError, match="secret is neither file nor folder"):
-        check_own(folder / "secret")
+        check_owner(folder / "secret")
     os.mkfifo(folder / "pipe")
     with pytest.raises(PermissionError, match="pipe is neither file nor folder"):
-        open_own(folder / "pipe", os.O_RDONLY)
+        open_private(folder / "pipe", os.O_RDONLY)

@@ -10,10 +10,10 @@ import numpy as np
 
 from ..protocol.batch_outputs import Arrays
 from ..protocol.errors import UnsupportedTaskError
+from ..protocol.messages import TokenizedInput
 from ..protocol.model_info import ModelInfo
 from ..protocol.multi_vector import MultiVectorTokens, SparseVector, remove_ids
-from ..protocol.params import PoolingParams
-from ..protocol.request import Input, RequestOptions, TokenizedInput
+from ..protocol.params import Input, PoolingParams, RequestOptions
 from ..protocol.results import CombinedResult, EmbeddingResult
 from ..protocol.tasks import PoolingTask
 from ..tokenization.input_encoder import InputEncoder
