@@ -22,11 +22,14 @@ from PIL import (
     features,
 )
 
+from .avif_process import decode_avif
 from .header import ImageError
 from .image_file import ImageFile
 
 PLUGINS: Final = (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, TiffImagePlugin, WebPImagePlugin)
 """Imported before the first image: otherwise Pillow would import all its plugins then."""
+_OPTIONAL: Final = ("WEBP", "AVIF")
+"""Formats that Pillow may be built without."""
 _BAND_PIXELS: Final = 1 << 17
 """Pixels to convert at a time: Pillow holds the interpreter lock for 22 ns per transparent pixel."""
 _TRANSPOSES: Final = {
@@ -46,8 +49,8 @@ def decode(file: ImageFile) -> Image.Image:
     Raises:
         ImageError: The file is corrupt, truncated, or has a colour mode that cannot be converted to RGB.
     """
-    if file.format == "WEBP" and not features.check("webp"):  # Pillow may be built without it
-        raise ImageError("is a WEBP image, which this server's Pillow cannot read; send PNG or JPEG")
+    if file.format in _OPTIONAL and not features.check(file.format.lower()):
+        raise ImageError(f"is a {file.format} image, which this server's Pillow cannot read; send PNG or JPEG")
     try:
         rgb = _load(file)  # the decoder's memory is free again
         transpose = _TRANSPOSES.get(file.orientation)
@@ -59,6 +62,8 @@ def decode(file: ImageFile) -> Image.Image:
 
 
 def _load(file: ImageFile) -> Image.Image:
+    if file.format == "AVIF":
+        return _to_rgb(decode_avif(file.data, file.width, file.height))
     with Image.open(io.BytesIO(file.data), formats=[file.format]) as image:
         if image.width > file.width or image.height > file.height:
             raise ImageError(f"is a corrupt {file.format} file: its headers contradict each other")

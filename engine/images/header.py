@@ -21,6 +21,7 @@ class Header:
         xmp: XMP data; empty without any.
         orientation: The orientation, if the format has it elsewhere; None: it is in `exif` or `xmp`.
         num_decoded_pixels: Pixels of all scans or tiles; 0: width times height.
+        num_queued_pixels: Pixels of another format that take as long to decode; 0: by `num_decoded_pixels`.
     """
 
     data: bytes
@@ -30,3 +31,4 @@ class Header:
     xmp: bytes = b""
     orientation: int | None = None
     num_decoded_pixels: int = 0
+    num_queued_pixels: int = 0

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..protocol.config import IMAGE_PIXELS, MAX_IMAGE_PIXELS
+from .avif import is_avif, read_avif
 from .header import Header, ImageError
 from .jpeg import read_jpeg
 from .tiff import read_orientation, read_tiff
 
-FORMATS: Final = "PNG, JPEG, WebP, GIF, BMP or TIFF"
+FORMATS: Final = "PNG, JPEG, WebP, AVIF, GIF, BMP or TIFF"
 _MAX_CHUNKS: Final = 65_536
 """Chunks of a PNG or WebP file, and blocks of a GIF file. Each takes about a microsecond."""
 _MAX_DECODED_PIXELS: Final = 1_000_000_000
@@ -33,8 +34,7 @@ _PNG_SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _PNG_CHUNKS: Final = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))
 _WEBP_CHUNKS: Final = frozenset((b"VP8X", b"VP8 ", b"VP8L", b"ALPH", b"ANIM", b"ANMF"))
 _BMP_RAW, _BMP_BITFIELDS = 0, 3
-_ISO_BRANDS: Final = frozenset(b"ftyp" + brand for brand in (b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix"))
-"""AVIF and HEIC. Their decoders allocate frames of the size in the bitstream before they compare it with the header."""
+_HEIC_BRANDS: Final = frozenset(b"ftyp" + brand for brand in (b"mif1", b"msf1", b"heic", b"heix"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class ImageFile:
         width: Pixels, before the orientation is applied.
         height: Likewise.
         orientation: The value of the EXIF tag Orientation, 1 to 8.
-        num_decoded_pixels: Width times height; more for a file of many scans or large tiles.
+        num_decoded_pixels: Width times height; more for a file of many scans or large tiles, and for AVIF.
         num_bytes: Bytes of memory at most while the image is decoded and converted to RGB.
     """
 
@@ -87,8 +87,8 @@ def read_image_file(data: bytes, limits: ImageLimits) -> ImageFile:
     if reader is None:
         if not data:
             raise ImageError(f"is empty; send an image file ({FORMATS})")
-        if data[4:12] in _ISO_BRANDS:
-            raise ImageError(f"is an AVIF or HEIC image, which is not supported; save it as {FORMATS}")
+        if data[4:12] in _HEIC_BRANDS:
+            raise ImageError(f"is a HEIC image, which is not supported; save it as {FORMATS}")
         start = data[:_SHOWN_BYTES].decode("latin-1")
         raise ImageError(f"is not an image in a supported format ({FORMATS}); it begins with {start!a}")
     try:
@@ -111,7 +111,8 @@ def read_image_file(data: bytes, limits: ImageLimits) -> ImageFile:
         width=header.width,
         height=header.height,
         orientation=orientation,
-        num_decoded_pixels=max(header.width * header.height, num_decoded_pixels // _SCANS_PER_PASS),
+        num_decoded_pixels=header.num_queued_pixels
+        or max(header.width * header.height, num_decoded_pixels // _SCANS_PER_PASS),
         num_bytes=header.width * header.height * reader.bytes_per_pixel,
     )
 
@@ -267,6 +268,7 @@ _READERS: Final[Sequence[_Reader]] = (
     _Reader("JPEG", "JPEG", read_jpeg, _begins(b"\xff\xd8\xff"), 16),
     _Reader("GIF", "GIF", _read_gif, _begins(b"GIF87a", b"GIF89a"), 12),
     _Reader("WebP", "WEBP", _read_webp, lambda data: data.startswith(b"RIFF") and data[8:12] == b"WEBP", 20),
+    _Reader("AVIF", "AVIF", read_avif, is_avif, 32),
     _Reader("BMP", "BMP", _read_bmp, _begins(b"BM"), 12),
     _Reader("TIFF", "TIFF", read_tiff, _begins(b"II*\0", b"MM\0*"), 16),
 )

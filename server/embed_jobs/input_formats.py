@@ -24,7 +24,7 @@ _MAX_VALUE_CHARS: Final = 1 << 24
 """Maximum characters of a CSV value: a missing quote must not read the rest of a large file into memory."""
 FILE_FIELD: Final = "file"
 """Field of a folder's rows with the path of the image."""
-SUFFIXES: Final = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
+SUFFIXES: Final = frozenset((".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
 """Suffixes of the files in a folder that are images."""
 
 

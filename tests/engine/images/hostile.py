@@ -68,6 +68,7 @@ def attacks() -> dict[str, tuple[bytes, str]]:
     size, scans, slow = struct.pack("<HH", 40, 30), jpeg_with_scans(2_000), "takes too long to decode"
     webp = encoded(picture("RGBA", 40, 30), "WEBP", save_all=True, append_images=[picture("RGBA", 40, 30, 1)])
     jpeg_size = jpeg[jpeg.index(b"\xff\xc0") :][:19]
+    avif, avif_size = encoded(Image.new("RGB", (2_000, 1_500)), "AVIF", speed=10), struct.pack(">II", 2_000, 1_500)
     rle = bytearray(encoded(picture("P", 40, 30), "BMP"))
     rle[30] = 1
     return {
@@ -90,7 +91,11 @@ def attacks() -> dict[str, tuple[bytes, str]]:
         "truncated gif": (_truncated("GIF"), "truncated"),
         "truncated bmp": (_truncated("BMP"), "truncated"),
         "truncated tiff": (_truncated("TIFF"), "truncated"),
-        "avif": (encoded(picture("RGB", 9, 7), "AVIF", speed=10), "is an AVIF or HEIC image, which is not supported"),
+        "heic": (b"\0\0\0\x18ftypheic" + bytes(99), "is a HEIC image, which is not supported"),
+        "truncated avif": (_truncated("AVIF"), "truncated or corrupt AVIF file"),
+        "avif without size": (avif.replace(b"ispe", b"ispx"), "its size is missing"),
+        "avif of 65,535 x 65,535": (avif.replace(avif_size, b"\0\0\xff\xff" * 2), "65535 x 65535 pixels"),
+        "avif of more pixels": (avif.replace(avif_size, struct.pack(">II", 9, 7)), "truncated or corrupt AVIF"),
         "jpeg of 65,500 x 65,500": (
             jpeg.replace(struct.pack(">HH", 30, 40), struct.pack(">HH", 65_500, 65_500), 1),
             "65500 x 65500 pixels",

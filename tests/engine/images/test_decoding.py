@@ -2,6 +2,7 @@
 
 import io
 import struct
+import sys
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,21 @@ def test_every_mode_equals_transformers(format: str, mode: str, options: dict[st
         file = read_image_file(data, ImageLimits(max_pixels=width * height, max_edge=max(width, height)))
         assert (file.width, file.height, file.orientation) == (width, height, 1)
         np.testing.assert_array_equal(np.asarray(decode(file)), _expected(data))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="its process needs Linux")
+def test_avif_equals_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = picture("RGBA", 33, 17), picture("RGBA", 33, 17, 1)
+    data = encoded(picture("RGB", 33, 17), "AVIF", orientation=6)
+    as_container = data.replace(b"ftypavif", b"ftypmif1", 1)
+    animation = encoded(first, "AVIF", save_all=True, append_images=[other])
+    for file in (data, as_container, animation, encoded(picture("L", 1, 9), "AVIF")):
+        np.testing.assert_array_equal(_decoded(file), _expected(file))
+    assert _decoded(data).shape == (33, 17, 3)
+    assert read_image_file(data, ImageLimits()).num_decoded_pixels > 1 << 20  # its process is no small work
+    monkeypatch.setattr("penstock.engine.images.avif_process._START_S", 1e-6)
+    with pytest.raises(ImageError, match="takes too long to decode"):
+        _decoded(encoded(picture("RGB", 1, 1), "AVIF"))
 
 
 @pytest.mark.parametrize("num_missing", [12, 6])

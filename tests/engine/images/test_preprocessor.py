@@ -79,7 +79,7 @@ async def test_corrupt_image_fails_its_request_only() -> None:
     assert isinstance(failed, InvalidRequestError)
     assert failed.param == "input"
     assert failed.message == (
-        "Input 3 is not an image in a supported format (PNG, JPEG, WebP, GIF, BMP or TIFF); it begins with "
+        "Input 3 is not an image in a supported format (PNG, JPEG, WebP, AVIF, GIF, BMP or TIFF); it begins with "
         "'<svg width=\"'."
     )
     assert isinstance(succeeded, list)
