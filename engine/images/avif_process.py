@@ -16,13 +16,13 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from PIL import AvifImagePlugin, Image, ImageOps
+from PIL import AvifImagePlugin, Image, ImageOps, UnidentifiedImageError
 
 from .header import ImageError
 
 _BYTES_PER_PIXEL: Final = 40
 """Limit of the memory. Measured: 11 to 15 with 8 bits for a colour; 12 bits and alpha need 8 more."""
-_SLACK: Final = 64 << 20
+_SLACK: Final = 32 << 20
 _START_S: Final = 0.5
 _S_PER_PIXEL: Final = 1e-7
 _S_PER_BYTE: Final = 2e-7
@@ -55,7 +55,7 @@ def decode_avif(data: bytes, width: int, height: int) -> Image.Image:
             command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
     with process:
-        assert process.stdout is not None, "it is a pipe"
+        assert isinstance(process.stdout, io.BufferedReader), "it is a pipe"
         assert process.stderr is not None, "it is a pipe"
         head = process.stdout.read(_HEAD.size)
         if len(head) == _HEAD.size:
@@ -89,6 +89,8 @@ def main(width: int, height: int, num_bytes: int, seconds: float) -> None:
                 sys.exit("its headers contradict each other")
             image.load()
             upright = ImageOps.exif_transpose(image)
+    except UnidentifiedImageError:  # its message shows an object
+        sys.exit("its header is invalid")
     except Exception as error:  # noqa: BLE001 - Pillow raises errors of many types for corrupt files
         sys.exit(str(error) or type(error).__name__)
     out = sys.stdout.buffer
@@ -98,4 +100,4 @@ def main(width: int, height: int, num_bytes: int, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), float(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))

@@ -68,7 +68,7 @@ def attacks() -> dict[str, tuple[bytes, str]]:
     size, scans, slow = struct.pack("<HH", 40, 30), jpeg_with_scans(2_000), "takes too long to decode"
     webp = encoded(picture("RGBA", 40, 30), "WEBP", save_all=True, append_images=[picture("RGBA", 40, 30, 1)])
     jpeg_size = jpeg[jpeg.index(b"\xff\xc0") :][:19]
-    avif, avif_size = encoded(Image.new("RGB", (2_000, 1_500)), "AVIF", speed=10), struct.pack(">II", 2_000, 1_500)
+    avif, avif_size = encoded(Image.new("RGB", (6_000, 5_000)), "AVIF", speed=10), struct.pack(">II", 6_000, 5_000)
     rle = bytearray(encoded(picture("P", 40, 30), "BMP"))
     rle[30] = 1
     return {
