@@ -123,10 +123,7 @@ async def test_header_with_ignored_fields_is_ascii_and_short(client: httpx.Async
     assert "\n" not in caplog.messages[0]
 
 
-@pytest.mark.parametrize(
-    ("key", "meant"),
-    table("dialects", "misspelt keys"),
-)
+@pytest.mark.parametrize(("key", "meant"), table("dialects", "misspelt keys"))
 async def test_only_misspelt_keys_are_rejected(client: httpx.AsyncClient, key: str, meant: str | None) -> None:
     body = {"input": "a", key: 1}
     if meant is None:

@@ -149,7 +149,6 @@ async def test_error_gets_a_response_and_releases_the_request(error: Exception, 
 NO_TYPE: list[tuple[str, str]] = []
 FORM_TYPE = [("content-type", "application/x-www-form-urlencoded")]
 TEXT_TYPE = [("content-type", "text/plain;charset=UTF-8")]
-OWN_PAGE = [("origin", "http://test"), ("sec-fetch-site", "same-origin")]
 
 
 async def posted(client: httpx.AsyncClient, path: str, headers: list[tuple[str, str]]) -> httpx.Response:
@@ -159,16 +158,7 @@ async def posted(client: httpx.AsyncClient, path: str, headers: list[tuple[str, 
 
 @pytest.mark.parametrize(
     ("path", "headers", "status"),
-    [
-        *((path, [("content-type", "application/json; charset=utf-8")], 200) for path in ("/embed", "/api/embed")),
-        *((path, NO_TYPE, 200) for path in ("/v1/embeddings", "/embed", "/api/embed")),
-        ("/v1/embeddings", [("content-type", "application/x+json")], 200),
-        *((path, FORM_TYPE, 415) for path in ("/v1/embeddings", "/embed", "/pooling")),
-        *(("/api/embed", media, 200) for media in (FORM_TYPE, TEXT_TYPE)),
-        *(("/api/embed", media + OWN_PAGE, 200) for media in (NO_TYPE, FORM_TYPE)),
-        ("/api/embed", [*FORM_TYPE, ("sec-fetch-site", "none")], 200),
-        ("/api/embed", [*FORM_TYPE, ("origin", "https://proxy.example"), ("sec-fetch-site", "same-origin")], 200),
-    ],
+    table("server_cases", "media type is read as json by its dialect"),
 )
 async def test_media_type_is_read_as_json_by_its_dialect(client, path: str, headers, status: int) -> None:
     assert (await posted(client, path, headers)).status_code == status

@@ -22,11 +22,9 @@ from penstock.server.settings import ServerSettings
 from ..bodies import table
 
 REQUEST = Request({"type": "http", "headers": []})
-PLAIN: dict[str, str] = {}
 E5 = {"query": "query: ", "passage": "passage: "}
 QUERY_ONLY = {"query": "Represent this sentence for searching relevant passages: "}
 JINA_V3 = dict.fromkeys(("retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"), "p")
-JINA_V5 = ("retrieval", "text-matching", "clustering", "classification")
 QWEN = {"query": "Instruct: Find the answer\nQuery:", "document": ""}
 
 
@@ -77,18 +75,7 @@ def adapters(names: Iterable[str], folder: str | None = "lora") -> tuple[Adapter
 
 
 @pytest.mark.parametrize("field", ["input_type", "task"])
-@pytest.mark.parametrize(
-    ("names", "purpose", "expected"),
-    [
-        (JINA_V3, "retrieval.query", "retrieval.query"),
-        (JINA_V3, "search_document", "retrieval.passage"),
-        (JINA_V3, "clustering", "separation"),
-        ([name.replace(".", "_") for name in JINA_V3], "retrieval.passage", "retrieval_passage"),
-        (JINA_V5, "retrieval.query", "retrieval"),
-        (JINA_V5, "text-matching", "text-matching"),
-        (JINA_V5, "separation", "clustering"),
-    ],
-)
+@pytest.mark.parametrize(("names", "purpose", "expected"), table("options", "purpose selects the task adapter"))
 def test_purpose_selects_the_task_adapter(make_engine, names, purpose: str, expected: str, field: str) -> None:
     made = call(make_engine(prompts=dict.fromkeys(names, "p"), adapters=adapters(names)))
     options = made.embed_options(body(**{field: purpose}))
@@ -118,17 +105,7 @@ def test_task_and_model_name_must_agree(make_engine) -> None:
         made.embed_options(body(task="retrieval.query"))
 
 
-@pytest.mark.parametrize(
-    ("prompts", "arguments", "param", "part"),
-    [
-        (E5, {"input_type": "poetry"}, "input_type", "query, passage"),
-        (PLAIN, {"task": "poetry"}, "task", "'poetry'"),
-        (PLAIN, {"task": "."}, "task", "'.'"),
-        (QWEN, {"input_type": "document", "instruction": "Find"}, "instruction", "documents"),
-        (QWEN, {"prompt_name": "document", "instruction": "Find"}, "instruction", "documents"),
-        (E5, {"instruction": "Find"}, "instruction", "accepts no instruction"),
-    ],
-)
+@pytest.mark.parametrize(("prompts", "arguments", "param", "part"), table("options", "unknown purpose or instruction"))
 def test_unknown_purpose_or_instruction_is_rejected(make_engine, prompts, arguments, param: str, part: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         call(make_engine(prompts=prompts)).embed_options(body(**arguments))

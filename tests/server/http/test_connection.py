@@ -102,10 +102,7 @@ async def test_offer_of_an_upgrade_keeps_other_options_of_the_connection() -> No
     assert b"GET /p connection,host " in answer
 
 
-@pytest.mark.parametrize(
-    ("head", "reason"),
-    table("http_cases", "wrong hosts"),
-)
+@pytest.mark.parametrize(("head", "reason"), table("http_cases", "wrong hosts"))
 async def test_request_with_a_wrong_host_gets_400(head: str, reason: str) -> None:
     async with running(echo) as (server, port):
         answer = await exchange(port, head.encode("latin-1"))

@@ -10,7 +10,7 @@ from penstock.engine.async_engine import RequestOptions
 from penstock.engine.protocol.errors import DeadlineExceededError
 from penstock.server.http.request_head import canonical_path
 
-from ..bodies import FORWARDS
+from ..bodies import FORWARDS, table
 
 PATHS = ("/v1/embeddings", "/v2/embed", "/rerank", "/score", "/classify", "/pooling")
 ROUTES = {path: FORWARDS[path] for path in (*PATHS, "/embed", "/embed_all", "/similarity")}
@@ -160,19 +160,6 @@ async def test_time_before_the_engine_counts_for_the_deadline(serving, engine) -
                 assert response.json()["message"] == "The deadline of 0.1 s passed before the result."
 
 
-@pytest.mark.parametrize(
-    ("path", "root_path", "expected"),
-    [
-        *(("/", "", "/"), ("//", "", "/"), ("/a/", "", "/a"), ("/a//", "", "/a"), ("/a", "", "/a")),
-        *(
-            ("/\u00e9", "", "/\u00e9"),
-            ("/a\n", "", "/a%0A"),
-            ("/v1/version", "", "/v1/version"),
-            ("/v1/v3/a", "", "/v1/v3/a"),
-        ),
-        *(("/v1/v2/rerank/", "", "/v2/rerank"), ("/v2/v1/a", "", "/v1/a"), ("/p/v1/v1/a", "/p", "/v1/a")),
-        *(("/p", "/p", "/"), ("/p/", "/p", "/"), ("/p/a", "/p", "/a"), ("/pq", "/p", "/pq"), ("/a", "/p", "/a")),
-    ],
-)
+@pytest.mark.parametrize(("path", "root_path", "expected"), table("http_cases", "aliases of a path are one path"))
 def test_aliases_of_a_path_are_one_path(path: str, root_path: str, expected: str) -> None:
     assert canonical_path(path, root_path) == expected

@@ -10,6 +10,8 @@ import pytest
 from penstock.server.http.quantization import EmbedDtype, quantize
 from penstock.server.http.vectors import Encoding, wire_rows
 
+from ..bodies import table
+
 TEXTS = ["hello world", "goodbye"]
 QUANTIZED = {"int8": np.int8, "uint8": np.uint8, "binary": np.int8, "ubinary": np.uint8}
 
@@ -151,28 +153,21 @@ async def test_bits_need_a_width_of_whole_bytes(serving, make_engine, field: str
     assert not engine.calls
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value", "code"),
-    [
-        (EmbedDtype.FP8_E4M3, 1.0, 0x38),
-        (EmbedDtype.FP8_E4M3, 1e9, 0x7E),
-        (EmbedDtype.FP8_E4M3, 2.0**-9, 0x01),
-        (EmbedDtype.FP8_E4M3, 2.0**-10, 0x00),  # half-way: to even
-        (EmbedDtype.FP8_E4M3, 3 * 2.0**-10, 0x02),
-        (EmbedDtype.FP8_E5M2, 1.375, 0x3E),
-        (EmbedDtype.FP8_E5M2, -1e9, 0xFB),
-        (EmbedDtype.BFLOAT16, 1 + 3 * 2.0**-8, 0x3F82),
-    ],
-)
-def test_small_dtypes_round_to_even(dtype: EmbedDtype, value: float, code: int) -> None:
-    (row,) = wire_rows(np.array([[value]], np.float32), Encoding(dtype=dtype))
+@pytest.mark.parametrize(("dtype", "value", "code"), table("http_cases", "small dtypes round to even"))
+def test_small_dtypes_round_to_even(dtype: str, value: float, code: int) -> None:
+    (row,) = wire_rows(np.array([[value]], np.float32), Encoding(dtype=EmbedDtype(dtype)))
     assert row.tolist() == [code]
+
+
+def test_length_of_a_vector_does_not_change_its_integers() -> None:
+    rows = np.random.default_rng(3).normal(size=(2, 64)).astype(np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    np.testing.assert_array_equal(quantize(4 * rows, "int8"), quantize(rows, "int8"))
 
 
 def test_extreme_values_use_the_whole_range() -> None:
     rows = np.zeros((3, 1024), np.float32)
     rows[1, 0], rows[2, 5] = 1, -1
-    np.testing.assert_array_equal(quantize(5 * rows, "int8"), quantize(rows, "int8"))
     assert not quantize(rows, "int8")[0].any()
     assert (quantize(rows, "uint8")[0] == 128).all()
     assert (quantize(rows, "int8")[1, 0], quantize(rows, "uint8")[1, 0]) == (127, 255)

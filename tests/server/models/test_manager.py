@@ -14,6 +14,7 @@ from penstock.server.models.manager import ModelEntry, ModelLimits, ModelManager
 from penstock.server.models.served_model import ServedModel
 
 from ...waiting import later, loop_iterations, until
+from ..bodies import table
 
 MIB = 1 << 20
 
@@ -233,14 +234,7 @@ async def test_failed_load_is_retried_after_a_pause(engines: Engines, monkeypatc
 
 @pytest.mark.parametrize(
     ("requests", "limits", "unloaded"),
-    [
-        ("abac", {"max_loaded": 2}, "b"),
-        ("abacb", {"max_loaded": 2}, "ba"),
-        ("pab", {"max_loaded": 2}, "a"),
-        ("abc", {"max_bytes": 100 * MIB}, "a"),
-        ("bca", {"max_bytes": 100 * MIB}, "bc"),
-        ("ab", {"max_bytes": 90 * MIB}, ""),
-    ],
+    table("models_cases", "least recently used models are unloaded"),
 )
 async def test_least_recently_used_models_are_unloaded(engines: Engines, requests: str, limits, unloaded: str) -> None:
     sizes = {"a": 60, "b": 30, "c": 50}

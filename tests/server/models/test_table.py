@@ -98,10 +98,7 @@ async def test_request_holds_its_model_until_its_response(make_engine, fails: bo
         assert entry.num_in_use == 0
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    table("models_cases", "invalid body loads no model"),
-)
+@pytest.mark.parametrize(("path", "body"), table("models_cases", "invalid body loads no model"))
 async def test_invalid_body_loads_no_model(make_engine, path: str, body: dict[str, Any]) -> None:
     models = [served(make_engine(name="one")), served(make_engine(name="two"), is_preloaded=False)]
     async with serving(*models, max_loaded_models=1, max_inputs_per_request=4) as (client, app):

@@ -60,18 +60,12 @@ def check_cohere_answer(answer: dict[str, Any], texts: list[str], labels: list[s
 
 @pytest.mark.parametrize(
     ("activation", "scores", "predictions"),
-    [
-        (Activation.SIGMOID, [0.5, 0.9, 0.49], ["b", "a"]),
-        (Activation.SIGMOID, [0.1, 0.2, 0.4], ["c"]),
-        (Activation.SOFTMAX, [0.5, 0.9, 0.49], ["b"]),
-        (Activation.IDENTITY, [0.5, 0.9, 0.49], ["b"]),
-        (Activation.SIGMOID, [0.9], ["a"]),
-    ],
+    table("routes_cases", "sigmoid scores of several labels are multi label"),
 )
 async def test_sigmoid_scores_of_several_labels_are_multi_label(
     serving, make_engine, monkeypatch, activation, scores: list[float], predictions: list[str]
 ) -> None:
-    labels = ["a", "b", "c"][: len(scores)]
+    labels, activation = ["a", "b", "c"][: len(scores)], Activation(activation)
     engine = make_engine("sequence_classifier", labels, activation=activation)
     result = ClassResult(np.array([scores], np.float32), tuple(labels), [3])
     monkeypatch.setattr(engine, "_classes", lambda *_: result)

@@ -169,18 +169,12 @@ async def test_rerank_returns_a_bare_list_best_first(client: httpx.AsyncClient, 
 
 @pytest.mark.parametrize(
     ("kind", "activation", "use_activation", "raw_scores", "best"),
-    [
-        ("cross_encoder", Activation.IDENTITY, True, None, 1 / (1 + np.exp(-0.4))),
-        ("cross_encoder", Activation.IDENTITY, True, True, 0.4),
-        ("cross_encoder", Activation.IDENTITY, False, None, 0.4),
-        ("cross_encoder", Activation.SIGMOID, True, None, 0.4),
-        ("embedding", Activation.IDENTITY, True, None, 0.4),
-    ],
+    table("routes_cases", "logits become probabilities unless raw"),
 )
 async def test_logits_become_probabilities_unless_raw(
-    serving, make_engine, kind: str, activation: Activation, use_activation: bool, raw_scores: bool | None, best: float
+    serving, make_engine, kind: str, activation: str, use_activation: bool, raw_scores: bool | None, best: float
 ) -> None:
-    engine = make_engine(kind, ["LABEL_0"], activation=activation, use_activation=use_activation)
+    engine = make_engine(kind, ["LABEL_0"], activation=Activation(activation), use_activation=use_activation)
     async with serving(engine) as client:
         response = await client.post("/rerank", json={"query": QUERY, "texts": TEXTS, "raw_scores": raw_scores})
     assert response.json()[0] == {"index": 1, "score": pytest.approx(best, abs=1e-6)}

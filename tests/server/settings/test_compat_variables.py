@@ -96,10 +96,7 @@ def test_lists_of_infinity_name_several_models(plan: Any) -> None:
         plan({"INFINITY_DTYPE": "auto;auto;auto"}, env_compat="infinity")
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "message"),
-    table("compat_variables", "impossible"),
-)
+@pytest.mark.parametrize(("variable", "value", "message"), table("compat_variables", "impossible"))
 def test_impossible_value_is_an_error(plan: Any, variable: str, value: str, message: str) -> None:
     server = "infinity" if variable.startswith("INFINITY_") else "tei"
     with pytest.raises(UsageError) as error:
