@@ -15,7 +15,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -100,14 +99,7 @@ class Files:
         max_files: Maximum number of files of one owner.
     """
 
-    def __init__(
-        self,
-        data: DataDir,
-        store: Store,
-        max_bytes: int,
-        now: Callable[[], float] = time.time,
-        max_files: int = 10_000,
-    ) -> None:
+    def __init__(self, data: DataDir, store: Store, max_bytes: int, now: Callable[[], float], max_files: int) -> None:
         self._folder = data.files
         self._store = store
         self.max_bytes = max_bytes

@@ -1,5 +1,6 @@
 import sqlite3
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
@@ -28,7 +29,7 @@ async def in_parts(body: bytes, size: int) -> AsyncIterator[bytes]:
 async def files(tmp_path: Path):
     data, threads = DataDir(tmp_path / "data"), set(threading.enumerate())
     store = Store(data.database)
-    yield Files(data, store, 100_000)
+    yield Files(data, store, 100_000, time.time, 10_000)
     await store.close()
     data.close()
     assert not [each for each in threading.enumerate() if each not in threads and each.name.startswith("batches")]

@@ -81,7 +81,7 @@ async def test_disk_space_is_checked_again_during_an_upload(running, monkeypatch
     usage = Mock(return_value=SimpleNamespace(total=2**40, free=2**40))
     monkeypatch.setattr("penstock.server.batches.file_store.shutil.disk_usage", usage)
     async with running(Routes()) as batches:
-        await upload(batches, bytes(10_000))  # arrives in 11 parts of 1,000 bytes
+        await upload(batches, bytes(9_000))  # arrives in 10 parts of 1,000 bytes
         assert usage.call_count == 3
         usage.side_effect = [usage.return_value, SimpleNamespace(total=2**40, free=0)]
         with pytest.raises(StorageError):

@@ -215,6 +215,7 @@ def test_jsonl_values_are_written_as_csv(run, fake, tmp_path: Path) -> None:
     record = {"text": "a", "n": 2**70, "x": 0.5, "list": [1, "é"], "yes": True, "none": None}
     (tmp_path / "in.jsonl").write_text(f'{json.dumps(record)}\n{{"text": "b", "late": "c"}}\n')
     run(tmp_path / "in.jsonl", tmp_path / "out.csv")
+    assert b"\r" not in (tmp_path / "out.csv").read_bytes()
     first, second = read_csv(tmp_path / "out.csv")
     del first["embedding"], second["embedding"]
     assert first == {
