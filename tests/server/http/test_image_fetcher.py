@@ -120,8 +120,10 @@ async def test_image_is_fetched_from_the_checked_address(site) -> None:
     ids=["continue", "early hints", "chunked", "trailer", "until the end", "long frames"],
 )
 async def test_framing_of_http_is_understood(site, parts) -> None:
-    site.parts, site.delay_s = parts, 0.01
+    site.parts, site.delay_s, counted = parts, 0.01, []
+    site.on_bytes = counted.append
     assert await site.fetch() == b"image"
+    assert sum(counted) == 5
 
 
 PRIVATE = table("http_cases", "private")
