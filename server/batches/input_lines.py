@@ -67,9 +67,7 @@ class BatchInput:
         counts_inputs: Whether MAX_INPUTS limits the inputs of all lines together.
     """
 
-    def __init__(
-        self, path: Path, endpoint: str, max_line_bytes: int, max_values: int, *, counts_inputs: bool = True
-    ) -> None:
+    def __init__(self, path: Path, endpoint: str, max_line_bytes: int, max_values: int, *, counts_inputs: bool) -> None:
         self._path = path
         self._endpoint = endpoint
         self._max_line_bytes = max_line_bytes

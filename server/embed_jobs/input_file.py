@@ -168,7 +168,7 @@ class InputFile(ABC):
         """Returns a row of `full_rows` as a JSON object. Raises TypeError if a value cannot be written as JSON."""
         return orjson.dumps(row.record, option=orjson.OPT_NON_STR_KEYS, default=plain)
 
-    def summarize(self, visit: Callable[[Row], None], *, skip_bad: bool = False) -> InputSummary:
+    def summarize(self, visit: Callable[[Row], None], *, skip_bad: bool) -> InputSummary:
         """Reads every row once, to find bad rows before any row is embedded.
 
         Args:

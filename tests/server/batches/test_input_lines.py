@@ -19,7 +19,7 @@ def line(name: str = "a", **body: object) -> bytes:
 def read(tmp_path: Path):
     def read(content: bytes, *, max_line_bytes: int = 10_000_000, max_values: int = 1_000_000) -> BatchInput:
         (tmp_path / "lines").write_bytes(content)
-        return BatchInput(tmp_path / "lines", "/v1/embeddings", max_line_bytes, max_values)
+        return BatchInput(tmp_path / "lines", "/v1/embeddings", max_line_bytes, max_values, counts_inputs=True)
 
     return read
 

@@ -151,6 +151,7 @@ def test_every_command_and_argument_is_described() -> None:
             assert action.metavar or action.choices or action.nargs == 0, action.dest
             if isinstance(action, argparse._SubParsersAction):
                 assert all(command.help for command in action._choices_actions)
+                assert len(action._choices_actions) == len(action.choices)
                 parsers += action.choices.values()
         if len(parsers) > 1:
             assert parser.description

@@ -179,7 +179,10 @@ def test_changed_image_does_not_continue_an_interrupted_run(
     with pytest.raises(CommandError, match="image 4"):
         run(folder, output, batch_size=1)
     os.utime(folder / NAMES[0], (1, 1))
-    with pytest.raises(UsageError, match="files"):
+    with pytest.raises(UsageError, match="another files;"):
+        run(folder, output, on_bad_row="skip")
+    (folder / NAMES[0]).rename(folder / "z.png")
+    with pytest.raises(UsageError, match="another input, files;"):
         run(folder, output, on_bad_row="skip")
 
 
@@ -191,7 +194,7 @@ def test_shards_and_requests_are_bounded_in_bytes(run, fake, folder: Path, tmp_p
     rows = [row for row in source.rows() if isinstance(row, Row)]
     assert [row.size for row in rows] == [12_500] * 8 + [800] * 4
     monkeypatch.setattr(input_module, "SHARD_CHARS", 30_000)
-    assert [shard.num_rows for shard in source.summarize(lambda row: None).shards] == [2, 2, 2, 4 + 2]
+    assert [shard.num_rows for shard in source.summarize(lambda row: None, skip_bad=False).shards] == [2, 2, 2, 4 + 2]
     monkeypatch.setattr(run_module, "IN_FLIGHT_CHARS", 20_000)
     in_flight, most = 0, 0
     plain = fake.embed

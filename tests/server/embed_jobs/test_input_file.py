@@ -18,7 +18,7 @@ def test_shards_are_bounded_in_rows_and_characters(max_rows: int, max_chars: int
     texts = [f"text number {i}" for i in range(23)] + ["", "naïve 東京"]
     (tmp_path / "in.txt").write_text("\n".join(texts))
     source = open_input(tmp_path / "in.txt", "text")
-    summarize = source.summarize(lambda row: None)
+    summarize = source.summarize(lambda row: None, skip_bad=False)
     shards = [[row.content for row in rows] for _, rows in source.read_shards(summarize.shards)]
     assert [text for shard in shards for text in shard] == texts
     assert summarize.num_rows == len(texts)
@@ -54,7 +54,7 @@ def test_file_that_became_shorter_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "in.txt"
     path.write_text("a\nb\n")
     source = open_input(path, "text")
-    shards = source.summarize(lambda row: None).shards
+    shards = source.summarize(lambda row: None, skip_bad=False).shards
     path.write_text("a\n")
     with pytest.raises(CommandError, match=r"in\.txt was changed while it was read; start over"):
         list(source.read_shards(shards))
@@ -82,5 +82,5 @@ def test_unreadable_images_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_image_removed_while_rows_are_counted_stays_a_row(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"0123")
-    found = open_input(tmp_path, "").summarize(lambda row: Path(row.content).unlink())
+    found = open_input(tmp_path, "").summarize(lambda row: Path(row.content).unlink(), skip_bad=False)
     assert (found.num_rows, found.sizes.total()) == (1, 1)

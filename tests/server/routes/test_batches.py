@@ -87,7 +87,8 @@ async def test_batch_answers_every_line_of_its_file(client, engine) -> None:
         assert (response["status_code"], answer["error"]) == (200, None)
         assert response["body"]["data"] == alone["data"]
         assert response["body"]["id"] == f"embd-{response['request_id']}"
-        assert response["request_id"] == answer["id"]
+        line = f"batch_req_{batch['id'].removeprefix('batch_')}_{int(number) + 1}"
+        assert response["request_id"] == answer["id"] == line
     assert all(options.priority == 999 for name, (_, _, options) in engine.calls[:250])
     (entry,) = client._transport.app.state.context.models.entries
     assert entry.is_idle, "a line keeps the model in memory"

@@ -201,6 +201,7 @@ class FullTable:
 
 async def test_connection_waits_until_it_can_be_accepted(server: Server, resources, caplog) -> None:
     process, listener = Process(resources), server.acceptor._listener
+    descriptor = listener.fileno()
     server.acceptor.add(process.sender)
     server.acceptor._listener = full = FullTable(listener)
     server.connect(b"hello")
@@ -215,6 +216,7 @@ async def test_connection_waits_until_it_can_be_accepted(server: Server, resourc
     server.acceptor.close()
     server.acceptor.add(Process(resources).sender)
     assert not caplog.records
+    assert not asyncio.get_running_loop().remove_reader(descriptor)
 
 
 async def test_second_close_of_a_receiver_does_nothing() -> None:

@@ -96,9 +96,9 @@ async def test_end_of_a_process_ends_its_heartbeat_and_questions(worker, pauses,
     assert worker.metrics == families
     update = asyncio.create_task(worker.update_metrics(120))
     await until(lambda: GetMetrics(2) in first.messages)
-    first.end(3)
+    first.end(0)
     await until(lambda: worker._process is second)
-    assert "an HTTP process ended with exit code 3; another one is started" in caplog.text
+    assert "an HTTP process ended with exit code 0; another one is started" in caplog.text
     await update
     assert heartbeat.cancelling()
     acceptor.remove.assert_called_once()
