@@ -15,7 +15,7 @@ from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.server.app import create_app
 from penstock.server.cluster import ray_replica
-from penstock.server.cluster.ray_replica import RayReplica, mounts_of
+from penstock.server.cluster.ray_replica import RayReplica, WithoutPrefix, mounts_of
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, UsageError
 
@@ -93,6 +93,16 @@ async def test_paths_are_found_below_any_prefix(make_engine, prefix: str) -> Non
             assert (await client.post(f"{prefix}/v1/embeddings", json=body)).status_code == 200
             assert (await client.get(f"{prefix}/health")).status_code == 200
             assert (await client.get(f"{prefix}/nowhere")).status_code == 404
+
+
+async def test_application_sees_paths_without_the_prefix() -> None:
+    app = AsyncMock()
+    for path, inner in (("/m/v1/models", "/v1/models"), ("/m", "/")):
+        await WithoutPrefix(app)({"path": path, "raw_path": path.encode(), "root_path": "/m"}, None, None)
+        assert app.call_args.args[0] == {"path": inner, "raw_path": inner.encode(), "root_path": ""}
+    for scope in ({"path": "/a%2Fb", "raw_path": b"/a%2Fb", "root_path": ""}, {"path": "/other", "root_path": "/m"}):
+        await WithoutPrefix(app)(scope, None, None)
+        assert app.call_args.args[0] is scope
 
 
 def model(path: str, *names: str, prompt_name: str | None = None) -> tuple[EngineConfig, tuple[str, ...], str | None]:

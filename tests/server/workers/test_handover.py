@@ -214,9 +214,9 @@ async def test_connection_waits_until_it_can_be_accepted(server: Server, resourc
     assert connection.recv(100) == b"hello"
     caplog.clear()
     server.acceptor.close()
+    assert not asyncio.get_running_loop().remove_reader(descriptor)
     server.acceptor.add(Process(resources).sender)
     assert not caplog.records
-    assert not asyncio.get_running_loop().remove_reader(descriptor)
 
 
 async def test_second_close_of_a_receiver_does_nothing() -> None:
