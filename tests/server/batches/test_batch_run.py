@@ -231,6 +231,17 @@ async def test_short_disk_failure_fails_no_batch(running, monkeypatch, owner: ty
         assert (batch.num_completed, routes.received.total(), next(fails, None)) == (250, 250, None)
 
 
+async def test_server_stops_while_the_disk_is_full(running, monkeypatch, caplog) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(OutputWriter, "_append", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        async with running(Routes()) as batches:
+            batch = await begin(batches, lines(range(3)))
+            await until(lambda: "its responses cannot be written" in caplog.text)
+    async with running(Routes()) as batches:
+        assert (await until_status(batches, batch, BatchStatus.COMPLETED)).num_completed == 3
+    assert caplog.text.count("its responses cannot be written") == 1
+
+
 @pytest.mark.parametrize(
     ("cause", "status", "code"),
     [

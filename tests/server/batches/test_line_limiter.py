@@ -116,7 +116,8 @@ async def test_bytes_of_running_lines_are_bounded(wide_limiter, clock) -> None:
     assert wide_limiter.has_capacity(100)
 
 
-async def test_waiting_line_enters_when_another_leaves(limiter: LineLimiter) -> None:
+async def test_waiting_line_enters_when_another_leaves(limiter: LineLimiter, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.server.batches.line_limiter.QUIET_S", 3600)
     await limiter.acquire(1)
     waiting = [asyncio.create_task(limiter.acquire(1)) for _ in range(2)]
     await asyncio.sleep(0)

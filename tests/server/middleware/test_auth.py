@@ -113,6 +113,7 @@ def test_namespace_of_a_key_depends_on_the_salt_only(tmp_path: Path) -> None:
     both, alone = ApiKeys(("one", "two"), namespace_salt=salt), ApiKeys(("one",), namespace_salt=salt)
     from_file = ApiKeys(("one",), tmp_path / "keys", namespace_salt=salt, salt=bytes(32))
     assert namespace(both, b"one") == namespace(alone, b"one") == namespace(from_file, b"one")
+    assert namespace(both, b"one") == "d013f1a2df7155299e301e223226eb1b", "vectors stay cached after an upgrade"
     assert namespace(both, b"two") == namespace(from_file, b"two") != namespace(both, b"one")
     assert namespace(both, b"one") not in (both.owner_of([b"one"]), alone.owner_of([b"one"]))
     assert namespace(ApiKeys(("one",), namespace_salt=bytes(32)), b"one") != namespace(both, b"one")
