@@ -127,19 +127,7 @@ def test_wrong_url_or_file_is_a_usage_error(url: str, settings: dict[str, Path],
 
 @pytest.mark.parametrize(
     ("retry_after", "date", "seconds"),
-    [
-        ("7", None, 7),
-        (" 0.5", None, 0.5),
-        ("0", None, 0.1),
-        (None, None, 1),
-        ("soon", None, 1),
-        ("nan", None, 1),
-        ("-3", None, 1),
-        ("Mon, 01 Jan 99999 00:00:00 GMT", None, 1),
-        (formatdate(NOW_S + 12, usegmt=True), None, 12),
-        (formatdate(NOW_S - 12, usegmt=True), None, 0.1),
-        (formatdate(NOW_S + 500, usegmt=True), formatdate(NOW_S + 497, usegmt=True), 3),  # the server's clock is ahead
-    ],
+    table("server_cases", "retry after is seconds or a date"),
 )
 def test_retry_after_is_seconds_or_a_date(retry_after: str | None, date: str | None, seconds: float) -> None:
     headers = Message()

@@ -198,17 +198,7 @@ async def test_too_large_response_stops_before_the_forward(client: httpx.AsyncCl
     assert {name for name, _ in engine.calls} <= {"tokenize_details"}
 
 
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        ({"documents": ["b" * 600]}, 400),
-        ({"documents": [{"text": "b", "more": ["c" * 600]}]}, 400),
-        ({"documents": ["b" * 250] * 3, "top_n": 1}, 200),
-        ({"documents": ["b" * 600], "return_documents": False}, 200),
-        ({"texts": ["b" * 600], "return_text": True}, 422),
-        ({"texts": ["b" * 600]}, 200),
-    ],
-)
+@pytest.mark.parametrize(("body", "status"), table("http_cases", "returned documents count in the response size"))
 async def test_returned_documents_count_in_the_response_size(client, engine, monkeypatch, body, status: int) -> None:
     monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 600)
     answer = await client.post("/rerank", json={"query": "a", **body})

@@ -43,16 +43,7 @@ def decoded(raw: bytes, dtype: str, order: str) -> np.ndarray:
     return np.frombuffer(raw, order + {"float32": "f4", "float16": "f2"}[dtype])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rtol", "atol"),
-    [
-        ("float32", 0, 0),
-        ("float16", 2**-11, 2**-25),
-        ("bfloat16", 2**-8, 0),
-        ("fp8_e4m3", 2**-4, 2**-10),
-        ("fp8_e5m2", 2**-3, 2**-17),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "rtol", "atol"), table("http_cases", "rows are written in each dtype"))
 async def test_rows_are_written_in_each_dtype_and_byte_order(client, dtype: str, rtol: float, atol: float) -> None:
     expected = await truth(client)
     for endianness, order in ((None, "<"), ("native", "="), ("little", "<"), ("big", ">")):

@@ -281,15 +281,7 @@ async def test_lists_have_pages(client) -> None:
     assert ([batch["id"] for batch in page["data"]], page["has_more"]) == (batches[:1], False)
 
 
-WRONG_BATCHES = [
-    ({"input_file_id": "file-none"}, 404, "file_id"),
-    ({"endpoint": "/tokenize"}, 400, "endpoint"),
-    ({"completion_window": "169h"}, 400, "completion_window"),
-    ({"metadata": {"a": 1}}, 400, "metadata"),
-    ({"metadata": {str(i): "" for i in range(17)}}, 400, "metadata"),
-    ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, 400, "output_expires_after"),
-    ({"endpoints": 1}, 400, "endpoints"),
-]
+WRONG_BATCHES = table("routes_cases", "wrong batches")
 
 
 async def test_wrong_batch_is_rejected_with_the_field(client) -> None:
