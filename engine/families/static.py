@@ -1,7 +1,8 @@
 """Static embeddings: a vector, or one weight, for each token, and no layers.
 
 Sources: sentence-transformers' StaticEmbedding and SparseStaticEmbedding; model2vec (github.com/MinishLab/model2vec).
-Most static models have no config.json; engine/model_files/static_files.py builds the config from their weights.
+Most static models have no config.json; engine/model_files/sentence_transformers_files.py builds the config from their
+weights.
 """
 
 from __future__ import annotations

@@ -29,8 +29,14 @@ from .image_processor import read_image_spec
 from .length_limits import resolve_long_text, resolve_max_model_len
 from .model_folder import as_load_error, is_gguf, locate_model, no_model_error, read_object
 from .quantization import check_quantization
-from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles, read_modules
-from .static_files import read_model2vec_modules, read_static_config
+from .sentence_transformers_files import (
+    MODULES_FILE,
+    SETTINGS_FILE,
+    SentenceTransformersFiles,
+    read_model2vec_modules,
+    read_modules,
+    read_static_config,
+)
 from .vector_outputs import read_stanford_modules, resolve_matryoshka, resolve_multi_vector, resolve_sparse
 
 _POOLER_FLAG: Final = "--pooler-config"

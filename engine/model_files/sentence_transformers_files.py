@@ -1,20 +1,21 @@
 """Reads the files of sentence-transformers in a model's folder: modules.json, module configs and settings.
 
-Reads JSON only, no weights. A module is identified by its package and class name, because the module path in between
-differs between versions of sentence-transformers. A Router has other modules for queries than for documents.
+Reads JSON and the headers of weights. A module is identified by its package and class name, because the module path in
+between differs between versions of sentence-transformers. A Router has other modules for queries than for documents.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
-from ..families.static import SPARSE_STATIC, STATIC
+from ..families.static import MODEL2VEC, SPARSE_STATIC, STATIC
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import DenseSpec, PairChat
 from ..protocol.tasks import PoolingType
-from .model_folder import read_json, read_object
+from .model_folder import read_json, read_object, safetensors_header
 
 MODULES_FILE: Final = "modules.json"
 SETTINGS_FILE: Final = "config_sentence_transformers.json"
@@ -428,3 +429,61 @@ def _route_of(purpose: str | None, modules: dict[str, Any], mapped: dict[str, st
         if str(key) in mapped:
             return mapped[str(key)]
     return next((name for name in (*_NAMES[purpose], "text") if name in modules), None)
+
+
+# Static embeddings: sentence-transformers saves them without a config.json, model2vec without sizes.
+
+_STATIC_WEIGHTS: Final = "model.safetensors"
+
+
+def read_model2vec_modules(root: Path) -> SentenceTransformersFiles | None:
+    """Returns the modules of a folder that model2vec saved without modules.json; None for other folders."""
+    if read_object(root / "config.json").get("model_type") != MODEL2VEC:
+        return None
+    return SentenceTransformersFiles(pooling=(PoolingType.MEAN,), pooling_source="config.json", static_kind=STATIC)
+
+
+def read_static_config(folder: Path, kind: str) -> dict[str, Any]:
+    """Returns the config of a static embedding: model_type, sizes and `static_table`.
+
+    A table with the name that model2vec gives it is a model of model2vec: it ignores unknown tokens.
+
+    Args:
+        folder: Folder of the weights.
+        kind: STATIC, or SPARSE_STATIC for one weight per token.
+
+    Raises:
+        UnsupportedModelError: The weights are not in model.safetensors.
+        ModelLoadError: The file is damaged, or a tensor is missing or has a wrong shape.
+    """
+    path = folder / _STATIC_WEIGHTS
+    try:
+        header = json.loads(safetensors_header(path))
+        shapes = {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    except FileNotFoundError:
+        raise UnsupportedModelError(
+            f"{folder} has no {_STATIC_WEIGHTS}; penstock reads a static embedding from no other file. Load the model "
+            "with sentence-transformers and save it with safe_serialization=True."
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelLoadError(f"{path} cannot be read; download the model again ({error}).") from error
+    names = ("weight",) if kind == SPARSE_STATIC else ("embedding.weight", "embeddings")
+    name = next((name for name in names if name in shapes), None)
+    if name is None or len(shapes[name]) != (1 if kind == SPARSE_STATIC else 2):
+        raise ModelLoadError(f"{path} has the tensors {shapes}; it needs {' or '.join(names)} for every token.")
+    is_model2vec = name == "embeddings"
+    num_tokens = next((shapes[n][0] for n in ("mapping", "weights") if is_model2vec and n in shapes), shapes[name][0])
+    config = read_object(folder / "config.json") if is_model2vec else {}
+    return {
+        **config,
+        "model_type": MODEL2VEC if is_model2vec else kind,
+        "architectures": ["StaticModel" if is_model2vec else f"{'Sparse' * (kind == SPARSE_STATIC)}StaticEmbedding"],
+        "hidden_size": (*shapes[name], 1)[1],
+        "vocab_size": num_tokens,
+        "static_table": {
+            "name": name,
+            "shape": list(shapes[name]),
+            "has_mapping": is_model2vec and "mapping" in shapes,
+            "has_weights": is_model2vec and "weights" in shapes,
+        },
+    }

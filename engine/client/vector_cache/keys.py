@@ -151,8 +151,8 @@ def _files(info: ModelInfo) -> list[Path]:
     return [file for file in dict.fromkeys(files) if file.is_file()]
 
 
-class Keys:
-    """Makes the keys of one model.
+class CacheKeyBuilder:
+    """Builds the cache keys of one model.
 
     Args:
         secret: Secret of the cache. Keys cannot be computed without it.
@@ -172,7 +172,7 @@ class Keys:
 
         self._prefix = prefix
 
-    def of(
+    def build(
         self, inputs: Sequence[TokenizedInput], params: PoolingParams, namespace: str, transform: str = ""
     ) -> list[bytes]:
         """Returns the key of each input's outputs.

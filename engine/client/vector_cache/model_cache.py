@@ -22,7 +22,7 @@ from ...protocol.results import stacked
 from ...protocol.tasks import PoolingTask
 from ..stats import CacheStats
 from .cache import VectorCache
-from .keys import Keys, UnknownIdentityError, identity_of, is_cacheable, stamp_of
+from .keys import CacheKeyBuilder, UnknownIdentityError, identity_of, is_cacheable, stamp_of
 
 logger = logging.getLogger("penstock.engine")
 
@@ -84,7 +84,7 @@ class ModelCache:
     def __init__(self, cache: VectorCache) -> None:
         self.stats = CacheStats()
         self._cache = cache
-        self._keys: Keys | None = None
+        self._key_builder: CacheKeyBuilder | None = None
         self._file_stamps: set[bytes | None] = set()
         self._identity: bytes | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -116,14 +116,14 @@ class ModelCache:
 
     def close(self) -> None:
         """Closes the cache and cancels a running `open`."""
-        self._set_keys(None)
+        self._set_key_builder(None)
         self._num_opened += 1  # ends the thread of an earlier `open`
         if self._opening is not None:
             self._opening.cancel()
 
-    def _set_keys(self, keys: Keys | None) -> None:
-        self._keys = keys
-        self.stats.is_open = keys is not None
+    def _set_key_builder(self, key_builder: CacheKeyBuilder | None) -> None:
+        self._key_builder = key_builder
+        self.stats.is_open = key_builder is not None
 
     async def run(
         self,
@@ -143,7 +143,7 @@ class ModelCache:
             params: Resolved parameters.
             namespace: Namespace of the client; see RequestOptions.
             compute: Returns the outputs of inputs for the given parameters.
-            transform: Name of the function that `compute` applies to the outputs; see Keys.of.
+            transform: Name of the function that `compute` applies to the outputs; see CacheKeyBuilder.build.
         """
         full_width = self._full_width_params(params)
         outputs = await self._find_or_compute(inputs, full_width or params, namespace, compute, transform)
@@ -156,13 +156,13 @@ class ModelCache:
     async def _find_or_compute(
         self, inputs: Sequence[TokenizedInput], params: PoolingParams, namespace: str, compute: Compute, transform: str
     ) -> list[Arrays]:
-        keys_of = self._keys
-        if keys_of is None or not is_cacheable(params, transform):
+        key_builder = self._key_builder
+        if key_builder is None or not is_cacheable(params, transform):
             return list(await compute(list(inputs), params))
         if sum(map(len, inputs)) > _MANY_TOKENS:
-            keys = await asyncio.to_thread(keys_of.of, inputs, params, namespace, transform)
+            keys = await asyncio.to_thread(key_builder.build, inputs, params, namespace, transform)
         else:
-            keys = keys_of.of(inputs, params, namespace, transform)
+            keys = key_builder.build(inputs, params, namespace, transform)
         arrays, num_in_memory = await self._cache.find(list(dict.fromkeys(keys)))
         missing: dict[bytes, TokenizedInput] = {}
         for key, tokens in zip(keys, inputs, strict=True):
@@ -173,7 +173,7 @@ class ModelCache:
         self.stats.num_misses += len(missing)
         if missing:
             outputs = await compute(list(missing.values()), params)
-            is_current = self._keys is keys_of  # False if the model was replaced during `compute`
+            is_current = self._key_builder is key_builder  # False if the model was replaced during `compute`
             for key, output in zip(missing, outputs, strict=True):
                 arrays[key] = output
                 if is_current:
@@ -194,7 +194,7 @@ class ModelCache:
             logger.warning("vectors of %s are not cached: its files have changed while it was loaded", info.name)
             return
         self._identity = identity
-        self._set_keys(Keys(self._cache.secret, identity, info.embedding_size))
+        self._set_key_builder(CacheKeyBuilder(self._cache.secret, identity, info.embedding_size))
 
 
 def _stamp(model: str) -> bytes | None:

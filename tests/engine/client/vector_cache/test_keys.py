@@ -15,7 +15,7 @@ from penstock.engine.client.vector_cache.keys import (
     CHANGES_NO_VECTOR,
     KEY_BYTES,
     UNKEYED_PARAMS,
-    Keys,
+    CacheKeyBuilder,
     UnknownIdentityError,
     identity_of,
     stamp_of,
@@ -44,7 +44,7 @@ def key(
     secret: bytes = SECRET,
     identity: bytes = IDENTITY,
 ) -> bytes:
-    (made,) = Keys(secret, identity, 384).of([tokens], params, namespace, finish)
+    (made,) = CacheKeyBuilder(secret, identity, 384).build([tokens], params, namespace, finish)
     return made
 
 
