@@ -16,8 +16,8 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.models import Unigram
 
-from ...model_files.model_folder import one_line, read_object
-from ...protocol.errors import UnsupportedModelError
+from ...model_files.model_folder import LFS_HINT, is_lfs_pointer, one_line, read_object
+from ...protocol.errors import ModelLoadError, UnsupportedModelError
 from ...protocol.model_info import ModelInfo
 from .tokenizer_classes import CLASSES, PLAIN, NotBuiltHereError, bare_texts, class_name
 
@@ -132,6 +132,7 @@ def read_tokenizer(info: ModelInfo, folder: Path) -> LoadedTokenizer:
 
     Raises:
         NotBuiltHereError: transformers must read the tokenizer. The message states the reason.
+        ModelLoadError: tokenizer.json is a Git LFS pointer.
     """
     if info.pair_chat is not None:
         raise NotBuiltHereError("its chat template makes the prompt of pairs")
@@ -144,6 +145,8 @@ def read_tokenizer(info: ModelInfo, folder: Path) -> LoadedTokenizer:
     except FileNotFoundError:
         raise NotBuiltHereError("there is no tokenizer.json") from None
     except Exception as error:  # the tokenizers library raises Exception for an unreadable file
+        if is_lfs_pointer(folder / "tokenizer.json"):  # transformers could not read it either
+            raise ModelLoadError(f"{folder / 'tokenizer.json'} {LFS_HINT}.") from None
         raise NotBuiltHereError("its tokenizer.json cannot be read") from error
     settings = _settings(folder)
     declared = settings.get("tokenizer_class") or info.config.get("tokenizer_class")

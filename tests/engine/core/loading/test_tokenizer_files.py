@@ -19,6 +19,7 @@ from penstock.engine.core.loading.tokenizer_classes import CLASSES, NotBuiltHere
 from penstock.engine.core.loading.tokenizer_files import LoadedTokenizer, read_tokenizer
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.model_info import PairChat
 
 from ....tables import table
@@ -395,6 +396,14 @@ def test_unusual_files_beside_the_tokenizer_are_left_to_transformers(
     (tmp_path / name).write_text(json.dumps(content))
     info = resolve_model(EngineConfig(model=str(tmp_path)))
     with pytest.raises(NotBuiltHereError, match=reason):
+        read_tokenizer(info, tmp_path)
+
+
+def test_git_lfs_pointer_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "bert", BASE)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:53aa\nsize 9\n")
+    info = resolve_model(EngineConfig(model=str(tmp_path)))
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json is a Git LFS pointer.*git lfs pull"):
         read_tokenizer(info, tmp_path)
 
 
