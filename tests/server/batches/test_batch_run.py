@@ -321,6 +321,7 @@ async def test_lines_are_suspects_only_after_a_kill(running, tmp_path: Path, cap
     async with running(routes, folder) as batches:
         batch = await begin(batches, lines(range(250)))
         await until_completed(batches, batch, 20)
+        await until(lambda: routes.max_at_once > 1)
     async with running(routes, folder) as batches:
         await until(lambda: routes.received[20] == 2)
         assert "the server was killed while lines" not in caplog.text, "it stopped cleanly"
@@ -344,9 +345,12 @@ async def test_line_that_ran_alone_in_two_kills_fails(running, tmp_path: Path) -
             await until(lambda: routes.received[7])
             if num_kills == 1:
                 await until_completed(batches, batch, 7)
+            else:
+                assert routes.max_at_once == 1
             folder = killed(folder, tmp_path / f"kill {num_kills}")
         assert routes.received[7] == 1
         routes.received.clear()
+        routes.max_at_once = 0
     async with running(routes, folder) as batches:
         batch = await until_status(batches, batch, BatchStatus.COMPLETED)
         output, (error,) = written(batches, batch)

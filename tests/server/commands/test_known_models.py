@@ -1,5 +1,6 @@
 import json
 import re
+import sys
 
 import pytest
 
@@ -58,6 +59,10 @@ def test_command_lists_all_models(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert cli.main(["models"]) == 0
     narrow = capsys.readouterr().out.splitlines()
     assert max(map(len, narrow)) <= 80
+    monkeypatch.delenv("COLUMNS")
+    monkeypatch.setattr(sys, "__stdout__", None)  # not a terminal
+    assert cli.main(["models"]) == 0
+    assert capsys.readouterr().out.splitlines() == wide
     for model in MODELS:
         assert sum(line.endswith(f"  penstock serve {model.name}") for line in wide) == 1
         assert narrow.count(f"penstock serve {model.name}") == 1
