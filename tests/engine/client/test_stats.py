@@ -3,6 +3,8 @@
 from penstock.engine.client.stats import DispatcherStats, DrainRate, Histogram, total_rate
 from penstock.engine.protocol.messages import SchedulerStats, SequencePoolStats, StepResults
 
+from ...tables import table
+
 
 def test_step_is_counted() -> None:
     stats = DispatcherStats(num_requests=1)
@@ -22,6 +24,8 @@ def test_step_is_counted() -> None:
     stats.count(StepResults([], 8, 0.125))  # without a load
     assert (stats.num_steps_total, stats.token_budget, stats.num_waiting) == (3, 64, 6)
     assert [histogram.cumulative()[-1][1] for histogram in histograms] == [3, 2, 3, 2]
+    bounds = [[bound for bound, _ in histogram.cumulative()[:-1]] for histogram in histograms]
+    assert bounds == table(__file__, "bounds of histograms")
 
 
 def test_histogram_bounds_are_inclusive() -> None:
