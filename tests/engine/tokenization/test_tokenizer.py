@@ -3,6 +3,7 @@
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,8 @@ async def test_long_prompt_and_query_are_cut_before_they_are_copied(pool: Tokeni
     tracemalloc.stop()
     assert peak < 3 * len(prompt)
     assert {len(tokens) for tokens in cut} == {32}
+    for side in ("left", "right"):
+        assert len(pool._tokenizer._prompted(prompt, query, replace(limit, side=side))) == limit.max_chars + 1_000
     pairs = pool._pairs._bounded([(query, "x")] * 3, limit)
     assert len({id(first) for first, _ in pairs}) == 1
     assert len(pairs[0][0]) == 65_536

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import InputSequence, PrefillChunk, Request
 from penstock.kernels.cpu import CpuKernelError, CpuLibrary, OutputRows
 
+from ....clock import Clock
 from ..families import ENCODER_SIZES as SIZES, ENCODERS, boundaries_of, chosen
 
 TOKENIZER = TokenizerSpec(json="{}", truncation_side="right", uses_token_types=False, sample_ids=(5, 6, 7))
@@ -128,6 +130,20 @@ def test_every_family_and_task_equals_torch(family, config, head, library, save_
     assert len(times) == len(params) + 1
     assert {time.short_tokens for time in times} == {sum(map(len, inputs))}
     assert not runners.arrays.take_times()
+
+
+def test_time_of_overlapping_forwards_counts_once(library, save_model, resolve, inputs, monkeypatch):
+    clock = Clock(1.0)
+    monkeypatch.setattr("penstock.engine.core.array_runner.time", SimpleNamespace(perf_counter=clock))
+    info = bert(save_model, resolve)
+    runner = Runners(info, library, inputs)
+    batch = runner.batch([PoolingParams().resolved(EMBED, info)])
+    forwards = []
+    for clock.now_s in (1.0, 2.0):
+        forwards.append(runner.arrays.begin(batch))
+    for clock.now_s, forward in zip((5.0, 9.0), forwards, strict=True):
+        forward.outputs()
+    assert [time.seconds for time in runner.arrays.take_times()] == [4.0, 4.0]
 
 
 @pytest.mark.parametrize("activation", list(DENSE_ACTIVATIONS))
