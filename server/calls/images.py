@@ -272,7 +272,7 @@ async def _decode_base64(text: str, start: int) -> bytes:
         if (is_padded and part) or 0 <= part.find("=") < len(part) - 2:
             raise ValueError("it has = before its end")
         data.write(binascii.a2b_base64(part[:end], strict_mode=True))
-        rest, is_padded = part[end:], "=" in part[:end]
+        rest, is_padded = part[end:], is_padded or "=" in part[:end]
     return data.getvalue()
 
 

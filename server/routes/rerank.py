@@ -179,7 +179,7 @@ class VoyageResult(BaseModel):
 
     index: int
     relevance_score: float
-    document: str | None = Field(None, description="With return_documents only.")
+    document: str | None = Field(None, description="With return_documents only. Absent for an image.")
 
 
 class SearchUnits(BaseModel):
@@ -386,4 +386,4 @@ def _row(
 
 def _voyage_row(texts: list[str | None], index: int, score: np.float32, *, with_document: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"index": index, "relevance_score": score}
-    return {**row, "document": texts[index]} if with_document else row
+    return {**row, "document": texts[index]} if with_document and texts[index] is not None else row

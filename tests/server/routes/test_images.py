@@ -100,6 +100,13 @@ async def test_other_requests_run_between_parts_of_an_image(monkeypatch, decode,
     assert len(await decoding) == {"A": 60, "%": 40}[text[0]]
 
 
+@pytest.mark.parametrize("text", ["AAAAAA==AAAA", "AAAAAA==        \nAAAA", "AAAAAA==        AA=="])
+async def test_base64_after_padding_is_rejected_in_every_part(monkeypatch, text: str) -> None:
+    monkeypatch.setattr(images, "_SLICE_CHARS", 8)
+    with pytest.raises(ValueError, match="= before its end"):
+        await images._decode_base64(text, 0)
+
+
 async def test_texts_and_images_keep_their_order(client, engine) -> None:
     body = {"input": ["a", {"image": URI}, [{"type": "text", "text": "b"}], [1, 2], {"image": BLUE_URI}]}
     response = (await client.post("/v1/embeddings", json=body)).json()
@@ -172,6 +179,8 @@ async def test_rerank_takes_image_documents(client, engine) -> None:
     assert [r.get("document") for r in answer["results"]] == [{"text": "a"}, None, None], "images on request only"
     answer = (await client.post("/v1/rerank", json={**body, "return_documents": True})).json()
     assert [result["document"] for result in answer["results"]] == [{"text": "a"}, *DOCUMENTS[1:]]
+    answer = (await client.post("/v1/rerank", json={**body, "return_documents": True, "top_k": None})).json()
+    assert [row.get("document", "absent") for row in answer["data"]] == ["a", "absent", "absent"]
     body = {"query": "a", "documents": {"content": [{"type": "text", "text": "a"}, part(URI)]}}  # vLLM's other form
     assert (await client.post("/rerank", json=body)).status_code == 200
     assert engine.calls[-1][1][1] == ["a", ImageInput(RED)]
