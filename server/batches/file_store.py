@@ -126,29 +126,40 @@ class Files:
             upload = Upload(content_type, part, self.max_bytes)
         except OSError as error:
             raise StorageError(f"The server cannot keep the file: {error.strerror}. Please try again later.") from error
-        arriving = self._arriving.setdefault(owner, [])
-        arriving.append(upload)
+        self._arriving.setdefault(owner, []).append(upload)
         try:
             await self._check_upload(owner, upload, num_bytes=1)
             await upload.receive(self._checked(body, owner, upload))
             file = self._record(file_id, upload, owner)
-            await asyncio.to_thread(self._settle, part, file_id)
-            async with self._adding:
-                await self._check_upload(owner, upload)
-                await self._store.add_file(file)
-                arriving.remove(upload)
         except BaseException:  # also if the client disconnects, which cancels the upload
-            part.unlink(missing_ok=True)
-            self.path(file_id).unlink(missing_ok=True)
+            self._end_upload(upload, owner, part)
             raise
-        finally:
-            if upload in arriving:
-                arriving.remove(upload)
-            if not arriving:
-                self._arriving.pop(owner, None)
-            with contextlib.suppress(OSError):  # the error of a full disk has been raised already
-                upload.close()
+        # Threads cannot be cancelled: a client that disconnects now has uploaded the file.
+        await asyncio.shield(self._add(file, upload, part))
         return file
+
+    async def _add(self, file: FileRecord, upload: Upload, part: Path) -> None:
+        """Adds the file of a complete upload."""
+        content = self.path(file.id)
+        try:
+            await asyncio.to_thread(self._settle, part, content)
+            async with self._adding:
+                await self._check_upload(file.owner, upload)
+                await self._store.add_file(file)
+        except BaseException:
+            self._end_upload(upload, file.owner, part, content)
+            raise
+        self._end_upload(upload, file.owner)
+
+    def _end_upload(self, upload: Upload, owner: str, *unused: Path) -> None:
+        """Closes an upload and removes its unused files."""
+        self._arriving[owner].remove(upload)
+        if not self._arriving[owner]:
+            del self._arriving[owner]
+        with contextlib.suppress(OSError):  # the error of a full disk has been raised already
+            upload.close()
+        for path in unused:
+            path.unlink(missing_ok=True)
 
     async def find(self, file_id: str, owner: str) -> FileRecord:
         """Returns a file of an owner. Raises UnknownObjectError."""
@@ -267,8 +278,8 @@ class Files:
                 "Delete files that you do not need, or try again later."
             )
 
-    def _settle(self, part: Path, file_id: str) -> None:
-        part.rename(self.path(file_id))
+    def _settle(self, part: Path, content: Path) -> None:
+        part.rename(content)
         sync_folder(self._folder)
 
 
@@ -374,7 +385,8 @@ class Upload:
             raise StorageError(f"The server cannot keep the file: {error.strerror}. Please try again later.") from error
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file, and breaks the reference cycle of this object and its parser."""
+        self._parser.callbacks = {}
         self._file.close()
 
     def _sync(self) -> None:

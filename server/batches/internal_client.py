@@ -99,6 +99,7 @@ class InternalClient:
             nonlocal status, headers
             if message["type"] == "http.response.start":
                 status, headers = message["status"], dict(message["headers"])
+                pieces.clear()  # an error in the middle of a response starts another one
             else:
                 pieces.append(bytes(message.get("body", b"")))
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
 import pytest
+from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 
 from penstock.engine.protocol.errors import ConflictError, StorageError
 from penstock.server.batches.batch_run import _MAX_REJECTED, BatchRun, _on_thread, _retry_delay_s
 from penstock.server.batches.input_lines import BatchInput, CheckResult
-from penstock.server.batches.internal_client import RouteResponse
+from penstock.server.batches.internal_client import InternalClient, RouteResponse
 from penstock.server.batches.output_writer import OutputWriter
 from penstock.server.batches.records import BatchStatus, LineError
 from penstock.server.batches.store import Store
@@ -52,6 +54,17 @@ async def test_unanswered_lines_fail_when_the_window_ends(running, clock, second
         assert (batch.num_completed, batch.num_failed, batch.expired_at) == (5, 115, int(clock.now_s))
         assert (errors[0]["error"]["code"], errors[0]["response"]) == ("batch_expired", None)
         assert (await batches.files.find(batch.error_id, "me")).purpose == "batch_output"
+
+
+async def test_error_after_the_start_of_a_response_replaces_it() -> None:
+    async def fail(scope: Scope, receive: Receive, send: Send) -> None:
+        for status, body in ((200, b'{"data": [1'), (500, b'{"error": 1}')):
+            await send({"type": "http.response.start", "status": status, "headers": []})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    client = InternalClient(FastAPI(), fail, Mock(), lambda owner: owner, lambda owner: owner, lambda owner: True)
+    response = await client.send("/v1/embeddings", b"{}", "me", "line-1")
+    assert (response.status, response.body) == (500, b'{"error": 1}')
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
+import asyncio
+import gc
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
@@ -9,11 +12,13 @@ import pytest
 from fastapi import HTTPException
 
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError
-from penstock.server.batches.file_store import DataDir, Files
+from penstock.server.batches.file_store import DataDir, Files, Upload
 from penstock.server.batches.records import FileRecord
 from penstock.server.batches.service import Batches
 from penstock.server.batches.store import Store
 from penstock.server.settings import ServerSettings, UsageError
+
+from ...waiting import until
 
 HEAD = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
 FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\nContent-Type: x/y\r\n\r\n'
@@ -124,6 +129,38 @@ async def test_disconnected_upload_leaves_no_file(files: Files) -> None:
     with pytest.raises(HTTPException):
         await files.receive("multipart/form-data; boundary=b", body(), "me")
     assert is_empty(files)
+
+
+async def test_upload_cancelled_while_it_is_added_keeps_its_file(files: Files, monkeypatch) -> None:
+    settle, is_settling, may_settle = files._settle, threading.Event(), threading.Event()
+
+    def slow_settle(part: Path, content: Path) -> None:
+        is_settling.set()
+        assert may_settle.wait(60)
+        settle(part, content)
+
+    monkeypatch.setattr(files, "_settle", slow_settle)
+    upload = asyncio.create_task(receive(files, HEAD + FILE + b"x" + END))
+    await until(is_settling.is_set)
+    upload.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await upload
+    may_settle.set()
+    await until(lambda: not files._arriving)
+    ((count, num_bytes), (content,)) = await files._store.sizes("me"), files.path("x").parent.iterdir()
+    assert (count, num_bytes, content.read_bytes()) == (1, 1, b"x")
+
+
+async def test_ended_upload_is_freed_without_the_garbage_collector(files: Files, monkeypatch) -> None:
+    uploads: list[weakref.ref[Upload]] = []
+    close = Upload.close
+    monkeypatch.setattr(Upload, "close", lambda upload: (uploads.append(weakref.ref(upload)), close(upload)))
+    gc.disable()
+    try:
+        await receive(files, HEAD + FILE + b"x" + END)
+        assert [upload() for upload in uploads] == [None]
+    finally:
+        gc.enable()
 
 
 async def test_upload_into_a_removed_folder_is_an_error(files: Files) -> None:
