@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import msgspec
 
@@ -19,6 +21,9 @@ from .running_core import CoreLink
 from .stats import DispatcherStats
 
 logger = logging.getLogger("penstock.engine")
+
+_RETRY_S: Final = 1.0
+"""Seconds between two attempts to connect to an engine process."""
 
 
 class EngineStatus(msgspec.Struct, tag=True, frozen=True):
@@ -58,6 +63,7 @@ class EngineClient:
         self._on_unreadable = on_unreadable
         self._address: str | None = None
         self._link: CoreLink | None = None
+        self._retry: asyncio.TimerHandle | None = None
         self._enter(EngineState.STARTING)
 
     def apply_status(self, status: EngineStatus) -> None:
@@ -66,7 +72,8 @@ class EngineClient:
             if self._address is not None:
                 self._disconnect(status.reason)
             if status.address is not None and not self._connect(status.address):
-                self._enter(EngineState.STARTING)  # until the supervisor reports a new process
+                self._enter(EngineState.STARTING)
+                self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self.apply_status, status)
                 return
         self._enter(status.state)
 
@@ -87,14 +94,16 @@ class EngineClient:
 
     def _enter(self, state: EngineState) -> None:
         self.state = state
+        if self._retry is not None:
+            self._retry.cancel()
         close_admission(self._dispatcher.admission, state)
 
     def _connect(self, address: str) -> bool:
-        """Connects to an engine process. Returns False if it has ended and its socket does not exist."""
+        """Connects to an engine process. Returns False if it has ended, or this process has no descriptor left."""
         try:
             link = CoreLink(address, self._dispatcher.replicas[0].receive, self._on_unreadable)
-        except (FileNotFoundError, NotADirectoryError, ConnectionError) as error:
-            logger.warning("the engine ended before this process could connect to it: %s", error)
+        except OSError as error:
+            logger.warning("this process cannot connect to the engine: %s; it tries again in %.0f s", error, _RETRY_S)
             return False
         self._address = address
         self._link = link

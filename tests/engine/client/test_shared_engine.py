@@ -1,21 +1,24 @@
 """One real engine process with several clients, each with its own dispatcher and tokenizer."""
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
 from penstock.engine import AsyncEngine, EngineConfig, PoolingParams
+from penstock.engine.client import shared_engine
 from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.client.shared_engine import EngineClient, EngineServer, EngineStatus
 from penstock.engine.protocol.config import SchedulerConfig
 from penstock.engine.protocol.messages import LoadFailed, PrefixCacheCleared, RequestFailed, first_request_id
 
-from ...waiting import until
+from ...waiting import later, loop_iterations, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -104,12 +107,35 @@ async def test_client_waits_for_the_replacement_of_a_lost_engine(
     client.apply_status(EngineStatus(EngineState.STARTING, None, "signal 9"))
     client.apply_status(EngineStatus(EngineState.READY, f"{tmp_path}/gone/engine"))
     assert engine.state is EngineState.STARTING
-    assert "before this process could connect" in caplog.text
+    assert "this process cannot connect to the engine" in caplog.text
     client.apply_status(EngineStatus(EngineState.STARTING, None, "signal 9"))
     client.apply_status(shared.server.status)
     assert (engine.state, client.num_restarts) == (EngineState.READY, 1)
     assert (await engine.embed(["hello"], PARAMS)).embeddings.shape == (1, 384)
     assert await engine.reset_prefix_cache() is None
+
+
+async def test_client_without_descriptors_connects_later(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, client = shared.attach(6), shared.clients[6]
+    client.apply_status(EngineStatus(EngineState.STARTING, None, "signal 9"))
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_engine, "CoreLink", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        client.apply_status(shared.server.status)
+        assert engine.state is EngineState.STARTING
+    with later():
+        await until(lambda: engine.state is EngineState.READY)
+    assert (await engine.embed(["hello"], PARAMS)).embeddings.shape == (1, 384)
+
+
+@pytest.mark.parametrize("is_drained", [True, False])
+async def test_ending_client_connects_to_no_engine(shared: Shared, is_drained: bool, tmp_path: Path) -> None:
+    engine, client = shared.attach(7), shared.clients[7]
+    client.apply_status(EngineStatus(EngineState.STARTING, None, "signal 9"))
+    client.apply_status(EngineStatus(EngineState.READY, f"{tmp_path}/gone/engine"))
+    client.drain() if is_drained else await client.close()
+    with later():
+        await loop_iterations()
+    assert engine.state is (EngineState.DRAINING if is_drained else EngineState.DEAD)
 
 
 async def test_socket_is_removed_with_the_engine(minilm_folder: Path) -> None:
