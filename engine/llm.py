@@ -7,12 +7,14 @@ with LLM("path/or/hub-id") as llm:
 from __future__ import annotations
 
 import asyncio
+import atexit
 import math
 import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -58,26 +60,34 @@ class EventLoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="penstock-llm", daemon=True)
         self._last_task: asyncio.Task[None] | None = None
         self._thread.start()
 
     def _run(self) -> None:
         self._loop.run_forever()
+        with self._lock:
+            self._has_ended = True
+        self._loop.run_until_complete(_cancel_tasks())
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Runs `work` on the loop and returns its result; an interrupted wait cancels it.
 
         Raises:
-            EngineUnavailableError: The thread has ended.
+            EngineUnavailableError: The thread has ended, or ends before `work`.
         """
-        if self._loop.is_closed():
-            work.close()
-            raise EngineUnavailableError("The engine was closed.")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if self._has_ended:
+                work.close()
+                raise EngineUnavailableError("The engine was closed.")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except CancelledError:
+            raise EngineUnavailableError("The engine was closed.") from None
         except BaseException:  # such as KeyboardInterrupt
             future.cancel()
             raise
@@ -87,17 +97,24 @@ class EventLoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def stop_after(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work` and ends the thread. In the thread itself it returns earlier, because waiting would block both.
+    def stop_after(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Runs `work` and then ends the thread. Returns at once.
 
-        The garbage collector calls finalizers in any thread.
+        The garbage collector runs finalizers in any thread. In the thread of an engine, a wait would block both.
         """
-        if threading.current_thread() is self._thread:
-            self._last_task = self._loop.create_task(work)
-            self._last_task.add_done_callback(lambda _: self._loop.stop())
-        else:
-            self.run(work)
-            self.stop()
+        self._loop.call_soon_threadsafe(self._run_last, work)
+
+    def _run_last(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._last_task = self._loop.create_task(work())
+        self._last_task.add_done_callback(lambda _: self._loop.stop())
+
+
+async def _cancel_tasks() -> None:
+    """Cancels the other tasks of the event loop and waits for their ends."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class LLM:
@@ -148,7 +165,9 @@ class LLM:
         except BaseException:  # stop the thread, also after an interrupt
             self._loop.stop()
             raise
-        self._close = weakref.finalize(self, _close, self._engine, self._loop)
+        self._finalizer = weakref.finalize(self, self._loop.stop_after, self._engine.close)
+        self._finalizer.atexit = False  # unlike `close`, it does not wait
+        atexit.register(_close, weakref.ref(self))
 
     @property
     def info(self) -> ModelInfo:
@@ -266,8 +285,13 @@ class LLM:
         return self._run_each(call, prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
 
     def close(self) -> None:
-        """Stops the engine process; later calls of other methods fail."""
-        self._close()
+        """Stops the engine process and waits for its end; later calls of other methods fail."""
+        if self._finalizer.detach() is None:  # closed already
+            return
+        try:
+            self._loop.run(self._engine.close())
+        finally:
+            self._loop.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -321,8 +345,9 @@ class LLM:
         return self._loop.run(run_in_slices(call, inputs, size=size, shows_progress=use_tqdm))
 
 
-def _close(engine: AsyncEngine, loop: EventLoopThread) -> None:
-    loop.stop_after(engine.close())
+def _close(llm: weakref.ref[LLM]) -> None:
+    if (open_llm := llm()) is not None:
+        open_llm.close()
 
 
 def _params(params: PoolingParams | None, truncate_prompt_tokens: int | None) -> PoolingParams:

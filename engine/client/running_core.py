@@ -375,4 +375,4 @@ class ThreadCore:
         if self._is_stuck:
             logger.critical("the engine thread is stuck and is left behind, with the memory of its model.")
         else:
-            await asyncio.to_thread(self._thread.join)
+            self._thread.join()  # it returns now; Python starts no thread for this wait while it ends

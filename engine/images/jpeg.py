@@ -91,7 +91,7 @@ def find_scans(data: bytes, start: int, end: int, max_markers: int) -> Scans:
     """Counts the scans of the JPEG file between two positions. `start` may be within the file.
 
     Raises:
-        ImageError: The file has more than `max_markers` markers, what is left of MAX_MARKERS.
+        ImageError: There are more than `max_markers` markers. MAX_MARKERS limits all markers of a file.
     """
     num_scans = 0
     for num_markers in range(1, max_markers + 1):

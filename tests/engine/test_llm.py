@@ -2,6 +2,9 @@
 
 import asyncio
 import math
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,7 +19,7 @@ from sentence_transformers import SentenceTransformer
 
 from penstock.engine import LLM, AsyncEngine, EngineConfig, EngineError, PoolerConfig, PoolingParams, SchedulerConfig
 from penstock.engine.llm import EventLoopThread, run_in_slices
-from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
+from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError, UnsupportedTaskError
 
 PROMPTS = ["Hello my name is", "The best thing about water", "A dam."]
 
@@ -148,11 +151,43 @@ def test_finalizer_in_the_loops_own_thread_ends_it() -> None:
     loop = EventLoopThread()
 
     async def finalize() -> None:
-        loop.stop_after(asyncio.sleep(0))
+        loop.stop_after(partial(asyncio.sleep, 0))
 
     loop.run(finalize())
     loop._thread.join(60)
     assert not loop._thread.is_alive()
+
+
+def test_finalizer_does_not_wait_for_the_engine() -> None:
+    loop, may_end = EventLoopThread(), threading.Event()
+    loop.stop_after(partial(asyncio.to_thread, may_end.wait, 60))
+    assert loop.run(asyncio.sleep(0, 7)) == 7
+    may_end.set()
+    loop._thread.join(60)
+    assert not loop._thread.is_alive()
+
+
+def test_call_beside_the_end_of_the_loop_fails() -> None:
+    loop = EventLoopThread()
+
+    async def wait() -> None:
+        loop._loop.call_soon(loop._loop.stop)
+        await asyncio.Event().wait()
+
+    for _ in range(2):
+        with pytest.raises(EngineUnavailableError, match="was closed"):
+            loop.run(wait())
+        loop._thread.join(60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_process", [True, False])
+def test_program_without_close_stops_its_engine(minilm_folder: Path, tmp_path: Path, in_process: bool) -> None:
+    code = f"from penstock.engine import LLM\nllm = LLM({str(minilm_folder)!r}, device='cpu', in_process={in_process})"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-P", "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=600)
+    assert (run.stderr, list(tmp_path.glob("penstock-*"))) == ("", [])
 
 
 def test_failed_start_has_the_settings_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:

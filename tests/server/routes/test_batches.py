@@ -171,6 +171,16 @@ async def test_lines_may_call_other_routes(client, engine) -> None:
         assert answer["response"]["body"] == alone
 
 
+async def test_line_with_a_wrong_priority_is_rejected_as_alone(client) -> None:
+    line = embedding(1)
+    line["body"]["priority"] = 1000
+    batch = await finished(client, await start(client, [line]))
+    (answer,) = await content(client, batch["error_file_id"])
+    alone = await client.post("/v1/embeddings", json=line["body"])
+    assert answer["response"]["status_code"] == alone.status_code == 400
+    assert answer["response"]["body"]["error"]["param"] == "priority"
+
+
 async def test_cancelled_batch_fails_its_unanswered_lines(client, engine) -> None:
     engine.gate = asyncio.Event()
     batch = await start(client, [embedding(i) for i in range(300)])
