@@ -67,14 +67,6 @@ class EncodingOptions(BaseModel):
         )
         return self._quantized(base, QUANTIZATIONS.get(requested), "encoding_format")
 
-    def encodings(self) -> Mapping[str, Encoding]:
-        """Returns the encoding of the vectors by name, or several encodings; see `encoding`."""
-        return {"embedding": self.encoding()}
-
-    def quantized_by(self) -> str:
-        """Returns the field that asks for integers, for messages."""
-        return "encoding_format"
-
     def _quantized(self, base: Encoding, kind: Quantization | None, param: str) -> Encoding:
         if kind is not None and base.dtype is not EmbedDtype.FLOAT32:
             raise InvalidRequestError(

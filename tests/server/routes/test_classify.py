@@ -192,14 +192,7 @@ async def test_instruction_needs_a_prompt_with_instruct(serving: Serving, make_e
     assert engine.calls[-1][1][-1].prompt == "Instruct: Find praise.\nQuery: "
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"input": "a", "labels": ["x", "y"]}, "input"),
-        ({"input": "a", "examples": EXAMPLES}, "input"),
-        ({"inputs": ["a"]}, "inputs"),
-    ],
-)
+@pytest.mark.parametrize(("body", "param"), table("routes_cases", "token classifier takes input only"))
 async def test_token_classifier_takes_input_only(serving, make_engine, body: dict[str, Any], param: str) -> None:
     engine = make_engine("token_classifier", ("x", "y"))
     async with serving(engine) as client:

@@ -58,14 +58,7 @@ def test_step_fields_reach_the_pooling_params() -> None:
     assert (params.step_tag_id, params.returned_token_ids) == (3, (1, 2))
 
 
-@pytest.mark.parametrize(
-    ("kind", "body", "accepted"),
-    [
-        ("embedding", {"input": ["a"] * 513, "encoding_format": "bytes"}, {"encoding_format": "bytes_only"}),
-        ("embedding", {"input": "a", "encoding_format": "binary", "dimensions": 6}, {"dimensions": 8}),
-        ("sequence_classifier", {"input": "a", "encoding_format": "int8"}, {"encoding_format": "base64"}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "body", "accepted"), table("routes_cases", "unsuitable encodings"))
 async def test_unsuitable_encoding_is_rejected_before_the_engine(serving, make_engine, kind, body, accepted) -> None:
     engine = make_engine(kind, ("a", "b"), is_matryoshka=True)
     async with serving(engine) as client:
