@@ -147,6 +147,14 @@ def test_port_of_a_stopped_server_can_be_bound_at_once() -> None:
             assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
 
 
+@pytest.mark.parametrize("api_key", [(), ("k",)])
+def test_ready_server_warns_only_without_a_key(api_key: tuple[str, ...], caplog) -> None:
+    caplog.set_level("INFO")
+    serve._announce([], ServerSettings(api_key=api_key), [Mock(getsockname=lambda: ("::", 81))])
+    assert "http://localhost:81/ " in caplog.messages[0]
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"][: 2 - len(api_key)]
+
+
 def test_contradicting_devices_are_rejected() -> None:
     plan = ServedModel(("a",), config=EngineConfig(model="/models/a", device="cuda:0", devices=("cuda:1",)))
     with pytest.raises(UsageError, match="remove --device cuda:0"):

@@ -331,6 +331,19 @@ def test_request_is_sent_again_to_a_full_engine(run, lines: Path, fake, tmp_path
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected(fake), atol=1e-6)
 
 
+def test_error_of_the_first_row_is_reported(run, fake, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(run_module, "REQUEST_ROWS", 1)
+
+    async def fail(inputs, params, options):
+        await asyncio.sleep(0.01 * (inputs[0] == "a"))  # b fails first
+        raise OSError(f"lost {inputs[0]}")
+
+    fake.embed = fail
+    (tmp_path / "in.txt").write_text("a\nb\n")
+    with pytest.raises(CommandError, match="lost a"):
+        run(tmp_path / "in.txt", tmp_path / "out.npy")
+
+
 def test_existing_output_is_replaced_only_with_overwrite(run, lines: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.npy"
     output.write_text("precious")
