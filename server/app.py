@@ -29,7 +29,8 @@ from .middleware.requests import (
     UnexpectedErrorMiddleware,
     end_at_shutdown,
 )
-from .models.manager import ModelLimits, ModelManager, ModelMetrics
+from .models.model_entry import ModelMetrics
+from .models.model_manager import ModelLimits, ModelManager
 from .models.served_model import ServedModel
 from .models.table import ModelTable
 from .observability.metrics import AdmissionMetrics, GatherMetrics, Metrics, VectorCacheMetrics

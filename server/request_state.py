@@ -18,7 +18,7 @@ from penstock.engine.protocol.tasks import ChunkPriority
 if TYPE_CHECKING:
     from .admission import BodyMemory, ResponseSize
     from .dialects import Dialect
-    from .models.manager import ModelEntry
+    from .models.model_entry import ModelEntry
     from .routing import Access
 
 _KEY: Final = "penstock"

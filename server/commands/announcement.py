@@ -8,7 +8,7 @@ from typing import Final
 from penstock.engine import EngineConfig, ModelInfo
 from penstock.engine.protocol.setting import short_count
 
-from ..models.manager import ModelEntry
+from ..models.model_entry import ModelEntry
 from ..models.weight_files import WeightFiles
 from ..settings import ServerSettings
 

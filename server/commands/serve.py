@@ -32,7 +32,7 @@ from ..app import create_app
 from ..http.connection_limits import TransferLimits
 from ..http.http_server import RELOAD_MESSAGE, HttpServer, freeze_gc, load_certificate, raise_file_limit, uvicorn_config
 from ..middleware.auth import ApiKeys
-from ..models.manager import ModelEntry
+from ..models.model_entry import ModelEntry
 from ..models.served_model import ServedModel, check_prompt_name, exit_code_of
 from ..models.weight_files import WeightFiles
 from ..observability.metrics import ConnectionMetrics

@@ -19,7 +19,7 @@ from ..settings import CommandError, UsageError
 if TYPE_CHECKING:
     from penstock.engine import ModelInfo
 
-    from .manager import ManagedEngine
+    from .model_entry import ManagedEngine
 
 
 @dataclass(frozen=True, slots=True)

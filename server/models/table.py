@@ -17,7 +17,8 @@ from ..admission import ServerRejectionReason
 from ..errors import quote, quote_names
 from ..observability.request_record import REQUEST
 from ..request_state import state_of
-from .manager import ModelEntry, ModelManager, ModelStatus
+from .model_entry import ModelEntry, ModelStatus
+from .model_manager import ModelManager
 
 UNNAMED: Final = "default/not-specified"
 """Sent by Infinity's client if its caller names no model."""

@@ -31,7 +31,7 @@ from ..errors import quote
 from ..http.json_reader import JsonBody
 from ..http.json_responses import json_response
 from ..http.vectors import vector_width
-from ..models.manager import ModelEntry
+from ..models.model_entry import ModelEntry
 from ..models.weight_files import WeightFiles
 from ..routing import Access, Router, respond_as
 from ..schemas.inputs import TextOrTexts

@@ -19,7 +19,8 @@ from penstock.engine.protocol.errors import EngineError, ModelLoadError
 
 from ..http.http_server import RELOAD_MESSAGE
 from ..middleware.auth import SALT_BYTES
-from ..models.manager import ManagedEngine, ModelEntry, ModelLimits, ModelManager, ModelMetrics
+from ..models.model_entry import ManagedEngine, ModelEntry, ModelMetrics
+from ..models.model_manager import ModelLimits, ModelManager
 from ..models.served_model import ServedModel
 from ..observability.metrics import Metrics
 from ..settings import ServerSettings

@@ -14,7 +14,7 @@ from penstock.server.admission import AdmissionController
 from penstock.server.calls import prompts as prompt_names
 from penstock.server.calls.call import ModelCall
 from penstock.server.calls.context import ServerContext
-from penstock.server.models.manager import ModelLimits, ModelManager
+from penstock.server.models.model_manager import ModelLimits, ModelManager
 from penstock.server.models.table import ModelTable, ModelTarget
 from penstock.server.routes.openai import EmbeddingRequest
 from penstock.server.settings import ServerSettings

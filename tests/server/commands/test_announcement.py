@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.server.commands.announcement import announcement, open_access_warning
-from penstock.server.models.manager import ModelEntry
+from penstock.server.models.model_entry import ModelEntry
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, load
 

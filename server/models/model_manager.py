@@ -10,22 +10,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from math import inf
-from typing import Final, Protocol
+from typing import Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-from penstock.engine import ModelInfo
-from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.model_files.resolve import format_table, resolved_table
 from penstock.engine.protocol.errors import EngineError, EngineUnavailableError
 
 from ..admission import ServerRejectionReason
-from ..observability.metrics import MeasuredEngine
+from .model_entry import ManagedEngine, ModelEntry, ModelStatus
 from .served_model import ServedModel, check_prompt_name
 
 logger = logging.getLogger(__name__)
@@ -40,146 +34,6 @@ _TICK_S: Final = 0.01
 """Seconds by which a timer may be early."""
 MAX_WAITING: Final = 1024
 """Maximum number of requests that wait for models. Each holds its body in memory."""
-
-
-class ManagedEngine(MeasuredEngine, Protocol):
-    """The members of an AsyncEngine, or of the EngineServer of several HTTP processes, that ModelManager uses."""
-
-    @property
-    def info(self) -> ModelInfo:
-        """The resolved description of the model."""
-        ...
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Lets running requests finish; returns False if there are still some after `timeout_s`."""
-        ...
-
-    async def close(self) -> None:
-        """Stops the engine."""
-        ...
-
-
-class ModelStatus(StrEnum):
-    """Whether a model is loaded. Independent of the state of its engine."""
-
-    UNLOADED = "unloaded"
-    LOADING = "loading"
-    LOADED = "loaded"
-    LEAVING = "leaving"  # its last requests run; then it is unloaded
-    FAILED = "failed"
-
-
-class ModelEntry:
-    """Current state of one served model. Used by one event loop.
-
-    Args:
-        on_idle: Called with this entry when its last request has ended.
-
-    Attributes:
-        engine: Engine of the loaded model, else None.
-        info: Facts from its last load or from its files; None if nothing is known yet.
-        num_in_use: Requests that use its engine.
-        waiters: One future per waiting request. The result is the engine, which the request then uses, or None if the
-            model could not be loaded.
-        ttl_s: Seconds without a request after which it is unloaded; infinity: never.
-        last_used_s: Monotonic time of the end of its last request, or of its load.
-        loaded_s: Monotonic time since which it can be used.
-        error: Error of the last load, if it failed.
-        failed_s: Monotonic time of that error.
-        num_bytes: Bytes of memory, used or expected.
-    """
-
-    def __init__(self, model: ServedModel, on_idle: Callable[[ModelEntry], None]) -> None:
-        self.model = model
-        self.status = ModelStatus.UNLOADED
-        self.engine: ManagedEngine | None = None
-        self.info: ModelInfo | None = model.info
-        self.num_in_use = 0
-        self.waiters: list[asyncio.Future[ManagedEngine | None]] = []
-        self.ttl_s = model.ttl_s
-        self.last_used_s = self.loaded_s = -inf
-        self.error: Exception | None = None
-        self.failed_s = -inf
-        self.num_loads = 0
-        self.load_s = 0.0
-        self.num_bytes = model.num_bytes
-        self._on_idle = on_idle
-
-    @property
-    def name(self) -> str:
-        """The shown name."""
-        return self.model.names[0]
-
-    @property
-    def uses_memory(self) -> bool:
-        """Whether it is loaded, loading or unloading."""
-        return self.status in (ModelStatus.LOADING, ModelStatus.LOADED, ModelStatus.LEAVING)
-
-    @property
-    def state(self) -> str:
-        """State in health reports: that of its engine, or of the model if it has none."""
-        if self.engine is not None:
-            return self.engine.state
-        return EngineState.STARTING if self.status is ModelStatus.LOADING else self.status
-
-    @property
-    def can_serve(self) -> bool:
-        """Whether requests are likely to succeed: it serves, or can be loaded."""
-        if self.engine is not None and self.status is ModelStatus.LOADED:
-            return self.engine.state is EngineState.READY
-        return self.status is not ModelStatus.FAILED
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it is loaded and no request uses it or waits for it."""
-        return self.status is ModelStatus.LOADED and not self.num_in_use and not self.waiters
-
-    def acquire(self) -> None:
-        """Counts a request that uses its engine."""
-        self.num_in_use += 1
-
-    def release(self, now_s: float) -> None:
-        """Stops counting a request."""
-        self.num_in_use -= 1
-        self.last_used_s = now_s
-        if not self.num_in_use:
-            self._on_idle(self)
-
-    def loaded(self, engine: ManagedEngine, load_s: float, now_s: float) -> None:
-        """Records a successful load and gives the engine to waiting requests."""
-        self.engine = engine
-        self.info = engine.info
-        self.error = None
-        self.num_loads += 1
-        self.load_s = load_s
-        self.last_used_s = now_s
-        self.set_loaded(now_s)
-
-    def set_loaded(self, now_s: float) -> None:
-        """Records that its engine can be used (again), and gives it to waiting requests."""
-        self.status = ModelStatus.LOADED
-        self.loaded_s = now_s
-        for waiter in self._take_waiters():
-            self.acquire()
-            waiter.set_result(self.engine)
-
-    def failed(self, error: Exception, now_s: float) -> None:
-        """Records a failed load and wakes waiting requests."""
-        self.status = ModelStatus.FAILED
-        self.error = error
-        self.failed_s = now_s
-        for waiter in self._take_waiters():
-            waiter.set_result(None)
-
-    def unloaded(self) -> None:
-        """Records that it was unloaded."""
-        self.engine = None
-        self.status = ModelStatus.UNLOADED
-        self.ttl_s = self.model.ttl_s
-
-    def _take_waiters(self) -> list[asyncio.Future[ManagedEngine | None]]:
-        waiters, self.waiters = self.waiters, []
-        return [waiter for waiter in waiters if not waiter.done()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +80,8 @@ class ModelManager:
         self._on_ready = on_ready
         self._on_failure = on_failure
         self._starting: asyncio.Task[None]
-        self._making_space = asyncio.Lock()
+        self._space_lock = asyncio.Lock()
+        self._needs_space: ModelEntry | None = None  # the holder of the lock
         self._changed = asyncio.Event()
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._unloads: set[asyncio.Task[None]] = set()
@@ -321,7 +176,7 @@ class ModelManager:
         if entry.status is ModelStatus.LOADED:
             await self._drain_and_unload(entry, "on request", is_forced=True)
         elif entry.status is ModelStatus.FAILED:
-            entry.unloaded()
+            entry.set_unloaded()
 
     def set_ttl(self, entry: ModelEntry, ttl_s: float) -> None:
         """Sets the seconds after which an idle on-demand model is unloaded, until its next load."""
@@ -349,13 +204,11 @@ class ModelManager:
     async def _load(self, entry: ModelEntry) -> None:
         began_s = time.monotonic()
         try:
-            async with self._making_space:
-                while entry.status is ModelStatus.LEAVING:
-                    await self._change()
-                if entry.status is ModelStatus.LOADED:
-                    return  # it was not unloaded
-                await self._make_space(entry)
-                entry.status = ModelStatus.LOADING
+            while entry.status is ModelStatus.LEAVING:
+                await self._change()
+            if entry.status is ModelStatus.LOADED:
+                return  # it was not unloaded
+            await self._reserve_space(entry)
             assert entry.model.start is not None
             engine = await entry.model.start()
             try:
@@ -366,14 +219,14 @@ class ModelManager:
         except Exception as error:  # noqa: BLE001 - recorded in the entry; other models are not affected
             if entry.waiters:
                 log_failure(entry, error)
-            entry.failed(error, time.monotonic())
+            entry.set_failed(error, time.monotonic())
         except BaseException:
             if entry.status is ModelStatus.LOADING:  # otherwise `_drain_and_unload` handles it
-                entry.unloaded()
+                entry.set_unloaded()
             raise
         else:
             entry.num_bytes = max(entry.num_bytes, engine.host_bytes())
-            entry.loaded(engine, time.monotonic() - began_s, time.monotonic())
+            entry.set_loaded(engine, time.monotonic() - began_s, time.monotonic())
             logger.info("%s is ready as %s", engine.info.name, ", ".join(entry.model.names))
             logger.debug("resolved settings:\n%s", format_table(resolved_table(engine.info)))
             if entry.is_idle:
@@ -382,13 +235,38 @@ class ModelManager:
             del self._loads[entry.name]
             self._changed.set()
 
+    async def _reserve_space(self, entry: ModelEntry) -> None:
+        """Marks a model as loading when it fits beside the others, which may first have to be unloaded.
+
+        One model at a time makes space. Others that fit in any case do not wait for it.
+
+        Raises:
+            EngineUnavailableError: All loaded models are pinned, or none can be unloaded in time.
+        """
+        if self._fits_now(entry):
+            entry.status = ModelStatus.LOADING
+            return
+        async with self._space_lock:
+            self._needs_space = entry
+            try:
+                await self._make_space(entry)
+                entry.status = ModelStatus.LOADING
+            finally:
+                self._needs_space = None
+
+    def _fits_now(self, entry: ModelEntry) -> bool:
+        """Whether a model fits beside the models in memory, and beside the model that waits for space."""
+        if self._exceeds_limits(entry):
+            return False
+        if self._needs_space is None:
+            return True
+        leaving = [other for other in self.entries if other.status is ModelStatus.LEAVING]
+        return not self._exceeds_limits(entry, without=leaving, beside=[self._needs_space])
+
     async def _make_space(self, entry: ModelEntry) -> None:
         """Unloads other models until a model fits: the least recently used idle model first.
 
         Without idle models, the model that was loaded first is unloaded. Its new requests wait until it is back.
-
-        Raises:
-            EngineUnavailableError: All loaded models are pinned, or none can be unloaded in time.
         """
         ends_s = time.monotonic() + MIN_LOADED_S + max(self._limits.wait_s, self._limits.drain_timeout_s)
         while self._exceeds_limits(entry):
@@ -422,8 +300,11 @@ class ModelManager:
         idle = (other for other in self.entries if other.is_idle and not other.model.is_pinned)
         return not self._exceeds_limits(entry, without=[other for other in idle if other.last_used_s <= long_ago_s])
 
-    def _exceeds_limits(self, entry: ModelEntry, without: Sequence[ModelEntry] = ()) -> bool:
+    def _exceeds_limits(
+        self, entry: ModelEntry, *, without: Sequence[ModelEntry] = (), beside: Sequence[ModelEntry] = ()
+    ) -> bool:
         loaded = [other for other in self.entries if other.uses_memory and other not in without]
+        loaded += beside
         max_loaded, max_bytes = self._limits.max_loaded, self._limits.max_bytes
         if max_loaded is not None and len(loaded) >= max_loaded:
             return True
@@ -446,7 +327,7 @@ class ModelManager:
         while entry.num_in_use and time.monotonic() < ends_s:
             await self._change(ends_s - time.monotonic())
         if entry.num_in_use and not is_forced:
-            entry.set_loaded(time.monotonic())
+            entry.serve_waiters(time.monotonic())
             self._changed.set()
             return False
         await _stop(entry, max(ends_s - time.monotonic(), 0.0))
@@ -511,33 +392,4 @@ async def _stop(entry: ModelEntry, drain_timeout_s: float) -> None:
     if not await entry.engine.drain(drain_timeout_s):
         logger.warning("%s was stopped with running requests", entry.name)
     await entry.engine.close()
-    entry.unloaded()
-
-
-class ModelMetrics(Collector):
-    """Prometheus metrics of the served models."""
-
-    def __init__(self, entries: Sequence[ModelEntry]) -> None:
-        self._entries = entries
-
-    def collect(self) -> Iterable[Metric]:
-        """Returns metrics with a value for each model."""
-        loaded = GaugeMetricFamily("penstock_model_loaded", "1 if the model is in memory.", labels=("model",))
-        loads = CounterMetricFamily("penstock_model_loads", "Number of loads of the model.", labels=("model",))
-        seconds = GaugeMetricFamily(
-            "penstock_model_load_seconds",
-            "Seconds of the last load, including the wait for memory.",
-            labels=("model",),
-        )
-        memory = GaugeMetricFamily("penstock_model_memory_bytes", "Bytes of memory, 0 if unknown.", labels=("model",))
-        waiting = GaugeMetricFamily(
-            "penstock_model_waiting_requests", "Requests that wait for the model to load.", labels=("model",)
-        )
-        for entry in self._entries:
-            is_loaded = entry.status is ModelStatus.LOADED
-            loaded.add_metric((entry.name,), float(is_loaded))
-            loads.add_metric((entry.name,), entry.num_loads)
-            seconds.add_metric((entry.name,), entry.load_s)
-            memory.add_metric((entry.name,), entry.num_bytes if is_loaded else 0)
-            waiting.add_metric((entry.name,), len(entry.waiters))
-        return (loaded, loads, seconds, memory, waiting)
+    entry.set_unloaded()

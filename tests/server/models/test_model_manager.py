@@ -9,8 +9,9 @@ import pytest
 
 from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol.errors import EngineUnavailableError, ModelLoadError
-from penstock.server.models import manager as manager_module
-from penstock.server.models.manager import ModelEntry, ModelLimits, ModelManager, ModelMetrics, ModelStatus
+from penstock.server.models import model_manager as manager_module
+from penstock.server.models.model_entry import ModelEntry, ModelMetrics, ModelStatus
+from penstock.server.models.model_manager import ModelLimits, ModelManager
 from penstock.server.models.served_model import ServedModel
 
 from ...waiting import later, loop_iterations, until
@@ -121,7 +122,7 @@ async def test_load_continues_after_a_request_waited_too_long(engines: Engines) 
     assert (engines.started, entry.is_idle) == (["a"], True)
 
 
-@pytest.mark.parametrize(("method", "state"), [("loaded", "ready"), ("failed", "failed")])
+@pytest.mark.parametrize(("method", "state"), [("set_loaded", "ready"), ("set_failed", "failed")])
 async def test_engine_that_comes_after_a_disconnect_is_released(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, method: str, state: str
 ) -> None:
@@ -132,7 +133,7 @@ async def test_engine_that_comes_after_a_disconnect_is_released(
         request.cancel()  # its future has a result, which it has not read
 
     monkeypatch.setattr(ModelEntry, method, end_and_cancel)
-    if method == "failed":
+    if method == "set_failed":
         engines.failures["a"] = ModelLoadError("no")
     manager = engines.manager("a")
     (entry,) = manager.entries
@@ -299,6 +300,24 @@ async def test_model_in_use_is_unloaded_after_its_requests(engines: Engines) -> 
     b.release(time.monotonic())
     await for_a
     assert states(manager) == ["ready", "unloaded"]
+
+
+async def test_model_that_fits_does_not_wait_for_one_that_needs_space(engines: Engines) -> None:
+    sizes = {"used": 60, "large": 70, "fits": 30, "later": 35}  # `later` fits beside `used`, but not beside `large`
+    models = [engines.model(name, num_bytes=size * MIB) for name, size in sizes.items()]
+    manager = engines.manager(*models, max_bytes=100 * MIB, drain_timeout_s=120.0)
+    used, large, fits, later = manager.entries
+    await manager.acquire(used)
+    for_large = asyncio.create_task(manager.acquire(large))
+    await until(lambda: used.status is ModelStatus.LEAVING)
+    for_later = asyncio.create_task(manager.acquire(later))
+    for_used = asyncio.create_task(manager.acquire(used))
+    await manager.acquire(fits)
+    assert (engines.started, for_large.done(), for_later.done()) == (["used", "fits"], False, False)
+    used.release(time.monotonic())
+    await for_large
+    assert (engines.started, engines.closed) == (["used", "fits", "large"], ["used"])
+    await cancel(for_later, for_used)
 
 
 async def test_model_with_long_requests_stays_loaded(engines: Engines, monkeypatch) -> None:
