@@ -188,6 +188,8 @@ def _sentence(error: dict[str, Any], keys: Collection[str]) -> str:
     if not field:
         if kind == "missing":
             return "The body is empty; send a JSON object."
+        if kind == "value_error":  # of the whole body
+            return str(error["msg"]).removeprefix("Value error, ")
         return f"The body must be a JSON object, not {quote(error['input'])}."
     if kind == "missing":
         return f"{field} is missing; the body {f'has {quote_names(keys)}' if keys else 'is empty'}."

@@ -178,13 +178,13 @@ class TargetServer:
         """Detects the dialect of the server, and the model for a task.
 
         Args:
-            task: embed, rerank or classify. Of several models, the first one with this task in `endpoints` is taken.
-                Without `endpoints` it is the first model. `--model` has precedence.
+            task: embed, rerank or classify. The first model with this task in `endpoints` is taken, or else the first
+                one without `endpoints`. `--model` has precedence.
             dialects: Dialects to try, in this order.
 
         Raises:
-            CommandError: The server cannot be reached, needs a key, or lists no model. With --model and one dialect
-                no list is needed.
+            CommandError: The server cannot be reached, needs a key, lists no model, or no model has the task. With
+                --model and one dialect no list is needed.
         """
         tried = []
         for dialect in dialects:
@@ -193,9 +193,8 @@ class TargetServer:
                 if reply.status in (401, 403):
                     raise self.failure(f"GET {self.base_path + path}", reply)
                 if reply.status == 200 and (cards := _model_cards(reply.body)):
-                    listed = [name for name, _ in cards]
-                    name = self._model or next((name for name, tasks in cards if task in tasks), listed[0])
-                    return TargetModel(dialect, name, tuple(listed), path != "/models")
+                    name = self._model or self._first_model(cards, task)
+                    return TargetModel(dialect, name, tuple(name for name, _ in cards), path != "/models")
                 tried.append(f"GET {self.base_path + path} returned {reply.status}")
         if self._model is None or len(dialects) > 1:
             raise CommandError(
@@ -203,6 +202,13 @@ class TargetServer:
                 f"{'--dialect and ' if len(dialects) > 1 else ''}--model"
             )
         return TargetModel(dialects[0], self._model, (), has_v1=True)
+
+    def _first_model(self, cards: Sequence[tuple[str, Sequence[str]]], task: str) -> str:
+        fitting = [name for name, tasks in cards if task in tasks] or [name for name, tasks in cards if not tasks]
+        if not fitting:
+            listed = "; ".join(f"{name} ({', '.join(tasks)})" for name, tasks in cards)
+            raise CommandError(f"{self.url}: no model has the task {task}: {listed}; serve one, or set --model")
+        return fitting[0]
 
     def path(self, route: str, model: TargetModel) -> str:
         """Returns the path of a route of the API, such as /v1/embeddings, on this server."""

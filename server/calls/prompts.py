@@ -15,6 +15,7 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.tokenization.input_encoder import instructed_prompt
 
 from ..errors import quote
+from ..schemas.options import contradiction
 
 Role = tuple[str, ...]
 
@@ -77,9 +78,11 @@ def prompt_for(
         default_name: Name of the prompt for a request that sets none of the arguments above.
 
     Raises:
-        InvalidRequestError: The purpose is unknown or has no LoRA adapter, or an instruction is given for documents or
-            for a model that takes none.
+        InvalidRequestError: The purpose is unknown or has no LoRA adapter, `input_type` and `task` contradict each
+            other, or an instruction is given for documents or for a model that takes none.
     """
+    if input_type and task and _role(input_type)[-1] != _role(task)[-1]:
+        raise contradiction("input_type", input_type, "task", task)
     name, adapter = prompt_name or None, None
     role: Role = ()
     for param, value in (("input_type", input_type), ("task", task)):

@@ -296,10 +296,10 @@ def _info(arguments: dict[str, Any]) -> int:
     if as_json:
         fields = {name: {"value": getattr(info, name), "from": source} for name, _, source in rows}
         head = {"name": info.name, "path": info.path, "parameters": files.num_parameters, "bytes": files.num_bytes}
-        print(json.dumps({**head, "memory": files.memory(), "fields": fields}, indent=2, default=_plain))
+        print(json.dumps({**head, "memory": files.bytes_by_dtype(), "fields": fields}, indent=2, default=_plain))
         return 0
     weights = f"{short_count(files.num_parameters)} parameters, {files.num_bytes / 2**20:.1f} MiB of weights on disk"
-    memory = ", ".join(f"{num_bytes / 2**20:.1f} MiB as {dtype}" for dtype, num_bytes in files.memory().items())
+    memory = ", ".join(f"{num_bytes / 2**20:.1f} MiB as {dtype}" for dtype, num_bytes in files.bytes_by_dtype().items())
     in_memory = f"; in memory {memory}" if memory else ""
     print(f"{info.name} ({info.path})\n  {weights}{in_memory}\n{format_table(rows)}")
     return 0

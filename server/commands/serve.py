@@ -313,7 +313,9 @@ def _num_bytes(info: ModelInfo) -> int:
     # A folder inside that of the model is counted with it.
     outside = [folder for folder in folders[1:] if not Path(folder).is_relative_to(info.path)]
     dtype = "float32" if info.dtype == "auto" else info.dtype
-    return sum(files.memory().get(dtype, files.num_bytes) for files in map(WeightFiles.of, [info.path, *outside]))
+    return sum(
+        files.bytes_by_dtype().get(dtype, files.num_bytes) for files in map(WeightFiles.of, [info.path, *outside])
+    )
 
 
 def open_cache(settings: ServerSettings) -> VectorCache | None:

@@ -52,6 +52,10 @@ def writer_for(output: Path) -> Writer:
     raise UsageError(f"--output: {output.name} must end in .parquet, .jsonl, .ndjson, .csv, .tsv or .npy")
 
 
+class UnsupportedColumnsError(Exception):
+    """The format of the output cannot hold a value or a column of the input."""
+
+
 class Results(NamedTuple):
     """The outcome of a run.
 
@@ -123,7 +127,7 @@ def write_output(output: Path, write: Writer, source: InputFile, results: Result
             f"{output} cannot be written: {error.strerror or error}; the vectors "
             f"of all {results.vectors.num_rows} rows are kept: run the same command again later"
         ) from error
-    except (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+    except UnsupportedColumnsError as error:
         raise CommandError(
             f"{output} cannot be written: its format does not support the columns of {source.path} "
             f"({one_line(error)}). All embeddings are kept: rename the folder "
@@ -179,8 +183,11 @@ def write_csv(path: Path, source: InputFile, results: Results, *, delimiter: str
         writer.writerow([*names, COLUMN])
         for number, row in _good_rows(source.full_rows(), results.rejected):
             (vector,) = results.vectors.rows([number])
-            record = json.loads(row.raw) if row.raw else row.record
-            values = [_csv_value(record.get(name)) for name in names]
+            try:
+                record = json.loads(row.raw) if row.raw else row.record
+                values = [_csv_value(record.get(name)) for name in names]
+            except RecursionError as error:  # lists in lists
+                raise UnsupportedColumnsError(f"{source.unit} {row.line}: {error}") from error
             writer.writerow([*values, orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY).decode()])
 
 
@@ -195,11 +202,14 @@ def write_parquet(path: Path, source: InputFile, results: Results) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    kept = _parquet_schema(source, results.columns)
+    schema = _parquet_schema(source, results.columns)
     column = pa.field(COLUMN, pa.list_(pa.float32(), results.vectors.width))
-    with parquet.ParquetWriter(path, kept.append(column)) as writer:
-        for numbers, table in _tables(source, results, kept):
-            writer.write_table(append_vectors(table, results.vectors.rows(numbers)))
+    try:
+        with parquet.ParquetWriter(path, schema.append(column)) as writer:
+            for numbers, table in _tables(source, results, schema):
+                writer.write_table(append_vectors(table, results.vectors.rows(numbers)))
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:  # the errors of pyarrow for values
+        raise UnsupportedColumnsError(str(error)) from error
 
 
 def _tables(source: InputFile, results: Results, schema: Any) -> Iterator[tuple[list[int], Any]]:

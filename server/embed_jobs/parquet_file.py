@@ -136,7 +136,7 @@ class ParquetRows(InputFile):
 
         try:
             yield
-        except (ArrowException, OSError, OverflowError, ValueError) as error:
+        except (ArrowException, LookupError, OSError, OverflowError, ValueError) as error:  # LookupError: a time zone
             near = f", {self.unit} {num_rows + 1} or one soon after it" if num_rows else ""
             raise BadRowError(
                 f"{self.path}{near}: it cannot be read as Parquet ({one_line(error)}); it is damaged, "

@@ -96,8 +96,8 @@ class JsonReader:
         try:
             return orjson.loads(body)
         except orjson.JSONDecodeError as error:
-            context = {"error": error.msg}
-            invalid = {"type": "json_invalid", "loc": ("body", error.pos), "input": {}, "ctx": context}
+            problem, position = _json_problem(body, error)
+            invalid = {"type": "json_invalid", "loc": ("body", position), "input": {}, "ctx": {"error": problem}}
             raise RequestValidationError([invalid]) from error
 
     def check_entries(self, body: Any, tag: str) -> None:
@@ -133,6 +133,17 @@ class JsonReader:
             return True
         max_weight = WEIGHT * (body.count(b"[") + body.count(b"{") + body.count(b'"') // 2) + body.count(b",")
         return max_weight > min(len(body), self._admission.max_json_values)
+
+
+def _json_problem(body: bytes | bytearray, error: orjson.JSONDecodeError) -> tuple[str, int]:
+    """Returns why a body is not valid JSON, and at which byte. orjson has no position for other encodings."""
+    try:
+        body.decode("utf-8")
+    except UnicodeDecodeError as wrong:
+        return f"byte 0x{body[wrong.start]:02x} is not UTF-8; send the body in UTF-8", wrong.start
+    if b"\0" in body[:4]:
+        return "it has NUL bytes, as UTF-16 and UTF-32 have; send the body in UTF-8", body.index(0)
+    return error.msg, error.pos
 
 
 def count_values(text: bytes | bytearray, slice_bytes: int = SLICE_BYTES) -> Iterator[int]:
@@ -208,7 +219,7 @@ class JsonBody(BaseModel):
 
         Raises:
             RequestValidationError: A key is a field of another route, differs from a field of this body by at most
-                two edits, or may not be ignored.
+                two edits, or may not be ignored; or there are more than MAX_IGNORED_FIELDS unknown keys.
         """
         extra = self.model_extra or {}
         fields = self.field_keys() if extra else []
@@ -217,7 +228,15 @@ class JsonBody(BaseModel):
         ]
         extra.clear()
         unknown += self._unknown_nested_keys(sent)
-        if other_fields is None or len(unknown) > MAX_IGNORED_FIELDS:
+        if other_fields is not None and len(unknown) > MAX_IGNORED_FIELDS:
+            path, _, known = unknown[0]
+            reason = (
+                f"is one of {len(unknown)} unknown fields, of which at most {MAX_IGNORED_FIELDS} are ignored; leave "
+                f"them out. This request takes {quote_names(known)}"
+            )
+            error = {"type": "unknown_key", "loc": ("body", self.tag, quote_names((path,))), "msg": reason}
+            raise RequestValidationError([error])
+        if other_fields is None:
             wrong = unknown
         else:
             wrong = [key for key in unknown if key[0] in other_fields or _closest(key[1], key[2])]

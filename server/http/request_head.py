@@ -48,7 +48,8 @@ def timeout_and_priority(headers: Iterable[tuple[bytes, bytes]]) -> tuple[float 
 def _seconds(text: str) -> float:
     if not re.fullmatch(TIMEOUT_PATTERN, text):
         raise InvalidRequestError(
-            f"The header x-request-timeout is {text[:40]!r}; it must be seconds above 0, such as 2.5.",
+            f"The header x-request-timeout is {text[:40]!r}; it must be seconds above 0 as a decimal number without an "
+            "exponent, such as 2.5.",
             param="x-request-timeout",
         )
     return float(text)

@@ -41,7 +41,7 @@ class ModelStatus(StrEnum):
     UNLOADED = "unloaded"
     LOADING = "loading"
     LOADED = "loaded"
-    LEAVING = "leaving"  # its last requests run; then it is unloaded
+    UNLOADING = "unloading"  # its last requests run; then it is unloaded
     FAILED = "failed"
 
 
@@ -89,7 +89,7 @@ class ModelEntry:
     @property
     def uses_memory(self) -> bool:
         """Whether it is loaded, loading or unloading."""
-        return self.status in (ModelStatus.LOADING, ModelStatus.LOADED, ModelStatus.LEAVING)
+        return self.status in (ModelStatus.LOADING, ModelStatus.LOADED, ModelStatus.UNLOADING)
 
     @property
     def state(self) -> str:

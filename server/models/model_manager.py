@@ -171,7 +171,7 @@ class ModelManager:
 
         A loading model is unloaded after its load.
         """
-        while entry.status in (ModelStatus.LOADING, ModelStatus.LEAVING):
+        while entry.status in (ModelStatus.LOADING, ModelStatus.UNLOADING):
             await self._change()
         if entry.status is ModelStatus.LOADED:
             await self._drain_and_unload(entry, "on request", is_forced=True)
@@ -204,7 +204,7 @@ class ModelManager:
     async def _load(self, entry: ModelEntry) -> None:
         began_s = time.monotonic()
         try:
-            while entry.status is ModelStatus.LEAVING:
+            while entry.status is ModelStatus.UNLOADING:
                 await self._change()
             if entry.status is ModelStatus.LOADED:
                 return  # it was not unloaded
@@ -260,8 +260,8 @@ class ModelManager:
             return False
         if self._needs_space is None:
             return True
-        leaving = [other for other in self.entries if other.status is ModelStatus.LEAVING]
-        return not self._exceeds_limits(entry, without=leaving, beside=[self._needs_space])
+        unloading = [other for other in self.entries if other.status is ModelStatus.UNLOADING]
+        return not self._exceeds_limits(entry, without=unloading, beside=[self._needs_space])
 
     async def _make_space(self, entry: ModelEntry) -> None:
         """Unloads other models until a model fits: the least recently used idle model first.
@@ -322,7 +322,7 @@ class ModelManager:
         """
         engine = entry.engine
         assert engine is not None
-        entry.status = ModelStatus.LEAVING
+        entry.status = ModelStatus.UNLOADING
         ends_s = time.monotonic() + self._limits.drain_timeout_s
         while entry.num_in_use and time.monotonic() < ends_s:
             await self._change(ends_s - time.monotonic())

@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from penstock.engine import AsyncEngine, ModelInfo
 from penstock.engine.client.core_supervisor import EngineState
-from penstock.engine.protocol.errors import EngineUnavailableError, ModelNotFoundError
+from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError, ModelNotFoundError
 from penstock.engine.protocol.model_info import ModelKind
 
 from ..admission import ServerRejectionReason
@@ -163,6 +163,12 @@ class ModelTable:
             if entry.info is not None:
                 entry.info.adapter_of(adapter)
             return entry
+        if entry is None and adapter is not None and (first := _split(model))[0] in self._named:
+            raise InvalidRequestError(
+                f"model and lora_path name two LoRA adapters of {first[0]}, {quote(first[1])} and {quote(adapter)}. "
+                "Send one of them.",
+                param="model",
+            )
         if not name or name == UNNAMED:
             of_kinds = (entry for entry in self.entries if entry.info is not None and entry.info.kind in kinds)
             return next(of_kinds, self.entries[0])

@@ -21,11 +21,13 @@ class WeightFiles(NamedTuple):
     Attributes:
         num_parameters: Number of parameters in the headers of safetensors files; 0 without such files.
         modified_s: Unix time of the newest file, or of the folder if it has no weight files.
+        format: gguf, safetensors or pytorch; empty without weight files.
     """
 
     num_bytes: int
     num_parameters: int
     modified_s: float
+    format: str
 
     @classmethod
     def of(cls, folder: str, headers: WeightHeaders | None = None) -> WeightFiles:
@@ -46,9 +48,11 @@ class WeightFiles(NamedTuple):
         files = tensors or sorted(filter(Path.is_file, (*root.glob("*.bin"), *root.glob("*.pt"))))
         stats = [path.stat() for path in files] or [root.stat()]
         num_bytes = sum(stat.st_size for stat in stats) if files else 0
-        return cls(num_bytes, sum(map(headers.num_parameters, tensors)), max(stat.st_mtime for stat in stats))
+        file_format = "gguf" if is_gguf(root) else "safetensors" if tensors else "pytorch" if files else ""
+        num_parameters = sum(map(headers.num_parameters, tensors))
+        return cls(num_bytes, num_parameters, max(stat.st_mtime for stat in stats), file_format)
 
-    def memory(self) -> dict[str, int]:
+    def bytes_by_dtype(self) -> dict[str, int]:
         """Returns the bytes of the loaded weights by dtype; empty if no header declares a dtype."""
         return {dtype: self.num_parameters * size for dtype, size in _SIZES.items()} if self.num_parameters else {}
 

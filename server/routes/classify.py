@@ -32,6 +32,7 @@ from ..schemas.options import (
     VersionMeta,
     parse_truncate,
     truncated,
+    with_raw_scores,
 )
 from ..schemas.tei_bodies import TeiPrediction
 from .tei import prediction_rows
@@ -139,9 +140,7 @@ class ClassifyRequest(InputFields, PoolingBody):
         truncate = self.truncate
         if truncate is None and (self.inputs is not None or self.is_infinity()):
             truncate = CohereTruncate.END
-        params = super().pooling_params()
-        if self.raw_scores and params.use_activation is None:
-            params = params.clone(use_activation=False)
+        params = with_raw_scores(super().pooling_params(), self.raw_scores)
         return truncated(params, None if truncate is None else parse_truncate(truncate.value))
 
 

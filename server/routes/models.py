@@ -47,7 +47,7 @@ class ModelFacts(BaseModel):
 class ModelLife(BaseModel):
     """The state of a model in llama.cpp's terms, and the state of its engine."""
 
-    value: Literal["unloaded", "loading", "loaded", "leaving", "failed"]
+    value: Literal["unloaded", "loading", "loaded", "unloading", "failed"]
     state: str = Field(
         description="State as in /health: the engine's state if the model is loaded.", examples=["ready"]
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import re
 import time
 from collections.abc import Collection, Mapping
@@ -36,8 +37,10 @@ from ..models.weight_files import WeightFiles
 from ..routing import Access, Router, respond_as
 from ..schemas.inputs import TextOrTexts
 from ..schemas.json_schema import documented
-from ..schemas.options import Count, Flag, RequestBody, Width
+from ..schemas.options import Count, Flag, RequestBody, Width, one_value
 from .operations import Version
+
+logger = logging.getLogger(__name__)
 
 _UNIT_S: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART: Final = rf"([0-9]+(?:\.[0-9]+)?)({'|'.join(_UNIT_S)})"
@@ -146,8 +149,12 @@ class OllamaShowRequest(OllamaBody):
     insecure: Flag | None = Field(None, description="Accepted on /api/pull; nothing is downloaded.")
 
     def served_name(self) -> str | None:
-        """Returns the name of the model without `:latest`. Raises InvalidRequestError if the body names no model."""
-        name = self.model or self.name
+        """Returns the name of the model without `:latest`.
+
+        Raises:
+            InvalidRequestError: The body names no model, or two.
+        """
+        name = one_value({"model": self.model or None, "name": self.name or None})
         if not name:
             raise InvalidRequestError("model is missing or empty; name a model that is served.", param="model")
         return name.removesuffix(":latest")
@@ -198,7 +205,7 @@ class OllamaDetails(BaseModel):
     """Format and architecture of a model."""
 
     parent_model: Literal[""]
-    format: Literal["safetensors"]
+    format: Literal["gguf", "safetensors", "pytorch", ""]
     family: str
     families: list[str]
     parameter_size: str
@@ -305,7 +312,7 @@ async def tags(request: Request) -> Response:
     cards, context = [], context_of(request)
     for model in context.models.describe_all():
         if model.info is not None:
-            files = await _weights(context, model.info.path)
+            files = await _weights(context, model.info)
             cards += [_card(name, model.info, files) for name in model.shown_names]
     return json_response({"models": cards})
 
@@ -317,7 +324,7 @@ async def running(request: Request) -> Response:
     for entry in context.models.entries:
         if (info := entry.info) is None or entry.engine is None:
             continue
-        card = _card(entry.name, info, await _weights(context, info.path))
+        card = _card(entry.name, info, await _weights(context, info))
         size_vram = 0 if info.device == "cpu" else card["size"]
         stays = {"expires_at": _expires_at(entry), "size_vram": size_vram, "context_length": info.max_model_len}
         models.append({**card, **stays})
@@ -330,7 +337,7 @@ async def show(body: OllamaShowRequest, request: Request) -> Response:
     context = context_of(request)
     described = context.models.describe(body.served_name())
     info, name = described.known(), described.name
-    files = await _weights(context, info.path)
+    files = await _weights(context, info)
     card = _card(name, info, files)
     figures = {
         "general.architecture": info.model_type,
@@ -384,10 +391,21 @@ async def generate(body: TextRequest, request: Request) -> Response:
 
 
 async def load_or_unload(body: OllamaLifeRequest, request: Request) -> Response:
-    """Loads an on-demand model, or unloads it if `keep_alive` is 0."""
+    """Loads an on-demand model, or unloads it if `keep_alive` is 0.
+
+    Raises:
+        InvalidRequestError: `keep_alive` is 0, but the model always stays loaded.
+    """
     name = body.served_name()
     if body.keep_alive == 0:
-        context_of(request).models.set_ttl(name, 0.0)
+        models = context_of(request).models
+        if not models.entry(name).model.is_on_demand:
+            raise InvalidRequestError(
+                f"keep_alive is 0, but {quote(name)} always stays loaded. Only models with `ttl` or `preload = "
+                "false` in the file of --config can be unloaded by clients.",
+                param="keep_alive",
+            )
+        models.set_ttl(name, 0.0)
     else:
         await _start(request, body)
     reason = "unload" if body.keep_alive == 0 else "load"
@@ -403,8 +421,13 @@ async def _start(request: Request, body: OllamaEmbedBody | OllamaLifeRequest) ->
     return call
 
 
-async def _weights(context: ServerContext, path: str) -> WeightFiles:
-    return await asyncio.to_thread(WeightFiles.of, path, context.weight_headers)
+async def _weights(context: ServerContext, info: ModelInfo) -> WeightFiles:
+    """Returns the weight files of a model. A model whose folder cannot be read, such as a moved one, has none."""
+    try:
+        return await asyncio.to_thread(WeightFiles.of, info.path, context.weight_headers)
+    except OSError as error:
+        logger.warning("the weights of %s cannot be described: %s", info.name, error)
+        return WeightFiles(num_bytes=0, num_parameters=0, modified_s=0.0, format="")
 
 
 def _expires_at(entry: ModelEntry) -> str:
@@ -419,7 +442,7 @@ def _card(name: str, info: ModelInfo, files: WeightFiles) -> dict[str, Any]:
     modified = datetime.fromtimestamp(files.modified_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     details = {
         "parent_model": "",
-        "format": "safetensors",
+        "format": files.format,
         "family": info.model_type,
         "families": [info.model_type],
         "parameter_size": short_count(files.num_parameters),

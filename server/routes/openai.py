@@ -21,7 +21,17 @@ from ..schemas.chat import InputFields
 from ..schemas.encodings import EmbeddingTypeOptions
 from ..schemas.images import has_images
 from ..schemas.json_schema import PIXEL, documented
-from ..schemas.options import EmbeddingBody, Flag, ListResponse, Truncate, Width, WidthOrZero, truncated
+from ..schemas.options import (
+    EmbeddingBody,
+    Flag,
+    ListResponse,
+    Truncate,
+    Width,
+    WidthOrZero,
+    contradiction,
+    one_value,
+    truncated,
+)
 
 _PLAIN_PARAMS: Final = PoolingParams()
 _PARAM_FIELDS: Final = frozenset(
@@ -127,10 +137,15 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
 
     def served_name(self) -> str | None:
         """Returns the name of the model, or of its adapter as `model:adapter`."""
-        return f"{self.model or ''}:{self.lora_path}" if self.lora_path else self.model
+        model = self.model or ""
+        return self.model if not self.lora_path or model.endswith(f":{self.lora_path}") else f"{model}:{self.lora_path}"
 
     def pooling_params(self) -> PoolingParams:
-        """Returns the pooling parameters. Raises InvalidRequestError if `dimensions` is 0."""
+        """Returns the pooling parameters.
+
+        Raises:
+            InvalidRequestError: `dimensions` is 0, or two names of an option have different values.
+        """
         if _PARAM_FIELDS.isdisjoint(self.model_fields_set):
             return _PLAIN_PARAMS
         if self.dimensions == 0 and self.modality is None:
@@ -138,11 +153,13 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
         params = PoolingParams(
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             truncation_side=self.truncation_side,
-            dimensions=self.dimensions or self.output_dimension,
-            normalize=self.normalized if self.normalize is None else self.normalize,
+            dimensions=one_value({"dimensions": self.dimensions or None, "output_dimension": self.output_dimension}),
+            normalize=one_value({"normalize": self.normalize, "normalized": self.normalized}),
             use_activation=self.use_activation,
         )
         truncate = self.truncation if self.truncate is None else self.truncate
+        if self.truncation is not None and self.truncation is not (truncate is not False):
+            raise contradiction("truncate", truncate, "truncation", self.truncation)
         return params if truncate is None else truncated(params, truncate)
 
     def field_names(self) -> Mapping[str, str]:

@@ -26,7 +26,19 @@ from ..schemas import json_schema
 from ..schemas.images import OBJECT_KEYS, Image, MixedContent, parse_content
 from ..schemas.inputs import Documents, document_contents, parse_rank_fields, parse_text_or_image, parse_texts
 from ..schemas.json_schema import Parsed, documented
-from ..schemas.options import Count, Flag, FlagOrWord, Listed, ListResponse, PairBody, Usage, VersionMeta, truncated
+from ..schemas.options import (
+    Count,
+    Flag,
+    FlagOrWord,
+    Listed,
+    ListResponse,
+    PairBody,
+    Usage,
+    VersionMeta,
+    one_value,
+    truncated,
+    with_raw_scores,
+)
 from ..schemas.tei_bodies import TeiRank, TeiRerankRequest
 from .tei import RERANK, TEI_HEADERS, rerank_texts
 
@@ -114,19 +126,16 @@ class RerankRequest(PairBody):
         ),
         validation_alias=AliasChoices("max_chunks_per_doc", "max_chunk_per_doc"),
     )
-    instruct: str | None = Field(None, description="SGLang's name for `instruction`. `instruction` has precedence.")
+    instruct: str | None = Field(None, description="SGLang's name for `instruction`.")
 
-    def wanted_instruction(self) -> str | None:
-        """Returns the instruction of the request, from any of its fields."""
-        wanted = super().wanted_instruction()
-        return wanted if wanted or self.instruct is None else self.instruct
+    def instructions(self) -> dict[str, str | None]:
+        """Adds SGLang's name."""
+        return {**super().instructions(), "instruct": self.instruct or None}
 
     def field_names(self) -> Mapping[str, str]:
-        """Maps `instruction` to `instruct` if the request uses that name."""
-        names = dict(super().field_names())
-        if self.instruct is not None and self.wanted_instruction() is self.instruct:
-            names["instruction"] = "instruct"
-        return names
+        """Maps `instruction` to the first name that the request uses."""
+        used = (name for name, value in self.instructions().items() if value is not None)
+        return {**super().field_names(), "instruction": next(used, "instruction")}
 
     def contents(self) -> list[str | Image]:
         """Returns the text or image of each document; see `document_contents`."""
@@ -134,14 +143,11 @@ class RerankRequest(PairBody):
 
     def pooling_params(self) -> PoolingParams:
         """Returns the pooling parameters. Documents are truncated to fit unless the request sets a limit."""
-        params = super().pooling_params()
-        if self.raw_scores and params.use_activation is None:
-            params = params.clone(use_activation=False)
-        return truncated(params, self.truncation is not False)
+        return truncated(with_raw_scores(super().pooling_params(), self.raw_scores), self.truncation is not False)
 
     def num_results(self) -> int | None:
-        """Returns how many results to return; None: all."""
-        return self.top_n or self.top_k or None
+        """Returns the number of results; None: all. Raises InvalidRequestError if `top_n` and `top_k` differ."""
+        return one_value({"top_n": self.top_n or None, "top_k": self.top_k or None})
 
     def wants_documents(self, path: str) -> bool:
         """Returns whether the response holds the documents: as the request states, or else the dialect's default.
@@ -259,11 +265,17 @@ class ScoreRequest(PairBody):
         return dict(zip(_PAIRS[0], pairs[0], strict=True)) if len(pairs) == 1 else {}
 
     def sides(self) -> tuple[str, str]:
-        """Returns the field names of the two sides. Raises InvalidRequestError unless the body has exactly one pair."""
+        """Returns the field names of the two sides.
+
+        Raises:
+            InvalidRequestError: The body does not have exactly one pair, or a further name has another value.
+        """
         pairs = self._given_pairs()
         if len(pairs) != 1:
             names = "; ".join(f"{a} and {b}" for a, b in _PAIRS)
             raise InvalidRequestError(f"Give exactly one of these pairs of fields: {names}.", param="text_1")
+        for names_of_side in zip(*_PAIRS, strict=True):
+            one_value({name: getattr(self, name) or None for name in names_of_side})
         return pairs[0]
 
     def _given_pairs(self) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..http.quantization import EmbedDtype, Endianness, Quantization
 from ..http.vectors import Encoding, EncodingFormat
-from .options import Listed
+from .options import Listed, contradiction
 
 EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
@@ -99,6 +99,7 @@ class EmbeddingTypeOptions(EncodingOptions):
         """
         if self.model_fields_set.isdisjoint(_ENCODING_FIELDS) and self.encoding_format in _PLAIN_ENCODINGS:
             return _PLAIN_ENCODINGS[self.encoding_format]
+        self._check_types()
         base = self.encoding()
         requested = self.embedding_type or ([self.encoding_type] if self.encoding_type else [])
         types: dict[EmbeddingType, None] = dict.fromkeys(requested)
@@ -121,6 +122,25 @@ class EmbeddingTypeOptions(EncodingOptions):
         if self.embedding_type or self.encoding_type:
             return "embedding_type" if self.embedding_type else "encoding_type"
         return "output_dtype" if self.output_dtype in QUANTIZATIONS else "encoding_format"
+
+    def _check_types(self) -> None:
+        """Raises InvalidRequestError if two fields ask for different types of numbers, or for different formats."""
+        is_integer = self.encoding_format in QUANTIZATIONS
+        requested: dict[str, list[str] | None] = {
+            "embedding_type": [*self.embedding_type] if self.embedding_type else None,
+            "encoding_type": [self.encoding_type] if self.encoding_type else None,
+            "output_dtype": [self.output_dtype] if self.output_dtype else None,
+            "encoding_format": [str(self.encoding_format)] if is_integer else None,
+        }
+        given = [(name, types) for name, types in requested.items() if types]
+        for name, types in given[1:]:
+            first_name, first = given[0]
+            # In base64 the numbers are floats: output_dtype names the type of the numbers, not their format.
+            wanted = {"float" if kind == "base64" else kind for kind in first} if name == "output_dtype" else {*first}
+            if wanted != {*types}:
+                raise contradiction(first_name, ", ".join(first), name, ", ".join(types))
+        if given and given[0][1] == ["base64"] and self.encoding_format not in (None, "base64"):
+            raise contradiction(given[0][0], "base64", "encoding_format", self.encoding_format)
 
     def _typed(self, base: Encoding, name: EmbeddingType) -> Encoding:
         if name == "float":

@@ -5,12 +5,14 @@ Clients send null for omitted options, so null means absent everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Final, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool, WithJsonSchema
 
 from penstock.engine import PoolingParams
+from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..errors import quote, quote_names
 from ..http.json_reader import JsonBody
@@ -18,6 +20,7 @@ from ..http.request_head import MAX_PRIORITY
 from . import json_schema
 
 Entry = TypeVar("Entry")
+Value = TypeVar("Value")
 Listed = Annotated[list[Entry], Field(fail_fast=True)]
 """A list whose check stops at the first wrong entry. By default pydantic makes an error for each entry."""
 
@@ -49,6 +52,27 @@ def check_width(value: Any, min_width: int) -> Any:
     if isinstance(value, int) and value < min_width:
         raise ValueError(f"must be at least 1, not {value}")
     return value
+
+
+def contradiction(name: str, value: object, other_name: str, other: object) -> InvalidRequestError:
+    """Returns the error for two fields that set the same option to different values."""
+    return InvalidRequestError(
+        f"{name} is {quote(value)}, but {other_name} is {quote(other)}: both set the same option. Send one of them.",
+        param=other_name,
+    )
+
+
+def one_value(fields: Mapping[str, Value | None]) -> Value | None:
+    """Returns the value of an option that has several names; None if no field is set.
+
+    Raises:
+        InvalidRequestError: Two fields have different values.
+    """
+    given = [(name, value) for name, value in fields.items() if value is not None]
+    for name, value in given[1:]:
+        if value != given[0][1]:
+            raise contradiction(*given[0], name, value)
+    return given[0][1] if given else None
 
 
 Count = Annotated[int, Field(ge=0, le=json_schema.MAX_INTEGER), BeforeValidator(parse_whole_number)]
@@ -174,7 +198,7 @@ class PairBody(PoolingBody):
         examples=["Given a question about the law, retrieve the paragraphs that answer it"],
     )
     chat_template_kwargs: InstructionKwargs | None = Field(
-        None, description="vLLM's other place for `instruction`. It has precedence and allows no other key."
+        None, description="vLLM's other place for `instruction`. It allows no other key."
     )
     max_tokens_per_query: Count | None = Field(
         None, description="Truncate each query to this many tokens first. 0 or absent: do not truncate it."
@@ -184,9 +208,14 @@ class PairBody(PoolingBody):
         description="Truncate each document to this many tokens first. 0 or absent: truncate it only to fit the model.",
     )
 
+    def instructions(self) -> dict[str, str | None]:
+        """Returns the instruction by the names of the fields that may hold it. None: absent or empty."""
+        in_kwargs = (self.chat_template_kwargs or {}).get("instruction")
+        return {"instruction": self.instruction or None, "chat_template_kwargs.instruction": in_kwargs or None}
+
     def wanted_instruction(self) -> str | None:
-        """Returns the instruction of the request, from either field."""
-        return (self.chat_template_kwargs or {}).get("instruction") or self.instruction
+        """Returns the instruction of the request. Raises InvalidRequestError if two fields hold different ones."""
+        return one_value(self.instructions())
 
 
 class Usage(BaseModel):
@@ -252,6 +281,19 @@ Truncate = Annotated[
 ]
 
 
+def with_raw_scores(params: PoolingParams, raw_scores: bool | None) -> PoolingParams:
+    """Applies `raw_scores` to the parameters. True is the same as `use_activation: false`.
+
+    Raises:
+        InvalidRequestError: `use_activation` contradicts it.
+    """
+    if raw_scores is None:
+        return params
+    if params.use_activation is raw_scores:
+        raise contradiction("raw_scores", raw_scores, "use_activation", raw_scores)
+    return params.clone(use_activation=False) if raw_scores else params
+
+
 def truncated(params: PoolingParams, truncate: Truncate | None) -> PoolingParams:
     """Applies `truncate` to the parameters unless `params.truncate_prompt_tokens` is set.
 
@@ -259,11 +301,17 @@ def truncated(params: PoolingParams, truncate: Truncate | None) -> PoolingParams
         params: Pooling parameters of the request.
         truncate: True truncates inputs at the tokenizer's side, "START" and "END" at that side. False rejects longer
                 inputs. None: the server's default.
+
+    Raises:
+        InvalidRequestError: `truncation_side` contradicts `truncate`.
     """
+    sides = {"START": "left", "END": "right"}
+    side = sides[truncate] if isinstance(truncate, str) else None
+    if None not in (side, params.truncation_side) and side != params.truncation_side:
+        raise contradiction("truncate", truncate, "truncation_side", params.truncation_side)
     if truncate is None or params.truncate_prompt_tokens is not None:
         return params
     if truncate is False:
         return params.clone(reject_too_long=True)
-    sides = {"START": "left", "END": "right"}
-    side = params.truncation_side or (sides[truncate] if isinstance(truncate, str) else None)
+    side = params.truncation_side or side
     return params.clone(truncate_prompt_tokens=-1, truncation_side=side)

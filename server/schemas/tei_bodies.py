@@ -29,7 +29,7 @@ from .inputs import (
     TruncationSide,
 )
 from .json_schema import documented
-from .options import PRIORITY, Count, Flag, Priority, RequestBody, Width
+from .options import PRIORITY, Count, Flag, Priority, RequestBody, Width, contradiction
 
 
 class TeiBody(RequestBody):
@@ -65,8 +65,9 @@ class TeiModelBody(TeiBody):
         fields, others = (
             {name: value for name, value in part.items() if value is not None} for part in (body, parameters)
         )
-        if fields.keys() & others.keys():  # fields of the body have precedence, but `parameters` must be valid too
-            cls.model_validate({**fields, **others, "parameters": None})
+        for name in fields.keys() & others.keys():
+            if fields[name] != others[name]:
+                raise contradiction(name, fields[name], f"parameters.{name}", others[name])
         return {**others, **fields}
 
     @classmethod
@@ -170,10 +171,12 @@ class TeiPredictRequest(TeiModelBody):
     @property
     def is_raw(self) -> bool:
         """Whether the response holds logits."""
-        return bool(self.raw_scores) or self.function_to_apply == "none"
+        return bool(self.raw_scores) if self.function_to_apply is None else self.function_to_apply == "none"
 
     def pooling_params(self) -> PoolingParams:
-        """Returns the pooling parameters."""
+        """Returns the pooling parameters. Raises InvalidRequestError if `function_to_apply` and `raw_scores` differ."""
+        if None not in (self.raw_scores, self.function_to_apply) and self.is_raw is not self.raw_scores:
+            raise contradiction("raw_scores", self.raw_scores, "function_to_apply", self.function_to_apply)
         return super().pooling_params().clone(use_activation=False if self.is_raw else None)
 
 

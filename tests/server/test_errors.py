@@ -107,7 +107,14 @@ async def test_unexpected_error_of_a_get_route_is_hidden(client, caplog, monkeyp
 NO_ENGINE: list[tuple[str, str, dict[str, Any], int, list[str]]] = [
     *table("server_cases", "rejected before the engine"),
     ("POST", "/v1/embeddings" + "s" * 5000, {"json": {}}, 404, ["on this server; /docs"]),
-    ("POST", "/v1/embeddings", {"content": b'{"input": "\xff"}'}, 400, ["not valid JSON"]),
+    *(
+        ("POST", "/v1/embeddings", {"content": content}, 400, [f"not valid JSON: {reason}; send the body in UTF-8"])
+        for content, reason in (
+            (b'{"input": "\xff"}', "byte 0xff is not UTF-8"),
+            ('{"input": "a"}'.encode("utf-16"), "byte 0xff is not UTF-8"),
+            ('{"input": "a"}'.encode("utf-16-le"), "it has NUL bytes, as UTF-16 and UTF-32 have"),
+        )
+    ),
 ]
 
 

@@ -49,10 +49,17 @@ def test_first_model_with_the_task_is_chosen(serve: Serve) -> None:
     cards = [{"id": "ranker", "endpoints": ["rerank"]}, {"id": "embedder", "endpoints": ["embed", "rerank"]}]
     url = serve(listing("/v1/models", {"data": cards}))
     server = TargetServer(url, TargetSettings())
-    chosen = {task: server.find_model(task, DIALECTS).name for task in ("embed", "rerank", "classify")}
-    assert chosen == {"embed": "embedder", "rerank": "ranker", "classify": "ranker"}
+    chosen = {task: server.find_model(task, DIALECTS).name for task in ("embed", "rerank")}
+    assert chosen == {"embed": "embedder", "rerank": "ranker"}
+    message = (
+        r"no model has the task classify: ranker \(rerank\); embedder \(embed, rerank\); serve one, or set --model"
+    )
+    with pytest.raises(CommandError, match=message):
+        server.find_model("classify", DIALECTS)
+    cards.append({"id": "unknown", "endpoints": []})
+    assert server.find_model("classify", DIALECTS).name == "unknown"
     named = TargetServer(url, TargetSettings(model="other")).find_model("embed", DIALECTS)
-    assert (named.name, named.listed) == ("other", ("ranker", "embedder"))
+    assert (named.name, named.listed) == ("other", ("ranker", "embedder", "unknown"))
 
 
 def test_server_without_list_needs_a_model_name(serve: Serve) -> None:

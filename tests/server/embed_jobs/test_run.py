@@ -17,7 +17,7 @@ from pyarrow import parquet
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import EngineOverloadedError, MachineError, WeightError
 from penstock.server.embed_jobs import input_file as input_module, progress as progress_module, run as run_module
-from penstock.server.embed_jobs.parquet_file import PARQUET_ROWS_AT_ONCE
+from penstock.server.embed_jobs.parquet_file import PARQUET_ROWS_AT_ONCE, JsonColumns
 from penstock.server.embed_jobs.progress import Progress
 from penstock.server.embed_jobs.run import check_options, pooling_params, row_options
 from penstock.server.settings import CommandError, EmbedSettings, UsageError
@@ -461,24 +461,31 @@ def test_shard_without_a_good_row_is_skipped(run, small_shards: None, fake, tmp_
     assert [row["text"] for row in read_rows(tmp_path / "out.jsonl")] == ["a"]
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (OSError(28, "No space left on device"), "No space left on device; the vectors of all 25 rows are kept: run"),
-        (ValueError("odd\ncolumns"), "its format does not support the columns of .*in.txt .*: rename the folder"),
-    ],
-)
 def test_vectors_are_kept_if_the_output_cannot_be_written(
-    run, lines: Path, fake, error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run, lines: Path, fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
+        error = OSError(28, "No space left on device")
         patch.setattr("penstock.server.embed_jobs.output_file.replace_file", Mock(side_effect=error))
-        with pytest.raises(CommandError, match=f"out.npy cannot be written: {message}"):
+        with pytest.raises(
+            CommandError, match=f"out.npy cannot be written: {error.strerror}; the vectors of all 25 rows"
+        ):
             run(lines, tmp_path / "out.npy")
     fake.calls.clear()
     run(lines, tmp_path / "out.npy")
     assert not fake.calls
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected(fake), atol=1e-6)
+
+
+def test_vectors_are_kept_if_the_format_lacks_a_column(run, fake, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    monkeypatch.setattr(JsonColumns, "fields", lambda _: [pa.field("text", pa.int64())])
+    with pytest.raises(CommandError, match=r"does not support the columns of .*in\.jsonl .*: rename the folder"):
+        run(tmp_path / "in.jsonl", tmp_path / "out.parquet")
+    (tmp_path / "out.parquet.partial").rename(tmp_path / "out.npy.partial")
+    fake.calls.clear()
+    run(tmp_path / "in.jsonl", tmp_path / "out.npy")
+    assert not fake.calls
 
 
 def test_row_i_of_npy_is_row_i_of_the_input(run, bad_lines: Path, fake, tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ async def test_unload_waits_for_a_load_or_another_unload(engines: Engines) -> No
     assert a.state == "unloaded"
     await manager.acquire(a)
     for_b = asyncio.create_task(manager.acquire(b))
-    await until(lambda: a.status is ModelStatus.LEAVING)
+    await until(lambda: a.status is ModelStatus.UNLOADING)
     await manager.unload(a)  # its request does not end before the drain timeout
     assert a.state == "unloaded"
     await for_b
@@ -289,7 +289,7 @@ async def test_model_in_use_is_unloaded_after_its_requests(engines: Engines) -> 
     a, b = manager.entries
     await manager.acquire(a)
     for_b = asyncio.create_task(manager.acquire(b))
-    await until(lambda: a.status is ModelStatus.LEAVING)
+    await until(lambda: a.status is ModelStatus.UNLOADING)
     for_a = asyncio.create_task(manager.acquire(a))
     await loop_iterations()
     assert not for_b.done()
@@ -309,7 +309,7 @@ async def test_model_that_fits_does_not_wait_for_one_that_needs_space(engines: E
     used, large, fits, later = manager.entries
     await manager.acquire(used)
     for_large = asyncio.create_task(manager.acquire(large))
-    await until(lambda: used.status is ModelStatus.LEAVING)
+    await until(lambda: used.status is ModelStatus.UNLOADING)
     for_later = asyncio.create_task(manager.acquire(later))
     for_used = asyncio.create_task(manager.acquire(used))
     await manager.acquire(fits)
@@ -327,7 +327,7 @@ async def test_model_with_long_requests_stays_loaded(engines: Engines, monkeypat
     a, b = manager.entries
     await manager.acquire(a)
     for_b = asyncio.create_task(manager.load(b))
-    await until(lambda: a.status is ModelStatus.LEAVING)
+    await until(lambda: a.status is ModelStatus.UNLOADING)
     assert await manager.acquire(a) is a.engine
     passed_s = 1000.0
     assert str(await for_b).startswith("b does not fit beside the models that are in use.")

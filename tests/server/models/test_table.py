@@ -77,6 +77,11 @@ async def test_name_of_an_adapter_selects_its_model(make_engine, is_loaded: bool
         for name, message in table("models_cases", "name of an adapter selects its model"):
             response = await client.post("/v1/embeddings", json={"input": "a", "model": name})
             assert (response.status_code, response.json()["error"]["message"]) == (404, message)
+        body = {"input": "a", "model": "one:legal", "lora_path": "legal"}
+        assert (await client.post("/v1/embeddings", json=body)).json()["model"] == "one:legal"
+        response = await client.post("/v1/embeddings", json={**body, "lora_path": "unread"})
+        assert response.status_code == 400
+        assert "two LoRA adapters of one, 'legal' and 'unread'" in response.json()["message"]
         response = await client.post("/v1/embeddings", json={"input": "a", "lora_path": "legal"})
         assert response.status_code == 404, "the first model has no adapter"
 

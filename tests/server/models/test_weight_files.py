@@ -19,7 +19,7 @@ def test_parameters_in_headers_are_counted(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 1000)  # another format of the same weights
     files = WeightFiles.of(str(tmp_path))
     paths = list(tmp_path.rglob("*.safetensors"))
-    assert files.num_parameters == 23
+    assert (files.num_parameters, files.format) == (23, "safetensors")
     assert files.num_bytes == sum(path.stat().st_size for path in paths)
     assert files.modified_s == max(path.stat().st_mtime for path in paths)
     (tmp_path / "onnx").mkdir()
@@ -33,17 +33,18 @@ def test_packed_and_gguf_weights_are_counted(tmp_path: Path) -> None:
     gguf = tmp_path / "model.gguf"
     write_gguf(gguf, {}, {"a": ("F32", np.zeros((2, 5), np.float32))})
     files = WeightFiles.of(str(gguf))
-    assert (files.num_parameters, files.num_bytes) == (10, gguf.stat().st_size)
-    assert files.memory() == {"float32": 40, "bfloat16": 20, "float16": 20}
+    assert (files.num_parameters, files.num_bytes, files.format) == (10, gguf.stat().st_size, "gguf")
+    assert files.bytes_by_dtype() == {"float32": 40, "bfloat16": 20, "float16": 20}
 
 
 def test_folders_without_headers_have_no_parameters(tmp_path: Path) -> None:
     empty = WeightFiles.of(str(tmp_path))
-    assert empty == (0, 0, tmp_path.stat().st_mtime)
-    assert empty.memory() == {}
+    assert empty == (0, 0, tmp_path.stat().st_mtime, "")
+    assert empty.bytes_by_dtype() == {}
     (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 7)
     (tmp_path / "model.pt").write_bytes(b"x" * 5)
-    assert WeightFiles.of(str(tmp_path))[:2] == (12, 0)
+    files = WeightFiles.of(str(tmp_path))
+    assert (files.num_bytes, files.num_parameters, files.format) == (12, 0, "pytorch")
 
 
 def test_header_is_read_again_after_a_change(tmp_path: Path) -> None:

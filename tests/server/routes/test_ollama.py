@@ -88,6 +88,21 @@ async def test_tags_and_ps_list_the_models(client: httpx.AsyncClient, engine, fo
     assert (await client.get("/api/version")).json() == (await client.get("/version")).json()
 
 
+async def test_model_of_a_moved_folder_is_listed_without_weights(client, engine, tmp_path: Path, caplog) -> None:
+    object.__setattr__(engine.info, "path", str(tmp_path / "gone"))
+    for path in ("/api/tags", "/api/ps"):
+        card = (await client.get(path)).json()["models"][0]
+        assert (card["name"], card["size"], card["details"]["format"]) == ("fake-model", 0, "")
+    assert (await client.post("/api/show", json={"model": "alias"})).status_code == 200
+    assert "the weights of fake-model cannot be described" in caplog.text
+
+
+async def test_model_that_always_stays_loaded_is_not_unloaded(client: httpx.AsyncClient) -> None:
+    response = await client.post("/api/generate", json={"model": "alias", "keep_alive": 0})
+    assert response.status_code == 400
+    assert response.json()["error"].startswith("keep_alive is 0, but 'alias' always stays loaded.")
+
+
 @pytest.mark.parametrize("field", ["model", "name"])
 @pytest.mark.parametrize(("kind", "capabilities"), [("embedding", ["embedding"]), ("sequence_classifier", [])])
 async def test_show_describes_a_model(serving, make_engine, tmp_path: Path, field, kind, capabilities) -> None:

@@ -144,7 +144,7 @@ async def test_score_options_reach_the_engine(client: httpx.AsyncClient, engine:
     body: dict[str, Any] = {"queries": "a b", "documents": ["a b", "a b c"], "instruction": "Find the red one."}
     assert (await client.post("/score", json=body)).status_code == 200
     assert engine.calls[-1][1][3].instruction == "Find the red one."
-    body |= {"chat_template_kwargs": {"instruction": "Find the blue one."}, "priority": 4}
+    body |= {"instruction": None, "chat_template_kwargs": {"instruction": "Find the blue one."}, "priority": 4}
     body |= {"max_tokens_per_doc": 1, "max_tokens_per_query": 0}
     assert (await client.post("/v1/score", json=body)).status_code == 200
     left, right, _, options = engine.calls[-1][1]

@@ -143,6 +143,9 @@ async def test_predict_returns_logits_on_request(serving, make_engine, option: d
         assert (wrong.status_code, wrong.json()["param"]) == (422, "function_to_apply")
         body["parameters"]["function_to_apply"] = "softmax"
         assert (await client.post("/predict", json=body)).status_code == 200
+        wrong = await client.post("/predict", json={**body, "raw_scores": True})
+        assert wrong.status_code == 422
+        assert "raw_scores is true, but function_to_apply is 'softmax'" in wrong.json()["message"]
 
 
 async def test_predict_of_logits_returns_probabilities_unless_raw(serving, make_engine) -> None:

@@ -22,6 +22,24 @@ async def test_wrong_body_is_400_with_field_and_value(client: httpx.AsyncClient,
         assert "truncate_prompt_tokens" not in error["message"]
 
 
+@pytest.mark.parametrize(("path", "body", "different", "same"), table("wrong_bodies", "names of one option"))
+async def test_names_of_one_option_must_have_one_value(client: httpx.AsyncClient, path, body, different, same) -> None:
+    """`different` and `same` map two names of an option to values; a dot separates the names of nested objects."""
+
+    def with_fields(fields: dict) -> dict:
+        sent = dict(body)
+        for name, value in fields.items():
+            outer, dot, inner = name.partition(".")
+            sent[outer] = {inner: value} if dot else value
+        return sent
+
+    response = await client.post(path, json=with_fields(different))
+    assert response.status_code == (422 if "inputs" in body and path != "/classify" else 400), response.text
+    assert all(f"{name} is " in response.json()["message"] for name in different)
+    response = await client.post(path, json=with_fields(same))
+    assert response.status_code == 200, response.text
+
+
 @pytest.mark.parametrize(
     ("path", "body", "field"), table("routes_cases", "length of a list is limited before its entries are read")
 )
