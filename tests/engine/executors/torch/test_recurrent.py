@@ -91,7 +91,8 @@ MAGIC = {"layer_types": ["mamba", "magic", "mamba"]}
         ("MambaModel", MAMBA, {"state_size": 9}, WeightError, r"layers.0.mixer.x_proj.weight"),
         ("JambaModel", JAMBA, {"is_causal": False}, UnsupportedModelError, "a recurrence is causal"),
         ("JambaModel", JAMBA, {"num_experts_per_tok": 9}, ModelLoadError, "is 9, but there are 4 experts"),
-        ("BambaModel", BAMBA, {"mamba_n_heads": 5}, ModelLoadError, "mamba_n_heads 5"),
+        ("BambaModel", BAMBA, {"mamba_d_head": 5}, ModelLoadError, r"mamba_n_heads 6 \* mamba_d_head 5 is not"),
+        ("BambaModel", BAMBA, {"mamba_n_heads": 5, "mamba_d_head": "auto"}, ModelLoadError, "mamba_d_head 19 is"),
         ("GraniteMoeHybridModel", GRANITE, MAGIC, UnsupportedModelError, "'magic'"),
     ],
 )
