@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -38,6 +39,21 @@ class SocketFolder(NamedTuple):
 
     path: str
     descriptors: tuple[int, ...]
+
+
+@contextmanager
+def spare_descriptors() -> Iterator[None]:
+    """Lets this process open files up to the hard limit: connections of clients may hold all up to the soft limit.
+
+    The context must not wait, because connections could take these descriptors too.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS does not grant its hard limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from ..protocol.messages import (
     encode,
 )
 from .dispatcher import SendToEngine
-from .engine_process import EngineProcess
+from .engine_process import EngineProcess, spare_descriptors
 
 if TYPE_CHECKING:
     from ..core.core import EngineCore
@@ -170,12 +170,13 @@ class ProcessCore:
 
     async def start(self) -> None:
         """Starts the core; ModelReady or LoadFailed follows. Raises OSError if no process can be started."""
-        process = self._process = self._process or EngineProcess()
-        self._resources.callback(process.close)
-        with contextlib.suppress(ConnectionError):  # it has ended already: `_watch` reports why
-            self._link = CoreLink(process.address, self._receive_load_result, self._end_unreadable)
-            self._resources.callback(self._link.close)
-            self._link.send(self._start)
+        with spare_descriptors():
+            process = self._process = self._process or EngineProcess()
+            self._resources.callback(process.close)
+            with contextlib.suppress(ConnectionError):  # it has ended already: `_watch` reports why
+                self._link = CoreLink(process.address, self._receive_load_result, self._end_unreadable)
+                self._resources.callback(self._link.close)
+                self._link.send(self._start)
         loop = asyncio.get_running_loop()
         loop.add_reader(process.lifeline, self._receive_pong, process.lifeline)
         self._resources.callback(loop.remove_reader, process.lifeline)

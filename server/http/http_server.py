@@ -38,6 +38,8 @@ _TICK_S: Final = 1.0
 _COLLECT_EVERY_S: Final = 30.0
 """Minimum seconds between two full garbage collections of an idle server."""
 _NO_FILE_LIMIT: Final = 1 << 20
+_SPARE_FILES: Final = 16
+"""Files that connections leave to the restart of an engine process, which opens seven; see `spare_descriptors`."""
 _TLS_CLOSE_S: Final = 1.0
 """Seconds for an idle client to close TLS when the server stops. uvloop's default is 30."""
 
@@ -302,10 +304,11 @@ def freeze_gc() -> None:
 
 
 def raise_file_limit() -> None:
-    """Raises the soft limit of open files to the hard limit: 1024 files are too few for many connections."""
+    """Raises the soft limit of open files to _SPARE_FILES below the hard limit: 1024 are too few for connections."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = hard if hard == resource.RLIM_INFINITY else max(hard - _SPARE_FILES, hard // 2)
     with contextlib.suppress(ValueError, OSError):  # macOS does not grant its hard limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def file_limit() -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -116,6 +118,24 @@ async def test_process_receives_messages_and_stops(make_core: Callable[..., Proc
     assert not folder.exists()
     core._on_exit.assert_not_called()
     assert (core._on_load.call_count, core._on_message.call_count) == (1, 1)
+
+
+async def test_process_starts_while_connections_hold_all_descriptors(make_core: Callable[..., ProcessCore]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    core = make_core("stays")
+    with ExitStack() as held:
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (max(int(path.name) for path in Path("/dev/fd").iterdir()) + 2, hard)
+        )
+        with suppress(OSError):  # too many open files
+            while True:
+                held.enter_context(Path(os.devnull).open())
+        await core.start()
+        with pytest.raises(OSError, match="Too many open files"):
+            held.enter_context(Path(os.devnull).open())
+    await called(core._on_load)
+    await core.close()
 
 
 async def test_process_answers_on_its_lifeline(make_core: Callable[..., ProcessCore]) -> None:
