@@ -95,7 +95,7 @@ def id_of(client: int, request: int) -> int:
 
 def step(*rows: tuple[int, int, np.ndarray], finished: tuple[int, ...] = ()) -> tuple[StepResults, list[Frame]]:
     own = [Row(request, index, "embedding", array) for request, index, array in rows]
-    return step_of(own, 30, 0.5, ended=[(request, 0.1, 0.2) for request in finished], load=LOAD)
+    return step_of(own, 30, 0.5, ended=[(request, 0.1, 0.2) for request in finished], scheduler_stats=LOAD)
 
 
 def test_results_are_split_by_client() -> None:
@@ -106,12 +106,12 @@ def test_results_are_split_by_client() -> None:
     ]
     parts = split(*step(*rows, finished=(id_of(1, 7), id_of(2, 7))))
     assert set(parts) == {0, 1, 2}
-    assert parts[0][0] == StepResults([], 30, 0.5, load=LOAD)
+    assert parts[0][0] == StepResults([], 30, 0.5, scheduler_stats=LOAD)
     found = {}
     for client in (1, 2):
         part, frames = parts[client]
         assert isinstance(part, StepResults)
-        assert (part.num_tokens, part.step_s, part.load) == (30, 0.5, LOAD)
+        assert (part.num_tokens, part.step_s, part.scheduler_stats) == (30, 0.5, LOAD)
         found |= {(row.request_id, row.index): row.array for row in rows_of(part, frames)}
         assert finished_of(part) == {id_of(client, 7): (0.1, 0.2)}
     assert len(found) == 3
