@@ -16,15 +16,15 @@ from penstock.engine.client.vector_cache.cache import VectorCache
 from . import penstock_version
 from .admission import AdmissionController
 from .batches.internal_client import InternalClient
-from .batches.service import Batches, BatchMetrics
+from .batches.service import BatchMetrics, BatchService
 from .calls.context import ServerContext
 from .dialects import install_error_handlers
 from .http.http_server import file_limit
 from .http.image_fetcher import AllowedHost, ImageFetcher
-from .middleware.auth import ApiKeys, AuthMiddleware
-from .middleware.rejection_queue import RejectionQueue
+from .middleware.auth import ApiKeyStore, AuthMiddleware
 from .middleware.requests import (
     JsonDispatcher,
+    RejectionQueue,
     RequestMiddleware,
     UnexpectedErrorMiddleware,
     end_at_shutdown,
@@ -34,7 +34,7 @@ from .models.model_manager import ModelLimits, ModelManager
 from .models.served_model import ServedModel
 from .models.table import ModelTable
 from .observability.metrics import AdmissionMetrics, GatherMetrics, Metrics, VectorCacheMetrics
-from .observability.request_record import Observers
+from .observability.request_record import ObserverGroup
 from .openapi import DocumentedApp
 from .routes import (
     batches as batch_routes,
@@ -98,7 +98,7 @@ def create_app(
         UsageError: A key file cannot be read or has no key, the extra `otel` is missing, or --root-path equals the
             beginning of a route.
     """
-    batches = None if settings.data_dir is None else Batches(settings)
+    batches = None if settings.data_dir is None else BatchService(settings)
     shared = shared or SharedState()
     keys, admin_keys = _api_keys(settings, shared, cache, batches)
     manager = ModelManager(
@@ -109,7 +109,7 @@ def create_app(
     )
     table = ModelTable(manager)
     context = _build_context(settings, shared, table, cache, batches)
-    observers = Observers(settings, context.metrics)
+    observers = ObserverGroup(settings, context.metrics)
     routes = _routes(settings, has_admin_keys=admin_keys.are_required)
     rejections = RejectionQueue(max_waiting=file_limit() // 2)
     app = Application(
@@ -141,24 +141,24 @@ def create_app(
 
 
 def _api_keys(
-    settings: ServerSettings, shared: SharedState, cache: VectorCache | None, batches: Batches | None
-) -> tuple[ApiKeys, ApiKeys]:
+    settings: ServerSettings, shared: SharedState, cache: VectorCache | None, batches: BatchService | None
+) -> tuple[ApiKeyStore, ApiKeyStore]:
     """Returns the API keys and the admin keys."""
-    keys = ApiKeys(
+    keys = ApiKeyStore(
         settings.api_key,
         settings.api_key_file,
         salt=shared.salt if batches is None else batches.secret,
         namespace_salt=None if cache is None else cache.shared_secret,
     )
-    return keys, ApiKeys(settings.admin_key, settings.admin_key_file, flag="--admin-key-file", salt=shared.salt)
+    return keys, ApiKeyStore(settings.admin_key, settings.admin_key_file, flag="--admin-key-file", salt=shared.salt)
 
 
 def _middleware(
     layers: ASGIApp,
     settings: ServerSettings,
-    keys: tuple[ApiKeys, ApiKeys],
+    keys: tuple[ApiKeyStore, ApiKeyStore],
     routes: RouteTable,
-    observers: Observers,
+    observers: ObserverGroup,
     rejections: RejectionQueue,
 ) -> RequestMiddleware:
     """Returns the dispatcher inside the middleware of all requests, in order."""
@@ -170,7 +170,7 @@ def _middleware(
     return RequestMiddleware(layers, routes, observers, rejections, end_request)
 
 
-def _metrics_app(context: ServerContext, observers: Observers, rejections: RejectionQueue) -> Application:
+def _metrics_app(context: ServerContext, observers: ObserverGroup, rejections: RejectionQueue) -> Application:
     """Returns the application of --metrics-port: /metrics and the health checks. Its lifespan does nothing."""
     routes = RouteTable([*operations.metrics_router.routes, *operations.health_router.routes])
     app = Application(names=(), needs_key=False, routes=routes, docs_url=None, redoc_url=None, telemetry=_NO_TELEMETRY)
@@ -182,7 +182,11 @@ def _metrics_app(context: ServerContext, observers: Observers, rejections: Rejec
 
 
 def _build_context(
-    settings: ServerSettings, shared: SharedState, table: ModelTable, cache: VectorCache | None, batches: Batches | None
+    settings: ServerSettings,
+    shared: SharedState,
+    table: ModelTable,
+    cache: VectorCache | None,
+    batches: BatchService | None,
 ) -> ServerContext:
     """Returns the state of the application, with the metrics of models, cache and batches."""
     metrics = Metrics(table.named_engines, shared.gather)
@@ -199,7 +203,7 @@ def _build_context(
 
 
 def _build_lifespan(
-    routes: RouteTable, keys: ApiKeys, observers: Observers, manager: ModelManager, batches: Batches | None
+    routes: RouteTable, keys: ApiKeyStore, observers: ObserverGroup, manager: ModelManager, batches: BatchService | None
 ) -> Callable[[Application], AbstractAsyncContextManager[None]]:
     """Returns the lifespan: it runs observers, models and batches."""
 
@@ -255,7 +259,7 @@ class Application(DocumentedApp):
     layers: RequestMiddleware
     dispatcher: JsonDispatcher
     metrics_app: Application | None = None
-    keys: Sequence[ApiKeys] = ()
+    keys: Sequence[ApiKeyStore] = ()
 
     def reload_keys(self) -> None:
         """Reads the files of API keys and admin keys again."""

@@ -17,7 +17,7 @@ from starlette.types import Scope
 from penstock.engine import EngineError
 
 from .dialects import DIALECTS, OPENAI, SHARED_RESPONSES, Dialect, Responses
-from .http.json_reader import BodyParser, JsonBody, parsed
+from .http.json_reader import BodyParser, JsonBody, parse_as
 from .request_state import state_of
 
 UNSUPPORTED_FIELDS: Final = frozenset({"mm_processor_kwargs", "preset", "relevant_spans"})
@@ -70,7 +70,7 @@ def operation_id(route: APIRoute) -> str:
 class Route(APIRoute):
     """A route with its properties. The function of a JSON route takes `body` and `request` and returns a Response.
 
-    A missing Content-Type means JSON; see `check_media` for other types.
+    A missing Content-Type means JSON; see `check_content_type` for other types.
 
     Args:
         runs_model: Whether its requests wait for a forward. Such requests are rejected before their body is read if
@@ -112,7 +112,7 @@ class Route(APIRoute):
 
 async def respond_as(endpoint: Endpoint, schema: type[JsonBody], content: dict[str, Any], request: Request) -> Response:
     """Validates a body with the schema of another route and returns that route's response; see `parsed`."""
-    body = parsed(schema, content, request.scope)
+    body = parse_as(schema, content, request.scope)
     if (request_id := body.body_request_id()) is not None:
         state_of(request.scope).request_id = request_id
     try:

@@ -70,7 +70,7 @@ class TargetModel:
 
     dialect: str
     name: str
-    listed: tuple[str, ...]
+    listed_names: tuple[str, ...]
     has_v1: bool
 
 
@@ -109,7 +109,7 @@ class TargetServer:
         self._model = settings.model
         self._timeout_s = timeout_s
 
-    def exchange(self, method: str, path: str, body: bytes | None = None) -> Reply:
+    def request(self, method: str, path: str, body: bytes | None = None) -> Reply:
         """Sends one request and returns the response.
 
         Raises:
@@ -147,13 +147,13 @@ class TargetServer:
                 MAX_WAIT_S.
         """
         give_up_s = time.monotonic() + MAX_WAIT_S
-        while (reply := self.exchange("POST", path, body)).status in (429, 503):
+        while (reply := self.request("POST", path, body)).status in (429, 503):
             wait_s = retry_after_s(reply.headers, time.time())
             if time.monotonic() + wait_s > give_up_s:
                 break
             time.sleep(wait_s)
         if reply.status != 200:
-            raise self.failure(f"POST {path}", reply)
+            raise self.rejection_error(f"POST {path}", reply)
         try:
             answer = json.loads(reply.body)
         except ValueError:
@@ -162,7 +162,7 @@ class TargetServer:
             raise CommandError(f"{self.url}: POST {path} returned no JSON object; check the URL")
         return answer
 
-    def failure(self, request: str, reply: Reply) -> CommandError:
+    def rejection_error(self, request: str, reply: Reply) -> CommandError:
         """Returns the error of a request that the server rejected.
 
         Args:
@@ -189,9 +189,9 @@ class TargetServer:
         tried = []
         for dialect in dialects:
             for path in _MODEL_LISTS[dialect]:
-                reply = self.exchange("GET", self.base_path + path)
+                reply = self.request("GET", self.base_path + path)
                 if reply.status in (401, 403):
-                    raise self.failure(f"GET {self.base_path + path}", reply)
+                    raise self.rejection_error(f"GET {self.base_path + path}", reply)
                 if reply.status == 200 and (cards := _model_cards(reply.body)):
                     name = self._model or self._first_model(cards, task)
                     return TargetModel(dialect, name, tuple(name for name, _ in cards), path != "/models")
@@ -206,8 +206,8 @@ class TargetServer:
     def _first_model(self, cards: Sequence[tuple[str, Sequence[str]]], task: str) -> str:
         fitting = [name for name, tasks in cards if task in tasks] or [name for name, tasks in cards if not tasks]
         if not fitting:
-            listed = "; ".join(f"{name} ({', '.join(tasks)})" for name, tasks in cards)
-            raise CommandError(f"{self.url}: no model has the task {task}: {listed}; serve one, or set --model")
+            listed_names = "; ".join(f"{name} ({', '.join(tasks)})" for name, tasks in cards)
+            raise CommandError(f"{self.url}: no model has the task {task}: {listed_names}; serve one, or set --model")
         return fitting[0]
 
     def path(self, route: str, model: TargetModel) -> str:
@@ -234,11 +234,11 @@ def retry_after_s(headers: Message, now_s: float) -> float:
 
 def _unix_time(date: str) -> float:
     """Returns the Unix time of an HTTP date; NaN if it is none."""
-    parsed = email.utils.parsedate_tz(date)
-    if parsed is None:
+    parse_as = email.utils.parsedate_tz(date)
+    if parse_as is None:
         return math.nan
     try:
-        return email.utils.mktime_tz(parsed)
+        return email.utils.mktime_tz(parse_as)
     except (ValueError, OverflowError):
         return math.nan
 

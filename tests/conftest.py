@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from penstock.kernels.cpu import CpuKernelError, CpuLibrary
 from penstock.kernels.cpu.build import NoCompilerError, build
-from penstock.server.commands.model_plans import default_model_folder
+from penstock.server.commands.model_arguments import default_model_folder
 from penstock.server.settings import UsageError
 
 from .random_models import save_random_model

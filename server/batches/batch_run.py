@@ -22,13 +22,13 @@ from typing import Final, TypeVar
 
 from penstock.engine.protocol.errors import StorageError, drop_tracebacks
 
-from .file_store import Files
+from .database import BatchDatabase
+from .file_store import FileStore
 from .input_lines import BatchInput, CheckResult, LineSpan
 from .internal_client import RouteResponse
 from .line_limiter import LineLimiter
 from .output_writer import RETRY_S, OutputLine, OutputWriter, error_line, response_line
-from .records import CHECK_LINE, BatchRecord, BatchStatus, LineError, already_ended
-from .store import Store
+from .records import CHECK_LINE, BatchRecord, BatchStatus, LineError, already_ended_error
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ class RunContext:
         retry_s: Seconds between two attempts to use a failing disk.
     """
 
-    store: Store
-    files: Files
+    store: BatchDatabase
+    files: FileStore
     send: SendRequest
     limiter: LineLimiter
     num_lines: Counter[str] = field(default_factory=Counter)
@@ -146,7 +146,7 @@ class BatchRun:
             self._cancelled.set()
             await self._output.save_batch()
         elif batch.status is not BatchStatus.CANCELLING:
-            raise already_ended(batch)
+            raise already_ended_error(batch)
 
     async def _run_or_fail(self) -> BatchStatus:
         """Runs the batch. Records errors in it."""
@@ -244,7 +244,7 @@ class BatchRun:
             starting.cancel()
             cancelled.cancel()
             await asyncio.gather(starting, cancelled, return_exceptions=True)
-            await self._output.settle()
+            await self._output.wait_idle()
 
     async def _start_lines(self) -> None:
         """Starts the lines as the limiter admits them. Returns when all have a response."""
@@ -394,7 +394,7 @@ class BatchRun:
         batch, files = self.batch, self._context.files
         output_files = [
             files.output_record(file_id, batch.owner, f"{batch.id}_{name}.jsonl", num_bytes, batch.output_expires_s)
-            for name, file_id, num_bytes in batch.written
+            for name, file_id, num_bytes in batch.output_files
             if num_bytes
         ]
         await self._retry_disk(self._truncate_outputs)
@@ -404,8 +404,8 @@ class BatchRun:
         logger.info("%s is %s: %d lines, %d answered, %d with an error", batch.id, status, *counts)
 
     async def _truncate_outputs(self) -> None:
-        for _, file_id, num_bytes in self.batch.written:
-            await asyncio.to_thread(self._context.files.cut, file_id, num_bytes)
+        for _, file_id, num_bytes in self.batch.output_files:
+            await asyncio.to_thread(self._context.files.truncate, file_id, num_bytes)
 
     async def _save(self) -> None:
         await self._retry_disk(self._output.save_batch)

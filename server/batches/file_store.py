@@ -29,8 +29,8 @@ from penstock.engine.protocol.errors import InvalidRequestError, StorageError, U
 from ..admission import LimitError, ServerRejectionReason
 from ..errors import quote
 from ..settings import UsageError
+from .database import BatchDatabase
 from .records import MAX_EXPIRY_S, MIN_EXPIRY_S, FileRecord, new_file_id
-from .store import Store
 
 PART: Final = ".part"
 PURPOSE: Final = "batch"
@@ -91,7 +91,7 @@ class DataDir:
         self._lock.close()
 
 
-class Files:
+class FileStore:
     """The files in a data folder.
 
     Args:
@@ -99,7 +99,7 @@ class Files:
         max_files: Maximum number of files of one owner.
     """
 
-    def __init__(self, data: DataDir, store: Store, max_bytes: int, now: Callable[[], float], max_files: int) -> None:
+    def __init__(self, data: DataDir, store: BatchDatabase, max_bytes: int, now: Callable[[], float], max_files: int) -> None:
         self._folder = data.files
         self._store = store
         self.max_bytes = max_bytes
@@ -173,7 +173,7 @@ class Files:
         await self._store.remove_file(file.id)
         await asyncio.to_thread(self.path(file.id).unlink, missing_ok=True)
 
-    async def remove_bodies(self, file_ids: Iterable[str]) -> None:
+    async def remove_contents(self, file_ids: Iterable[str]) -> None:
         """Removes files without a record."""
         for file_id in file_ids:
             await asyncio.to_thread(self.path(file_id).unlink, missing_ok=True)
@@ -206,7 +206,7 @@ class Files:
             expires_at=created_at + expires_s,
         )
 
-    def cut(self, file_id: str, num_bytes: int) -> None:
+    def truncate(self, file_id: str, num_bytes: int) -> None:
         """Truncates a file to its recorded length; removes an empty file."""
         if num_bytes:
             os.truncate(self.path(file_id), num_bytes)
@@ -235,24 +235,24 @@ class Files:
 
     async def check_num_files(self, owner: str, num_files: int) -> None:
         """Raises HTTPException if an owner may not have `num_files` more files. Running uploads count."""
-        count, _ = await self._store.sizes(owner)
+        count, _ = await self._store.count_and_bytes(owner)
         self._check_count(count + len(self._arriving.get(owner, ())) + num_files)
 
     async def _check_upload(self, owner: str, upload: Upload, num_bytes: int = 0) -> None:
         """Raises HTTPException if an upload with `num_bytes` more exceeds the limits. Earlier uploads count."""
-        count, num_stored = await self._store.sizes(owner)
+        count, num_stored = await self._store.count_and_bytes(owner)
         arriving = self._arriving[owner]
         arriving = arriving[: arriving.index(upload) + 1]
         self._check_count(count + len(arriving))
         num_bytes += num_stored + sum(upload.num_bytes for upload in arriving)
         if num_bytes > (limit := MAX_LARGE_FILES * self.max_bytes):
-            raise _too_much(
+            raise _storage_limit_error(
                 f"would take {num_bytes} bytes; the limit is {limit}, {MAX_LARGE_FILES} of the largest files"
             )
 
     def _check_count(self, count: int) -> None:
         if count > self.max_files:
-            raise _too_much(f"would be {count}; the limit is {self.max_files} (--max-files)")
+            raise _storage_limit_error(f"would be {count}; the limit is {self.max_files} (--max-files)")
 
     async def _checked(self, body: AsyncIterator[bytes], owner: str, upload: Upload) -> AsyncIterator[bytes]:
         """Yields a body while there is space for it.
@@ -283,7 +283,7 @@ class Files:
         sync_folder(self._folder)
 
 
-def _too_much(reason: str) -> LimitError:
+def _storage_limit_error(reason: str) -> LimitError:
     message = (
         f"The files of this key, with the output of batches, {reason}; "
         "delete some (DELETE /v1/files/ID), or wait until they expire."
@@ -371,7 +371,7 @@ class Upload:
                 waiting += piece
                 num_body += len(piece)
                 if num_body > self._max_bytes + OVERHEAD_BYTES:
-                    raise too_large(self._max_bytes)
+                    raise file_too_large_error(self._max_bytes)
                 if len(waiting) >= _PIECE_BYTES:
                     await asyncio.to_thread(self._parser.write, bytes(waiting))
                     waiting.clear()
@@ -422,7 +422,7 @@ class Upload:
         if self._value is None:
             self.num_bytes += end - start
             if self.num_bytes > self._max_bytes:
-                raise too_large(self._max_bytes)
+                raise file_too_large_error(self._max_bytes)
             self._file.write(memoryview(data)[start:end])
             return
         self._value += data[start:end]
@@ -437,7 +437,7 @@ class Upload:
         self._is_whole = True
 
 
-def too_large(max_bytes: int) -> LimitError:
+def file_too_large_error(max_bytes: int) -> LimitError:
     """Returns the error for a file larger than `max_bytes`."""
     message = f"The file is larger than the limit of {max_bytes} bytes (--max-file-bytes). Split it."
     return LimitError(413, message, ServerRejectionReason.FILE_BYTES, {"connection": "close"})

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Scope
 from penstock.engine.protocol.stage_times import STAGE_TIMES
 
 from ..http.request_head import MAX_PRIORITY
-from ..observability.request_record import REQUEST, RequestRecord
+from ..observability.request_record import CURRENT_RECORD, RequestRecord
 from ..request_state import state_of
 from ..routing import RouteTable
 
@@ -104,12 +104,12 @@ class InternalClient:
                 pieces.append(bytes(message.get("body", b"")))
 
         record = RequestRecord(scope, time.perf_counter(), time.time_ns())
-        request_token, stages_token = REQUEST.set(record), STAGE_TIMES.set(record.stages)
+        request_token, stages_token = CURRENT_RECORD.set(record), STAGE_TIMES.set(record.stages)
         try:
             await self._dispatcher(scope, receive, receive_response)
         finally:
             STAGE_TIMES.reset(stages_token)
-            REQUEST.reset(request_token)
+            CURRENT_RECORD.reset(request_token)
         return RouteResponse(
             status,
             headers,

@@ -28,7 +28,7 @@ _DECREASE: Final = 0.9
 """Factor on the number of lines at once after a line that took longer."""
 
 
-class LiveTraffic:
+class ClientTraffic:
     """Counts the requests of clients that run a model. Used by one event loop.
 
     During a slow upload or a slow download the engine is idle, so lines may run.
@@ -50,7 +50,7 @@ class LiveTraffic:
             self._quiet_from_s = self._clock_s() + QUIET_S
 
     @property
-    def quiet_in_s(self) -> float:
+    def seconds_until_quiet(self) -> float:
         """Minimum seconds until no request has run for QUIET_S; 0 if that is the case now."""
         return QUIET_S if self._num_running else max(self._quiet_from_s - self._clock_s(), 0.0)
 
@@ -68,7 +68,7 @@ class LineLimiter:
 
     def __init__(
         self,
-        traffic: LiveTraffic,
+        traffic: ClientTraffic,
         busy_share: float,
         max_bytes: int,
         clock_s: Callable[[], float] = time.monotonic,
@@ -91,7 +91,7 @@ class LineLimiter:
                 self._changed.clear()
                 # NOTE: asyncio.wait_for of Python 3.11 loses a cancellation that comes with the event.
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._traffic.quiet_in_s or QUIET_S):
+                    async with asyncio.timeout(self._traffic.seconds_until_quiet or QUIET_S):
                         await self._changed.wait()
             self._add(num_bytes)
 
@@ -145,7 +145,7 @@ class LineLimiter:
         """Whether a line of `num_bytes` may run now."""
         if self.num_lines and self.num_bytes + num_bytes > self._max_bytes:
             return False
-        if self._traffic.quiet_in_s:
+        if self._traffic.seconds_until_quiet:
             return self.num_lines == 0 and self._clock_s() >= self._pause_until_s
         return self.num_lines < int(self._max_lines)
 

@@ -20,9 +20,9 @@ import msgspec
 from penstock.engine.client.private_files import sync_folder
 from penstock.engine.protocol.errors import StorageError
 
+from .database import BatchDatabase
 from .internal_client import RouteResponse
 from .records import BatchRecord, LineError
-from .store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class OutputWriter:
     def __init__(
         self,
         batch: BatchRecord,
-        store: Store,
+        store: BatchDatabase,
         output: Path,
         errors: Path,
         retry_s: float = RETRY_S,
@@ -84,7 +84,7 @@ class OutputWriter:
             self._writing = asyncio.create_task(self._write_waiting())
         await written
 
-    async def settle(self) -> None:
+    async def wait_idle(self) -> None:
         """Waits until nothing is being written. Discards lines whose `add` was cancelled."""
         if self._writing is not None:
             await self._writing
@@ -92,7 +92,7 @@ class OutputWriter:
     async def close(self) -> None:
         """Finishes the current write, unless the disk fails."""
         self._closing.set()
-        await self.settle()
+        await self.wait_idle()
 
     async def save_batch(self) -> None:
         """Stores the state of the batch. Raises StorageError."""

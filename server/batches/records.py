@@ -14,7 +14,7 @@ from penstock.engine.protocol.errors import ConflictError
 
 from ..errors import quote
 from ..http.json_reader import JsonBody
-from ..schemas.json_schema import documented
+from ..schemas.json_schema import body_config
 from ..schemas.options import Count
 
 CHECK_LINE: Final = 0
@@ -39,7 +39,9 @@ class BatchStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
-ENDS: Final = frozenset({BatchStatus.COMPLETED, BatchStatus.FAILED, BatchStatus.EXPIRED, BatchStatus.CANCELLED})
+TERMINAL_STATUSES: Final = frozenset(
+    {BatchStatus.COMPLETED, BatchStatus.FAILED, BatchStatus.EXPIRED, BatchStatus.CANCELLED}
+)
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,7 +152,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     @property
     def has_ended(self) -> bool:
         """Whether the status is final."""
-        return self.status in ENDS
+        return self.status in TERMINAL_STATUSES
 
     @property
     def ended_at(self) -> int | None:
@@ -163,7 +165,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
         return self.num_completed + self.num_failed
 
     @property
-    def written(self) -> tuple[tuple[str, str, int], ...]:
+    def output_files(self) -> tuple[tuple[str, str, int], ...]:
         """Name, id and recorded length of each file that the batch writes."""
         return ("output", self.output_id, self.num_output_bytes), ("error", self.error_id, self.num_error_bytes)
 
@@ -207,7 +209,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
         }
 
 
-def already_ended(batch: BatchRecord) -> ConflictError:
+def already_ended_error(batch: BatchRecord) -> ConflictError:
     """Returns the error for cancelling an ended batch."""
     return ConflictError(f"The batch is {batch.status}; it cannot be cancelled any more.", param="batch_id")
 
@@ -250,7 +252,7 @@ CompletionWindow = Annotated[str, StringConstraints(pattern=_HOURS), BeforeValid
 class BatchRequest(JsonBody):
     """Body of POST /v1/batches."""
 
-    model_config = documented(
+    model_config = body_config(
         {"input_file_id": "file-0123456789abcdef01234567", "endpoint": "/v1/embeddings", "completion_window": "24h"}
     )
 
@@ -361,7 +363,7 @@ class BatchList(ObjectList):
     data: list[BatchObject]
 
 
-UPLOAD: Final[dict[str, Any]] = {
+UPLOAD_SCHEMA: Final[dict[str, Any]] = {
     "requestBody": {
         "required": True,
         "content": {

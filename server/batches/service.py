@@ -27,10 +27,11 @@ from ..errors import quote
 from ..routing import BatchUse
 from ..settings import ServerSettings
 from .batch_run import BatchRun, RunContext
-from .file_store import OVERHEAD_BYTES, DataDir, Files
+from .database import BatchDatabase, Page
+from .file_store import OVERHEAD_BYTES, DataDir, FileStore
 from .input_lines import BatchInput
 from .internal_client import InternalClient
-from .line_limiter import LineLimiter, LiveTraffic
+from .line_limiter import ClientTraffic, LineLimiter
 from .output_writer import RETRY_S
 from .records import (
     MAX_EXPIRY_S,
@@ -38,11 +39,10 @@ from .records import (
     BatchRecord,
     BatchRequest,
     FileRecord,
-    already_ended,
+    already_ended_error,
     new_batch_id,
     new_file_id,
 )
-from .store import Page, Store
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ _FILES_PER_BATCH: Final = 2
 """Files of a batch: output and errors."""
 
 
-class Batches:
+class BatchService:
     """Files and batches in the data folder. Locks the folder until the end of `running`.
 
     Args:
@@ -78,13 +78,13 @@ class Batches:
         assert settings.data_dir is not None
         self._data = DataDir(settings.data_dir)
         try:
-            self._store = Store(self._data.database)
+            self._store = BatchDatabase(self._data.database)
         except BaseException:  # unlock the folder, also after an interrupt
             self._data.close()
             raise
         self.secret = self._data.secret
-        self.files = Files(self._data, self._store, int(settings.max_file_bytes), now, settings.max_files)
-        self.traffic = LiveTraffic()
+        self.files = FileStore(self._data, self._store, int(settings.max_file_bytes), now, settings.max_files)
+        self.traffic = ClientTraffic()
         self.num_lines: Counter[str] = Counter()
         self.num_ended: Counter[str] = Counter()
         self._settings = settings
@@ -116,7 +116,7 @@ class Batches:
             retry_s=self._retry_s,
         )
         await self.files.remove_orphans()
-        for batch in await self._store.unfinished():
+        for batch in await self._store.unfinished_batches():
             logger.info("%s continues: %d of %d lines are done", batch.id, batch.num_done, batch.num_lines)
             if self._start(batch).may_have_crashed_server:
                 logger.warning("the server was killed while lines of %s ran; they run one at a time now", batch.id)
@@ -168,7 +168,7 @@ class Batches:
                     message, retry_after_s=_RETRY_AFTER_S, reason=ServerRejectionReason.UNFINISHED_BATCHES
                 )
             await self.files.check_num_files(owner, _FILES_PER_BATCH * (num_unfinished + 1))
-            for old in await self._store.oldest_ended(owner, self.files.max_files):
+            for old in await self._store.oldest_ended_batches(owner, self.files.max_files):
                 if old.input_file_id != file.id:  # the input would be removed, too
                     await self._remove_batch(old)
             batch = BatchRecord(
@@ -207,7 +207,7 @@ class Batches:
         """Starts to cancel a batch. Raises UnknownObjectError, ConflictError or StorageError."""
         batch = await self.find(batch_id, owner)
         if batch_id not in self._runs:
-            raise already_ended(batch)
+            raise already_ended_error(batch)
         run, _ = self._runs[batch_id]
         await run.cancel()
         return await self.find(batch_id, owner)
@@ -216,7 +216,7 @@ class Batches:
         """Removes a file. Raises UnknownObjectError, ConflictError or StorageError."""
         async with self._changing:
             file = await self.files.find(file_id, owner)
-            if (batch_id := await self._store.reader(file_id)) is not None:
+            if (batch_id := await self._store.batch_reading(file_id)) is not None:
                 raise ConflictError(f"{batch_id} reads this file; cancel it, or wait for its end.", param="file_id")
             await self.files.remove(file)
 
@@ -266,26 +266,26 @@ class Batches:
 
         Files of unfinished batches stay. Raises OSError or StorageError.
         """
-        while old := await self._store.ended_before(int(self._now()) - self._retention_s):
+        while old := await self._store.batches_ended_before(int(self._now()) - self._retention_s):
             for batch in old:
                 async with self._changing:
                     await self._remove_batch(batch)
         for file in await self.files.expired():
             async with self._changing:
-                if await self._store.reader(file.id) is None:
+                if await self._store.batch_reading(file.id) is None:
                     await self.files.remove(file)
                     logger.info("%s has expired", file.id)
 
     async def _remove_batch(self, batch: BatchRecord) -> None:
         """Removes the records of an ended batch and of its files, then the files."""
-        await self.files.remove_bodies(await self._store.remove_batch(batch))
+        await self.files.remove_contents(await self._store.remove_batch(batch))
         logger.info("%s and its files have been removed", batch.id)
 
 
 class BatchMetrics(Collector):
     """Prometheus metrics of batches."""
 
-    def __init__(self, batches: Batches) -> None:
+    def __init__(self, batches: BatchService) -> None:
         self._batches = batches
 
     def collect(self) -> Iterable[Metric]:

@@ -27,7 +27,7 @@ _COLOURS: Final = ("#00796b", "#e65100")
 _INCHES: Final = (8.0, 5.0)
 
 
-class Point(NamedTuple):
+class LoadPoint(NamedTuple):
     """One load of a sweep.
 
     Attributes:
@@ -45,14 +45,14 @@ class Point(NamedTuple):
 
 
 @dataclass(slots=True)
-class Result:
+class LoadTestResult:
     """The rounds of one server at one point.
 
     Attributes:
         rounds: In their order; the last one is shorter after an interruption.
     """
 
-    point: Point
+    point: LoadPoint
     url: str
     rounds: list[Round] = field(default_factory=list)
 
@@ -91,7 +91,7 @@ class Ratio(NamedTuple):
         return f"{self.median:.2f} ({self.min:.2f} to {self.max:.2f})"
 
 
-def ratios(first: Result, second: Result) -> dict[str, Ratio]:
+def ratios(first: LoadTestResult, second: LoadTestResult) -> dict[str, Ratio]:
     """Compares rounds with the same number, which ran one after the other. Failed rounds are left out."""
     pairs = [(a, b) for a, b in zip(first.rounds, second.rounds, strict=False) if a.latencies_s and b.latencies_s]
     if not pairs:
@@ -104,12 +104,12 @@ def ratios(first: Result, second: Result) -> dict[str, Ratio]:
     return {name: Ratio(statistics.median(found), min(found), max(found)) for name, found in values.items()}
 
 
-def pairs_of(results: list[Result]) -> list[tuple[Result, Result]]:
+def pairs_of(results: list[LoadTestResult]) -> list[tuple[LoadTestResult, LoadTestResult]]:
     """Returns the results of two servers at the same point; empty for one server."""
     return [(a, b) for a, b in itertools.pairwise(results) if a.point == b.point]
 
 
-def table(results: list[Result], names: dict[str, str]) -> str:
+def table(results: list[LoadTestResult], names: dict[str, str]) -> str:
     """Returns the results as text.
 
     Args:
@@ -184,7 +184,7 @@ def check_plot(file: Path) -> None:
         raise UsageError(f"--plot: the folder {file.parent} does not exist")
 
 
-def plot(results: Sequence[Result], names: Mapping[str, str], title: str, file: Path) -> None:
+def plot(results: Sequence[LoadTestResult], names: Mapping[str, str], title: str, file: Path) -> None:
     """Writes an image: a colour for each server, a line style for each percentile, a mark for each load.
 
     Args:
@@ -232,5 +232,5 @@ def plot(results: Sequence[Result], names: Mapping[str, str], title: str, file: 
     figure.savefig(file, dpi=150)
 
 
-def _load(result: Result) -> str:
+def _load(result: LoadTestResult) -> str:
     return f"{result.point.connections if result.point.rate is None else result.point.rate:g}"

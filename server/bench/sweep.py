@@ -19,8 +19,8 @@ import uvloop
 from .. import penstock_version
 from ..settings import BenchSettings, CommandError, UsageError, public_values
 from .load_generator import Round, run_round
-from .report import Point, Result, check_plot, pairs_of, plot, ratios, table
-from .workload import Target, Workload
+from .report import LoadPoint, LoadTestResult, check_plot, pairs_of, plot, ratios, table
+from .workload import BenchTarget, Workload
 
 _DRAW_EVERY_S: Final = 0.5
 
@@ -48,13 +48,13 @@ class Sweep:
             raise UsageError(f"--json: the folder {settings.json.parent} does not exist")
         if settings.plot is not None:
             check_plot(settings.plot)
-        self._targets = [Target.find(url, settings) for url in urls]
+        self._targets = [BenchTarget.find(url, settings) for url in urls]
         for target in self._targets:
-            target.check([self._workload.longest()] * settings.batch_size, self._workload.query(0))
-        self._points = [Point(max(settings.connections), rate) for rate in settings.rate] or [
-            Point(number, None) for number in settings.connections
+            target.check([self._workload.longest_text()] * settings.batch_size, self._workload.query(0))
+        self._points = [LoadPoint(max(settings.connections), rate) for rate in settings.rate] or [
+            LoadPoint(number, None) for number in settings.connections
         ]
-        self.results: list[Result] = []
+        self.results: list[LoadTestResult] = []
         self._is_complete = False
 
     def run(self) -> None:
@@ -109,7 +109,7 @@ class Sweep:
 
     async def _measure(self) -> None:
         for point in self._points:
-            own = {target.server.url: Result(point, target.server.url) for target in self._targets}
+            own = {target.server.url: LoadTestResult(point, target.server.url) for target in self._targets}
             self.results += own.values()
             for number in range(self._settings.rounds):
                 texts, query = self._workload.requests(number), self._workload.query(number)
@@ -126,7 +126,9 @@ class Sweep:
                         if counted.latencies_s or counted.errors:
                             own[target.server.url].rounds.append(counted)
 
-    async def _round(self, target: Target, point: Point, requests: list[bytes], seconds: float, counted: Round) -> None:
+    async def _round(
+        self, target: BenchTarget, point: LoadPoint, requests: list[bytes], seconds: float, counted: Round
+    ) -> None:
         try:
             await run_round(
                 target.server.address,

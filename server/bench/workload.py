@@ -23,7 +23,7 @@ _LENGTHS: Final = {
     "mixed": (1, 5, 10, 18, 44, 142, 366, 1424, 4096),
 }
 """Words per text at _SHARES: questions of Banking77, abstracts of SciFact, human turns of ShareGPT (tokens there)."""
-BUILT_IN: Final = tuple(_LENGTHS)
+BUILT_IN_WORKLOADS: Final = tuple(_LENGTHS)
 _MOST_TEXTS: Final = 8192
 """Distinct texts in one round, so that a cache of the server finds few of them."""
 _MIN_REQUESTS: Final = 64
@@ -55,7 +55,7 @@ class Workload:
         Raises:
             UsageError: The file cannot be read, or a line has no text.
         """
-        return cls(name, texts_per_request, max_words, () if name in BUILT_IN else _texts_of(Path(name)))
+        return cls(name, texts_per_request, max_words, () if name in BUILT_IN_WORKLOADS else _texts_of(Path(name)))
 
     def requests(self, seed: int) -> list[list[str]]:
         """Returns the texts of many requests, the same for the same seed."""
@@ -67,7 +67,7 @@ class Workload:
         """Returns a query for rerank requests: a text of the length of "queries"."""
         return Workload("queries", 1, self.max_words)._text(random.Random(seed))
 
-    def longest(self) -> str:
+    def longest_text(self) -> str:
         """Returns a text of the maximum length, which a server must accept before the load starts."""
         if self.texts:
             return max(self.texts, key=len)
@@ -84,7 +84,7 @@ def _texts_of(path: Path) -> tuple[str, ...]:
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        known = ", ".join(BUILT_IN)
+        known = ", ".join(BUILT_IN_WORKLOADS)
         raise UsageError(f"--load: {path} is not one of {known}, and cannot be read as a file: {error}") from error
     texts = [
         _json_text(line, f"--load: line {number} of {path}") if path.suffix == ".jsonl" else line
@@ -107,7 +107,7 @@ def _json_text(line: str, place: str) -> str:
     return text
 
 
-class Content(NamedTuple):
+class RequestContent(NamedTuple):
     """The content of a request.
 
     Attributes:
@@ -122,11 +122,11 @@ class Content(NamedTuple):
 
 class _Route(NamedTuple):
     path: str
-    body: Callable[[Content], Body]
+    body: Callable[[RequestContent], Body]
     has_formats: bool = False
 
 
-def _rerank(content: Content) -> Body:
+def _rerank(content: RequestContent) -> Body:
     return {"model": content.model, "query": content.query, "documents": content.texts}
 
 
@@ -159,7 +159,7 @@ _ROUTES: Final[Mapping[tuple[str, str], _Route]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class BenchTarget:
     """A server, and how to send it the requests of a load test.
 
     Attributes:
@@ -173,7 +173,7 @@ class Target:
     encoding_format: str
 
     @classmethod
-    def find(cls, url: str, settings: BenchSettings) -> Target:
+    def find(cls, url: str, settings: BenchSettings) -> BenchTarget:
         """Finds the dialect and the model of a server.
 
         Raises:
@@ -211,9 +211,9 @@ class Target:
             CommandError: The server does not return one result per text.
         """
         request = f"POST {self.path} for model {self.model.name}"
-        reply = self.server.exchange("POST", self.path, self._body(texts, query))
+        reply = self.server.request("POST", self.path, self._body(texts, query))
         if reply.status != 200:
-            listed = f"; the server lists {', '.join(self.model.listed)}" if self.model.listed else ""
+            listed = f"; the server lists {', '.join(self.model.listed_names)}" if self.model.listed_names else ""
             failure = self.server.failure(request, reply)
             raise CommandError(f"{failure}{listed}") if reply.status == 404 else failure
         if (count := _num_results(reply.body)) != len(texts):
@@ -224,7 +224,9 @@ class Target:
         return _ROUTES[self.model.dialect, self.task]
 
     def _body(self, texts: list[str], query: str) -> bytes:
-        return json.dumps(self._route.body(Content(self.model.name, texts, query, self.encoding_format))).encode()
+        return json.dumps(
+            self._route.body(RequestContent(self.model.name, texts, query, self.encoding_format))
+        ).encode()
 
 
 def _num_results(body: bytes) -> int:

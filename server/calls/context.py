@@ -23,9 +23,9 @@ from ..http.image_fetcher import ImageFetcher
 from ..http.json_responses import wait_for_disconnect
 from ..http.request_head import is_from_other_origin
 from ..models.table import ModelTable
-from ..models.weight_files import WeightHeaders
+from ..models.weight_files import WeightHeaderCache
 from ..observability.metrics import Metrics
-from ..observability.request_record import REQUEST
+from ..observability.request_record import CURRENT_RECORD
 from ..request_state import RequestState, state_of
 from ..routing import runs_model
 from ..settings import ServerSettings
@@ -50,7 +50,7 @@ class ServerContext:
     started_s: int
     admission: AdmissionController
     fetcher: ImageFetcher | None = None
-    weight_headers: WeightHeaders = field(default_factory=WeightHeaders)
+    weight_headers: WeightHeaderCache = field(default_factory=WeightHeaderCache)
 
     def deadline(self, state: RequestState) -> Deadline:
         """Returns the earlier of the request's own deadline and the server's."""
@@ -65,7 +65,7 @@ def context_of(request: Request) -> ServerContext:
     return context
 
 
-def refuse_pages_of_other_origins(request: Request) -> None:
+def reject_other_origins(request: Request) -> None:
     """Protects a route without a JSON body, which a browser calls without a CORS preflight.
 
     Raises:
@@ -89,7 +89,7 @@ class Deadline(NamedTuple):
 
     def remaining_s(self) -> float:
         """Returns the remaining seconds of the request of the current task."""
-        record = REQUEST.get()
+        record = CURRENT_RECORD.get()
         return self.timeout_s if record is None else self.timeout_s - (time.perf_counter() - record.began_s)
 
     def error(self) -> DeadlineExceededError:
@@ -98,8 +98,8 @@ class Deadline(NamedTuple):
         return OwnDeadlineExceededError(message) if self.is_own else DeadlineExceededError(message)
 
 
-class ClientWatch:
-    """Cancels the work inside if the client hangs up or the deadline passes: `with ClientWatch(request): ...`.
+class DisconnectMonitor:
+    """Cancels the work inside if the client hangs up or the deadline passes: `with DisconnectMonitor(request): ...`.
 
     Requests to routes that run no model have no deadline. The connection sets a future when its client disconnects, so
     a request costs one callback. Behind another ASGI server a task waits for the message http.disconnect.

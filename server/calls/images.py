@@ -21,7 +21,7 @@ from ..schemas.images import Image, ImageChat, ImageSource, MixedContent
 from ..schemas.inputs import Text
 
 if TYPE_CHECKING:
-    from .call import ModelCall
+    from .model_call import ModelCall
 
 FETCHES_PER_REQUEST: Final = 8
 """Images of a request that are fetched at once."""

@@ -99,7 +99,7 @@ def replicas_for(queue_s: Collection[float], busy: Collection[float], target_que
     return max(by_queue, min(by_work, current))
 
 
-class QueuePolicy:
+class QueueAutoscalingPolicy:
     """A policy of Ray Serve's autoscaler, which applies the limits and the delays itself."""
 
     def __init__(self, target_queue_s: float) -> None:

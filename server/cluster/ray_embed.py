@@ -80,7 +80,7 @@ class Embedder:
         return {"num_rows": [shard.num_rows for shard in shards], "error": [self._do(shard) for shard in shards]}
 
     def _do(self, shard: Shard) -> str:
-        if self._config.job.has(shard):  # written by a lost machine
+        if self._config.job.is_finished(shard):  # written by a lost machine
             return ""
         from pyarrow import parquet
 
@@ -133,14 +133,14 @@ def embed_on_ray(
         CommandError: The job failed. The message has the reason. Finished shards are kept.
     """
     config.job.begin(identity, overwrite=settings.overwrite)
-    left = config.job.left(shards)
+    left = config.job.unfinished_shards(shards)
     num_rows = sum(shard.num_rows for shard in shards)
     num_done = num_rows - sum(shard.num_rows for shard in left)
     with tqdm(total=num_rows, initial=num_done, unit=" rows", dynamic_ncols=True) as bar:
         if left:
             with connected(settings.address, settings.log_level):
                 _run(left, config, settings, bar)
-    if still := config.job.left(shards):
+    if still := config.job.unfinished_shards(shards):
         raise CommandError(f"{len(still)} of {len(shards)} shards have no file; run the same command again")
     config.job.finish(identity)
 

@@ -23,7 +23,7 @@ from ..settings import ServerSettings, UsageError
 from .balancing import BUSY, QUEUE_S, LoadReport
 
 
-class Mount(NamedTuple):
+class RayApplication(NamedTuple):
     """A model and its path.
 
     Attributes:
@@ -40,7 +40,7 @@ class Mount(NamedTuple):
     prefix: str
 
 
-def mounts_of(models: Sequence[tuple[EngineConfig, tuple[str, ...], str | None]]) -> list[Mount]:
+def applications_of(models: Sequence[tuple[EngineConfig, tuple[str, ...], str | None]]) -> list[RayApplication]:
     """Returns the paths of models, each given as configuration, names and default prompt.
 
     A single model is at the root. Several models have paths with the last part of their shown name, so that clients
@@ -57,23 +57,25 @@ def mounts_of(models: Sequence[tuple[EngineConfig, tuple[str, ...], str | None]]
             f"MODEL: two models would be served at /{duplicates[0]}; give one a different `name` in --config FILE"
         )
     return [
-        Mount(*model, f"penstock-{path}", "/" if len(models) == 1 else f"/{path}")
+        RayApplication(*model, f"penstock-{path}", "/" if len(models) == 1 else f"/{path}")
         for model, path in zip(models, paths, strict=True)
     ]
 
 
-def build_app(settings: ServerSettings, mount: Mount) -> FastAPI:
+def build_app(settings: ServerSettings, application: RayApplication) -> FastAPI:
     """Builds the application of `penstock serve` for one model. Called in the process of a replica."""
     configure_logging(settings.log_level, settings.log_format)
     start = partial(
-        AsyncEngine.start, mount.config, log_level=settings.log_level.upper(), log_format=settings.log_format
+        AsyncEngine.start, application.config, log_level=settings.log_level.upper(), log_format=settings.log_format
     )
-    hidden_names = frozenset({mount.config.model} & set(mount.names[1:]))  # a path on disk is not shown
-    model = ServedModel(mount.names, start, mount.default_prompt_name, mount.config, hidden_names=hidden_names)
+    hidden_names = frozenset({application.config.model} & set(application.names[1:]))  # a path on disk is not shown
+    model = ServedModel(
+        application.names, start, application.default_prompt_name, application.config, hidden_names=hidden_names
+    )
     return create_app([model], settings)
 
 
-class WithoutPrefix:
+class StripPrefixMiddleware:
     """Removes the prefix of Ray's proxy from the paths of requests."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -104,7 +106,7 @@ class RayReplica:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Returns the application. Called by Ray, which then starts its lifespan."""
         self._app = self._build()
-        return WithoutPrefix(self._app)
+        return StripPrefixMiddleware(self._app)
 
     async def check_health(self) -> None:
         """Waits until the model is loaded. Then raises if `/health/live` is not 200; Ray replaces the replica.

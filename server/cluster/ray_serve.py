@@ -15,15 +15,15 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureC
 from ray.serve.context import _get_global_client
 
 from ..settings import CommandError, UsageError
-from .balancing import QueuePolicy
+from .balancing import QueueAutoscalingPolicy
 from .ray_connection import connected
-from .ray_replica import Mount, RayReplica, build_app
+from .ray_replica import RayApplication, RayReplica, build_app
 from .ray_router import LeastTokensRouter
 from .ray_settings import RayServeSettings
 
 logger = logging.getLogger(__name__)
 
-Build = Callable[[RayServeSettings, Mount], FastAPI]
+Build = Callable[[RayServeSettings, RayApplication], FastAPI]
 
 _REPORT_EVERY_S: Final = 1.0
 _LOOK_BACK_S: Final = 15.0
@@ -44,7 +44,7 @@ _MAX_STARTS: Final = 3
 """Maximum attempts to start a replica."""
 
 
-def serve_on_ray(mounts: Sequence[Mount], settings: RayServeSettings) -> None:
+def serve_on_ray(applications: Sequence[RayApplication], settings: RayServeSettings) -> None:
     """Deploys models. Without `--detach`, waits for a signal and then deletes the deployments.
 
     Other models on the cluster stay. A model with the same name is replaced. A signal also ends the wait for a model
@@ -54,17 +54,21 @@ def serve_on_ray(mounts: Sequence[Mount], settings: RayServeSettings) -> None:
         CommandError: The cluster does not exist, or a model cannot be served. The message has the reason.
     """
     with connected(settings.address, settings.log_level):
-        ours: list[Mount] = []
+        ours: list[RayApplication] = []
         try:
             _raise_at_signals()
             start_proxies(settings)
             before = set(serve.status().applications)
-            for mount in mounts:
-                if mount.app not in before:
-                    ours.append(mount)
-                deploy(mount, settings)
+            for application in applications:
+                if application.app not in before:
+                    ours.append(application)
+                deploy(application, settings)
                 logger.info(
-                    "%s is served at http://%s:%d%s", mount.names[0], settings.host, settings.port, mount.prefix
+                    "%s is served at http://%s:%d%s",
+                    application.names[0],
+                    settings.host,
+                    settings.port,
+                    application.prefix,
                 )
             if settings.detach:
                 ours.clear()
@@ -74,7 +78,7 @@ def serve_on_ray(mounts: Sequence[Mount], settings: RayServeSettings) -> None:
         except KeyboardInterrupt:
             logger.info("stopping on a signal")
         finally:
-            take_down(ours)
+            delete_applications(ours)
 
 
 def _raise_at_signals() -> None:
@@ -123,15 +127,15 @@ def start_proxies(settings: RayServeSettings) -> None:
             )
 
 
-def take_down(mounts: Sequence[Mount]) -> None:
+def delete_applications(applications: Sequence[RayApplication]) -> None:
     """Deletes the deployments of models after their running requests. Stops Ray Serve if no model is left."""
-    for mount in mounts:
-        serve.delete(mount.app)
-    if mounts and not serve.status().applications:
+    for application in applications:
+        serve.delete(application.app)
+    if applications and not serve.status().applications:
         serve.shutdown()
 
 
-def deploy(mount: Mount, settings: RayServeSettings, build: Build = build_app) -> None:
+def deploy(application: RayApplication, settings: RayServeSettings, build: Build = build_app) -> None:
     """Deploys one model and waits until its first replicas serve. Earlier replicas are replaced one by one.
 
     Raises:
@@ -139,11 +143,11 @@ def deploy(mount: Mount, settings: RayServeSettings, build: Build = build_app) -
     """
     replica: Any = serve.ingress()(RayReplica)
     deployment = serve.deployment(replica, name="model").options(**deployment_options(settings))
-    application = deployment.bind(partial(build, settings, mount))
+    bound = deployment.bind(partial(build, settings, application))
     try:
-        serve.run(application, name=mount.app, route_prefix=mount.prefix)
+        serve.run(bound, name=application.app, route_prefix=application.prefix)
     except RuntimeError as error:
-        raise CommandError(f"{mount.names[0]} cannot be served on Ray: {_cause(mount, error)}") from error
+        raise CommandError(f"{application.names[0]} cannot be served on Ray: {_cause(application, error)}") from error
 
 
 def deployment_options(settings: RayServeSettings) -> dict[str, Any]:
@@ -160,7 +164,7 @@ def deployment_options(settings: RayServeSettings) -> dict[str, Any]:
             downscale_delay_s=settings.downscale_delay_s,
             look_back_period_s=_LOOK_BACK_S,
             policy=AutoscalingPolicy(
-                policy_function=QueuePolicy, policy_kwargs={"target_queue_s": settings.target_queue_s}
+                policy_function=QueueAutoscalingPolicy, policy_kwargs={"target_queue_s": settings.target_queue_s}
             ),
         ),
         "request_router_config": RequestRouterConfig(
@@ -171,9 +175,9 @@ def deployment_options(settings: RayServeSettings) -> dict[str, Any]:
     }
 
 
-def _cause(mount: Mount, error: RuntimeError) -> str:
+def _cause(application: RayApplication, error: RuntimeError) -> str:
     """Returns the last error line of Ray's messages about a deployment, without the traceback."""
-    status = serve.status().applications.get(mount.app)
+    status = serve.status().applications.get(application.app)
     messages = [deployment.message for deployment in status.deployments.values()] if status is not None else []
     lines = [line.strip() for text in messages for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "Error: " in line]

@@ -7,11 +7,14 @@ import contextlib
 import dataclasses
 import errno
 import json
+import logging
+import math
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -20,6 +23,7 @@ from penstock.engine.client.engine_process import EngineProcess
 from penstock.engine.protocol.setting import short_count
 
 from .. import penstock_version
+from ..cluster.ray_settings import RayEmbedSettings, RayServeSettings, check_flags
 from ..models.served_model import load_failure
 from ..settings import (
     BenchSettings,
@@ -29,16 +33,17 @@ from ..settings import (
     InfoSettings,
     ServerSettings,
     UsageError,
-    load,
+    load_settings,
 )
-from .flags import OneLineParser, add_flags, translated
+from .flags import OneLineParser, add_flags, translate_vllm_flags
 from .known_models import TASKS, as_json, as_text, find_models
-from .model_plans import model_and_names, planned
-from .ray_commands import add_ray
+from .model_arguments import model_and_names, settings_and_models
+
+logger = logging.getLogger(__name__)
 
 INTERRUPTED: Final = 130
 TERMINATED: Final = 143
-CUT_SHORT: Final = 141
+BROKEN_PIPE: Final = 141
 """Exit code of a program that SIGPIPE ended, as in shells."""
 
 _DECIDED_BY_LOADING: Final = ("kernels", "num_lanes", "arithmetic")
@@ -53,6 +58,10 @@ _BENCH = "Measure throughput and latency of one server, or compare two."
 _CONFIG = "Print a template for `penstock serve --config` with every setting as a comment."
 _INFO = "Show the resolved values of a model and their source files, without loading weights."
 
+_RAY: Final = "Serve models, or embed files, on a Ray cluster (extra `ray`)."
+_RAY_SERVE: Final = "Deploy models with Ray Serve: replicas of the server are added and removed with the queued work."
+_RAY_EMBED: Final = "Embed Parquet with Ray Data. To continue after an interruption, run the same command again."
+
 
 class TerminatedError(KeyboardInterrupt):
     """Raised by SIGTERM, which ends a command like Ctrl-C."""
@@ -64,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         words, warnings = list(sys.argv[1:] if argv is None else argv), list[str]()
         if words[:1] not in (["models"], ["bench"]):  # their --task is not vLLM's
-            words, warnings = translated(words)
+            words, warnings = translate_vllm_flags(words)
         parser = _parser()
         if not words:
             parser.print_help(sys.stderr)
@@ -83,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:  # the reader has closed the pipe, for example `head`
         _forget_output()
-        return CUT_SHORT
+        return BROKEN_PIPE
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
@@ -169,21 +178,21 @@ def _parser() -> argparse.ArgumentParser:
     models.add_argument("--json", action="store_true", help="Print JSON.")
     models.set_defaults(run=_models)
 
-    add_ray(commands)
+    _add_ray_commands(commands)
     return parser
 
 
 def _serve(arguments: dict[str, Any]) -> int:
-    settings, plans = planned(arguments, ServerSettings)
-    with _engine_process(plans[0].config.in_process or not plans[0].is_preloaded) as process:
+    settings, configured_models = settings_and_models(arguments, ServerSettings)
+    with _engine_process(configured_models[0].config.in_process or not configured_models[0].is_preloaded) as process:
         from .serve import serve
 
-        serve(settings, plans, process)
+        serve(settings, configured_models, process)
     return 0
 
 
 def _config(_: dict[str, Any]) -> int:
-    from .model_plans import config_template
+    from .model_arguments import config_template
 
     print(config_template(), end="")
     return 0
@@ -221,7 +230,7 @@ def _stop(number: int, _: FrameType | None) -> None:
 
 def _embed(arguments: dict[str, Any]) -> int:
     file = arguments.pop("file")
-    settings = load(EmbedSettings, arguments)
+    settings = load_settings(EmbedSettings, arguments)
     model, names = model_and_names(settings.model)
     with _stopped_by_sigterm("run the same command again to continue"):
         from ..embed_jobs.run import embed_file
@@ -234,7 +243,7 @@ def _bench(arguments: dict[str, Any]) -> int:
     from ..bench.sweep import Sweep
 
     urls = arguments.pop("url")
-    sweep = Sweep(urls, load(BenchSettings, arguments))
+    sweep = Sweep(urls, load_settings(BenchSettings, arguments))
     try:
         with _stopped_by_sigterm():
             sweep.run()
@@ -247,7 +256,7 @@ def _bench(arguments: dict[str, Any]) -> int:
 
 def _eval(arguments: dict[str, Any]) -> int:
     url, folders = arguments.pop("url"), [Path(folder) for folder in arguments.pop("data")]
-    settings = load(EvalSettings, arguments)
+    settings = load_settings(EvalSettings, arguments)
     from ..quality.evaluate import evaluate
 
     for report in evaluate(url, folders, settings):  # printed at once: an error in the next data set loses nothing
@@ -277,13 +286,13 @@ def _stopped_by_sigterm(*advice: str) -> Iterator[None]:
 
 def _info(arguments: dict[str, Any]) -> int:
     as_json = arguments.pop("json")
-    settings = load(InfoSettings, arguments, positional=("model",))
+    settings = load_settings(InfoSettings, arguments, positional=("model",))
     model, names = model_and_names(settings.model)
     from penstock.engine.checkpoint.files import check_weights
     from penstock.engine.model_files.resolve import format_table, resolve_model, resolved_table
     from penstock.engine.protocol.errors import ModelLoadError
 
-    from ..models.weight_files import WeightFiles
+    from ..models.weight_files import WeightSummary
 
     try:
         info = resolve_model(settings.engine_config(model, names[0]))
@@ -292,7 +301,10 @@ def _info(arguments: dict[str, Any]) -> int:
             check_weights(Path(info.path) / spec.folder)
     except ModelLoadError as error:
         raise load_failure(error, model, settings.engine.revision) from error
-    files, rows = WeightFiles.of(info.path), [row for row in resolved_table(info) if row[0] not in _DECIDED_BY_LOADING]
+    files, rows = (
+        WeightSummary.of(info.path),
+        [row for row in resolved_table(info) if row[0] not in _DECIDED_BY_LOADING],
+    )
     if as_json:
         fields = {name: {"value": getattr(info, name), "from": source} for name, _, source in rows}
         head = {"name": info.name, "path": info.path, "parameters": files.num_parameters, "bytes": files.num_bytes}
@@ -310,6 +322,117 @@ def _models(arguments: dict[str, Any]) -> int:
     width = shutil.get_terminal_size(fallback=(sys.maxsize, 0)).columns  # without a terminal one line per model
     print(json.dumps(as_json(models), indent=2) if arguments["json"] else as_text(models, width))
     return 0
+
+
+def _add_ray_commands(commands: argparse._SubParsersAction[OneLineParser]) -> None:
+    """Adds `penstock ray serve` and `penstock ray embed`. Ray is imported only when one of them runs."""
+    ray = commands.add_parser("ray", help=_RAY, description=_RAY)
+    its_commands = ray.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    usage = "%(prog)s [MODEL ...] [FLAG ...]"
+    serve = its_commands.add_parser("serve", help=_RAY_SERVE, description=_RAY_SERVE, usage=usage)
+    add_flags(serve, RayServeSettings, positional="model", nargs="*")
+    serve.set_defaults(run=_ray_serve)
+
+    usage = "%(prog)s IN OUT [FLAG ...]"
+    embed = its_commands.add_parser("embed", help=_RAY_EMBED, description=_RAY_EMBED, usage=usage)
+    embed.add_argument(
+        "file", metavar="IN", help="A Parquet file or a folder of Parquet files, readable on every machine."
+    )
+    add_flags(embed, RayEmbedSettings, positional="output")
+    embed.set_defaults(run=_ray_embed)
+
+
+def _ray_serve(arguments: dict[str, Any]) -> int:
+    settings, configured_models = settings_and_models(arguments, RayServeSettings)
+    check_flags(settings)
+    for model in configured_models:
+        if model.is_pinned or model.ttl_s < math.inf:
+            raise UsageError(f"pin, ttl: {model.names[0]} stays loaded on Ray while it is deployed; leave both out")
+    require_ray()
+    from penstock.engine.logs import configure_logging
+
+    from ..cluster.ray_replica import applications_of
+    from .serve import check_certificate, resolve_local_model
+
+    configure_logging(settings.log_level, settings.log_format)
+    for note in settings.env_notes:
+        logger.info("%s", note)
+    models = [
+        (settings.on_replica(model.config), model.names, model.default_prompt_name) for model in configured_models
+    ]
+    for config, _, default_prompt_name in models:
+        resolve_local_model(config, default_prompt_name)
+    check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
+    applications = applications_of(models)
+    from ..cluster.ray_serve import serve_on_ray
+
+    serve_on_ray(applications, settings)
+    return 0
+
+
+def _ray_embed(arguments: dict[str, Any]) -> int:
+    source = arguments.pop("file")
+    settings = load_settings(RayEmbedSettings, arguments, positional=("output",))
+    check_flags(settings)
+    require_ray("pyarrow", "pandas", "fsspec")  # of ray[data]
+    model, names = model_and_names(settings.model)
+    try:
+        _embed_on_ray(source, settings, model, names[0])
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("run the same command again to continue") from None
+    return 0
+
+
+def _embed_on_ray(source: str, settings: RayEmbedSettings, model: str, name: str) -> None:
+    from penstock.engine.logs import configure_logging
+    from penstock.engine.model_files.resolve import resolve_model
+    from penstock.engine.protocol.errors import ModelLoadError
+
+    from ..embed_jobs.input_file import stat_digest
+    from ..embed_jobs.job_folder import JobFolder, Shard, model_digest
+    from ..embed_jobs.parquet_file import parquet_inputs
+    from ..embed_jobs.run import check_options, pooling_params, row_options
+
+    configure_logging(settings.log_level, settings.log_format)
+    config = settings.on_replica(settings.engine_config(model, name))
+    try:
+        info = resolve_model(config)
+    except ModelLoadError as error:
+        raise load_failure(error, config.model, config.revision) from error
+    field, has_images = settings.image_field or settings.field, settings.image_field is not None
+    check_options(settings, info, has_images=has_images)
+    inputs, folder = parquet_inputs(source, field, has_images=has_images), Path(settings.output).resolve()
+    inside = [rows.path for rows in inputs if rows.path.resolve().is_relative_to(folder)]
+    if inside:  # --overwrite would delete it
+        raise UsageError(f"OUT: {settings.output} holds the input {inside[0]}; name another folder")
+    shards: list[Shard] = []
+    for rows in inputs:
+        shards += rows.shards(settings.piece_rows, len(shards))
+    from ..cluster.ray_embed import EmbedderConfig, embed_on_ray
+
+    embedder_config = EmbedderConfig(
+        config,
+        field,
+        has_images,
+        pooling_params(settings),
+        settings.prompt_name,
+        JobFolder(folder, ".parquet", "give --overwrite"),
+        settings.log_level,
+        settings.log_format,
+    )
+    numbers = {"dtype": config.dtype, "arithmetic": config.arithmetic}  # as configured, because no engine runs yet
+    options = {**row_options(settings), "piece_rows": settings.piece_rows}
+    identity = {"input": stat_digest(inputs), "model": model_digest(info), **numbers, **options}
+    embed_on_ray(shards, embedder_config, identity, settings)
+
+
+def require_ray(*packages: str) -> None:
+    """Raises UsageError with the command to install Ray if it or one of `packages` is missing."""
+    for package in ("ray", *packages):
+        if find_spec(package) is None:
+            name = "Ray" if package == "ray" else package
+            raise UsageError(f"penstock ray needs {name}: run `pip install 'penstock[ray]'`")
 
 
 def _plain(value: object) -> object:

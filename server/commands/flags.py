@@ -168,7 +168,7 @@ _RENAMED_DTYPES: Final = {"half": "float16", "float": "float32"}
 """vLLM's dtype names that differ from penstock's."""
 
 
-def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def translate_vllm_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns the translated command line, and a warning for each ignored flag.
 
     Underscores count as dashes. `--pooler-config.task embed` sets a key of the JSON value of `--pooler-config`.

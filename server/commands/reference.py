@@ -34,10 +34,10 @@ from ..settings import (
     declared_settings,
     environment_variable,
     flag_of,
-    load,
+    load_settings,
 )
 from .known_models import models_page
-from .model_plans import TABLE_KEYS
+from .model_arguments import TABLE_KEYS
 
 _COMMANDS: Final = {
     "serve": ServerSettings,
@@ -134,7 +134,7 @@ def _cell(declared: DeclaredSetting) -> str:
 def _application() -> Iterator[Application]:
     """An application with all optional routes and metrics. It serves no request and loads no model."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = load(ServerSettings, {"data_dir": folder, "operator_routes": True})
+        settings = load_settings(ServerSettings, {"data_dir": folder, "operator_routes": True})
         model = ServedModel(("model",), lambda: AsyncEngine.start(EngineConfig(model="")))
         app = create_app([model], settings, cache=VectorCache(1, None, 0))
         app.state.context.metrics.register(ConnectionMetrics(ConnectionState()))

@@ -1,4 +1,4 @@
-"""`penstock serve`: runs a server from its settings until it is stopped."""
+"""`penstock serve`: runs a server from its settings until it is stopped, and logs what it serves."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from penstock.engine.logs import configure_logging
 from penstock.engine.model_files.model_folder import is_local
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.setting import short_count
 
 from ..admission import ServerRejectionReason
 from ..app import create_app
 from ..http.connection_limits import TransferLimits
 from ..http.http_server import RELOAD_MESSAGE, HttpServer, freeze_gc, load_certificate, raise_file_limit, uvicorn_config
-from ..middleware.auth import ApiKeys
+from ..middleware.auth import ApiKeyStore
 from ..models.model_entry import ModelEntry
 from ..models.served_model import ServedModel, check_prompt_name, exit_code_of
-from ..models.weight_files import WeightFiles
+from ..models.weight_files import WeightSummary
 from ..observability.metrics import ConnectionMetrics
 from ..settings import (
     BenchSettings,
@@ -44,23 +45,25 @@ from ..settings import (
     UsageError,
     unknown_variables,
 )
-from .announcement import announcement, open_access_warning
 
 logger = logging.getLogger(__name__)
 
 START_FAILED: Final = 3
+_ALL_ADDRESSES: Final = ("0.0.0.0", "::", "")
 
 
 class UnusableModelError(UsageError):
     """The files of a local model are missing, damaged, or inconsistent with its settings."""
 
 
-def serve(settings: ServerSettings, plans: Sequence[ServedModel], process: EngineProcess | None = None) -> None:
+def serve(
+    settings: ServerSettings, configured_models: Sequence[ServedModel], process: EngineProcess | None = None
+) -> None:
     """Serves until SIGTERM or SIGINT, then lets running requests finish. SIGHUP reads keys and certificate again.
 
     Args:
         settings: Settings of the server.
-        plans: One for each model to serve.
+        configured_models: One for each model to serve.
         process: Engine process of the first model, if it is already started.
 
     Raises:
@@ -73,16 +76,16 @@ def serve(settings: ServerSettings, plans: Sequence[ServedModel], process: Engin
         logger.info("%s", note)
     for variable in unknown_variables((ServerSettings, EmbedSettings, EvalSettings, BenchSettings)):
         logger.warning("the environment variable %s is not known and has no effect", variable)
-    num_engines = min(len(plans), settings.max_loaded_models or len(plans))
+    num_engines = min(len(configured_models), settings.max_loaded_models or len(configured_models))
     cache = open_cache(settings)
-    models = served_models(plans, settings, num_engines, process, cache)
+    models = served_models(configured_models, settings, num_engines, process, cache)
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     if settings.api_workers > 1:
-        check_workers(settings, plans)
-        configs = [single_core_config(plan, num_engines) for plan in plans]
+        check_workers(settings, configured_models)
+        configs = [single_core_config(model, num_engines) for model in configured_models]
         models = [replace(model, config=config) for model, config in zip(models, configs, strict=True)]
         listeners = bound_sockets(settings)
-        _serve_by_workers(settings, plans, models, listeners, process)
+        _serve_by_workers(settings, configured_models, models, listeners, process)
         return
     failures: list[Exception] = []
 
@@ -109,12 +112,12 @@ def serve(settings: ServerSettings, plans: Sequence[ServedModel], process: Engin
     for error in failures:  # logged last, because users read the end of a log first
         _log_failure(error)
     if failures or not server.started:
-        raise SystemExit(_exit_code(failures, plans))
+        raise SystemExit(_exit_code(failures, configured_models))
 
 
 def _serve_by_workers(
     settings: ServerSettings,
-    plans: Sequence[ServedModel],
+    configured_models: Sequence[ServedModel],
     models: Sequence[ServedModel],
     listeners: Sequence[socket.socket],
     process: EngineProcess | None,
@@ -130,7 +133,7 @@ def _serve_by_workers(
         return supervisor
 
     raise_file_limit()
-    ApiKeys(settings.api_key, settings.api_key_file)  # raises an error now instead of in each process
+    ApiKeyStore(settings.api_key, settings.api_key_file)  # raises an error now instead of in each process
     supervisor = uvloop.run(supervise())
     for error in supervisor.failures:
         if isinstance(error, NothingServedError):
@@ -138,26 +141,26 @@ def _serve_by_workers(
         else:
             _log_failure(error)
     if supervisor.failures:
-        raise SystemExit(_exit_code(supervisor.failures, plans))
+        raise SystemExit(_exit_code(supervisor.failures, configured_models))
     if supervisor.signals[:1] == [signal.SIGINT]:
         raise KeyboardInterrupt
 
 
-def check_workers(settings: ServerSettings, plans: Sequence[ServedModel]) -> None:
+def check_workers(settings: ServerSettings, configured_models: Sequence[ServedModel]) -> None:
     """Raises UsageError for settings that several HTTP processes do not support."""
-    for plan in plans:
-        if (plan.config.data_parallel or len(plan.config.devices)) > 1:
+    for model in configured_models:
+        if (model.config.data_parallel or len(model.config.devices)) > 1:
             raise UsageError(
                 "--api-workers: with more than one, each model has only one replica; leave --data-parallel out"
             )
-        if plan.config.in_process:
+        if model.config.in_process:
             raise UsageError(
                 "--api-workers: several processes cannot share an engine with --in-process; leave --in-process out"
             )
-        if not plan.is_preloaded or plan.ttl_s < math.inf:
+        if not model.is_preloaded or model.ttl_s < math.inf:
             raise UsageError(
                 f"--api-workers: with more than one, every model is loaded at the start and never unloaded; "
-                f"{plan.names[0]} is not"
+                f"{model.names[0]} is not"
             )
     for flag, value in (
         ("--admin-key", settings.admin_key),
@@ -176,9 +179,9 @@ def _announce(entries: Sequence[ModelEntry], settings: ServerSettings, listeners
         logger.warning("%s", warning)
 
 
-def _exit_code(failures: Sequence[Exception], plans: Sequence[ServedModel]) -> int:
+def _exit_code(failures: Sequence[Exception], configured_models: Sequence[ServedModel]) -> int:
     """Returns the exit code of a failed start. The first failure belongs to the first model."""
-    config = plans[0].config
+    config = configured_models[0].config
     return exit_code_of(failures[0], config.model, config.revision, START_FAILED) if failures else START_FAILED
 
 
@@ -197,7 +200,7 @@ def _reload(server: HttpServer) -> None:
 
 
 def served_models(
-    plans: Sequence[ServedModel],
+    configured_models: Sequence[ServedModel],
     settings: ServerSettings,
     num_engines: int,
     process: EngineProcess | None = None,
@@ -209,7 +212,7 @@ def served_models(
     get a 503. If it is not loaded at the start, its error is logged now.
 
     Args:
-        plans: One for each model to serve.
+        configured_models: One for each model to serve.
         settings: Of the server.
         num_engines: Number of engines that share the machine.
         process: Engine process of the first model, if it is already started. The first load uses it.
@@ -221,23 +224,32 @@ def served_models(
     """
     models: list[ServedModel] = []
     unusable: list[UnusableModelError] = []
-    for plan in plans:
-        config = replace(plan.config, num_engines=num_engines)
+    for model in configured_models:
+        config = replace(model.config, num_engines=num_engines)
         try:
-            info = resolved(config, plan.default_prompt_name)
+            info = resolve_local_model(config, model.default_prompt_name)
         except UnusableModelError as error:
             info = None
             unusable.append(error)
-            if not plan.is_preloaded:
-                logger.error("%s could not be loaded now: %s", plan.names[0], error)
-        models.append(_served_model(plan, config, info, settings, process if plan is plans[0] else None, cache))
-    if len(unusable) == len(plans):
+            if not model.is_preloaded:
+                logger.error("%s could not be loaded now: %s", model.names[0], error)
+        models.append(
+            _served_model(
+                model,
+                config,
+                info,
+                settings,
+                process if model is configured_models[0] else None,
+                cache,
+            )
+        )
+    if len(unusable) == len(configured_models):
         raise unusable[0]
     return models
 
 
 def _served_model(
-    plan: ServedModel,
+    model: ServedModel,
     config: EngineConfig,
     info: ModelInfo | None,
     settings: ServerSettings,
@@ -247,7 +259,7 @@ def _served_model(
     num_bytes = 0 if info is None else _num_bytes(info) * len(replica_configs(config))
     if settings.model_memory is not None and num_bytes > settings.model_memory:
         raise UsageError(
-            f"--model-memory: {plan.names[0]} alone needs {num_bytes / 2**20:.1f} MiB, but the limit is "
+            f"--model-memory: {model.names[0]} alone needs {num_bytes / 2**20:.1f} MiB, but the limit is "
             f"{settings.model_memory / 2**20:.1f} MiB; raise the limit, or leave the model out"
         )
     started = [] if process is None else [process]
@@ -261,24 +273,24 @@ def _served_model(
             cache=cache,
         )
 
-    paths = {plan.config.model} & set(plan.names[1:]) if is_local(plan.config.model) else ()
-    return replace(plan, start=start, info=info, num_bytes=num_bytes, hidden_names=frozenset(paths))
+    paths = {model.config.model} & set(model.names[1:]) if is_local(model.config.model) else ()
+    return replace(model, start=start, info=info, num_bytes=num_bytes, hidden_names=frozenset(paths))
 
 
-def single_core_config(plan: ServedModel, num_engines: int) -> EngineConfig:
+def single_core_config(model: ServedModel, num_engines: int) -> EngineConfig:
     """Returns the configuration of a model with one engine core, on one device or set of CPU cores.
 
     Raises:
         UsageError: The device or the set of cores does not exist.
     """
     try:
-        (config,) = replica_configs(replace(plan.config, num_engines=num_engines))
+        (config,) = replica_configs(replace(model.config, num_engines=num_engines))
     except ModelLoadError as error:
         raise UsageError(error.message) from error
     return config
 
 
-def resolved(config: EngineConfig, default_prompt_name: str | None) -> ModelInfo | None:
+def resolve_local_model(config: EngineConfig, default_prompt_name: str | None) -> ModelInfo | None:
     """Checks the devices of replicas and reads the JSON files of a local model. Takes milliseconds.
 
     Hub ids are not checked here; the engine may download the model.
@@ -314,7 +326,7 @@ def _num_bytes(info: ModelInfo) -> int:
     outside = [folder for folder in folders[1:] if not Path(folder).is_relative_to(info.path)]
     dtype = "float32" if info.dtype == "auto" else info.dtype
     return sum(
-        files.bytes_by_dtype().get(dtype, files.num_bytes) for files in map(WeightFiles.of, [info.path, *outside])
+        files.bytes_by_dtype().get(dtype, files.num_bytes) for files in map(WeightSummary.of, [info.path, *outside])
     )
 
 
@@ -381,3 +393,97 @@ def _bound_socket(host: str, port: int, flags: str) -> socket.socket:
         listener.close()
         raise UsageError(f"{flags}: cannot listen on {host}:{port}: {error.strerror}") from error
     return listener
+
+
+def announcement(models: Sequence[ModelEntry], settings: ServerSettings, ports: Sequence[int]) -> str:
+    """Returns the log lines of a ready server.
+
+    Args:
+        models: All served models, loaded or not.
+        settings: Settings of the server.
+        ports: Ports of the listening sockets, which the system chose if the settings say 0.
+    """
+    lines = ["ready"]
+    for entry in models:
+        lines += _lines(entry, entry.model.config)
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    url = f"{scheme}://{_shown_host(settings.host)}:{ports[0]}"
+    lines.append(f"  {url}/ is a playground, {url}/docs shows the routes, {url}/v1 is the base URL of OpenAI clients")
+    if len(ports) > 1:
+        metrics_host = settings.host if settings.metrics_host is None else settings.metrics_host
+        lines.append(f"  metrics: http://{_shown_host(metrics_host)}:{ports[1]}/metrics")
+    lines.append(f"  data routes need {'an' if _wants_key(settings) else 'no'} API key")
+    return "\n".join(lines)
+
+
+def _shown_host(host: str) -> str:
+    """Returns the host of a URL that reaches an address to listen on."""
+    if host in _ALL_ADDRESSES:
+        return "localhost"
+    return f"[{host}]" if ":" in host else host
+
+
+def _lines(entry: ModelEntry, config: EngineConfig) -> list[str]:
+    if entry.engine is None:
+        why = "could not be loaded; see above" if entry.error is not None else "is loaded when a request names it"
+        return [f"  {entry.name}: {why}"]
+    info, placements = entry.engine.info, [replica.placement for replica in entry.engine.replicas]
+    return [
+        f"  {entry.name}: {_sizes(info)}",
+        f"    on {_device(info, config)}, in {_dtype(info, config)}; tasks: {', '.join(info.tasks)}",
+        *([f"    {_replicas(placements)}"] if placements else []),
+    ]
+
+
+def open_access_warning(settings: ServerSettings) -> str | None:
+    """Returns a warning if the server needs no API key and listens on other addresses than localhost, else None."""
+    if _wants_key(settings) or settings.host not in _ALL_ADDRESSES:
+        return None
+    return "every client that reaches this machine may use the server: set --api-key KEY or --host 127.0.0.1"
+
+
+def _wants_key(settings: ServerSettings) -> bool:
+    return bool(settings.api_key) or settings.api_key_file is not None
+
+
+def _device(info: ModelInfo, config: EngineConfig) -> str:
+    if config.devices:
+        why = "--devices"
+    elif config.device != "auto":
+        why = "--device"
+    else:
+        why = "auto: there is no CUDA device" if info.device == "cpu" else "auto: there is a CUDA device"
+    lanes = f", {info.num_lanes} lane{'s' * (info.num_lanes > 1)}" if info.num_lanes else ""
+    kernels, _, instructions = info.kernels.partition(", ")
+    executor = f"the C library ({instructions})" if kernels == "native" else info.kernels
+    return f"{info.device} ({why}) by {executor}{lanes}"
+
+
+def _replicas(placements: Sequence[str]) -> str:
+    count = "1 replica" if len(placements) == 1 else f"{len(placements)} replicas"
+    return f"{count}: {'; '.join(placements)}"
+
+
+def _dtype(info: ModelInfo, config: EngineConfig) -> str:
+    """Returns the type of the weights and why, and the type of products or attention if it differs."""
+    source = info.sources["dtype"]
+    if config.dtype != "auto":
+        why = "--dtype"
+    elif source.startswith("measured"):
+        why = source
+    else:
+        why = f"auto: {info.dtype} on {'a CPU' if info.device == 'cpu' else 'a GPU'}"
+    if info.arithmetic is None or (why == source and info.arithmetic == info.dtype):  # arithmetic repeats the dtype
+        return f"{info.dtype} ({why})"
+    part = "attention" if info.dtype == "int8" else "products"
+    return f"{info.dtype} ({why}), {part} in {info.arithmetic} ({info.sources['arithmetic']})"
+
+
+def _sizes(info: ModelInfo) -> str:
+    count = WeightSummary.of(info.path).num_parameters
+    parts = [info.model_type, f"{short_count(count)} parameters"] if count else [info.model_type]
+    if info.embedding_size:
+        parts.append(f"{info.dimensions or info.embedding_size} dimensions")
+    if info.labels:
+        parts.append("1 class" if len(info.labels) == 1 else f"{len(info.labels)} classes")
+    return ", ".join([*parts, f"inputs of up to {info.max_model_len} tokens"])

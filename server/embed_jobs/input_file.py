@@ -166,7 +166,7 @@ class InputFile(ABC):
 
     def json_object(self, row: Row) -> bytes:
         """Returns a row of `full_rows` as a JSON object. Raises TypeError if a value cannot be written as JSON."""
-        return orjson.dumps(row.record, option=orjson.OPT_NON_STR_KEYS, default=plain)
+        return orjson.dumps(row.record, option=orjson.OPT_NON_STR_KEYS, default=value_to_text)
 
     def summarize(self, visit: Callable[[Row], None], *, skip_bad: bool) -> InputSummary:
         """Reads every row once, to find bad rows before any row is embedded.
@@ -226,7 +226,7 @@ def _identity(path: Path, status: os.stat_result) -> str:
     return repr((str(path), status.st_size, status.st_mtime_ns))
 
 
-def plain(value: object) -> str:
+def value_to_text(value: object) -> str:
     """Returns a value without a JSON type as text: bytes as base64, others with `str`."""
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 

@@ -103,13 +103,13 @@ class JobFolder:
         """Returns the file of a shard. Sorted file names have the order of the input."""
         return self.folder / f"part-{shard.number:08d}{self._suffix}"
 
-    def has(self, shard: Shard) -> bool:
+    def is_finished(self, shard: Shard) -> bool:
         """Returns whether a shard is finished: its file is complete and has all rows."""
         return self._count(self.path(shard)) == shard.num_rows
 
-    def left(self, shards: Iterable[Shard]) -> list[Shard]:
+    def unfinished_shards(self, shards: Iterable[Shard]) -> list[Shard]:
         """Returns the unfinished shards, which have no file or a damaged one."""
-        return [shard for shard in shards if not self.has(shard)]
+        return [shard for shard in shards if not self.is_finished(shard)]
 
     def write(self, path: Path, save: Callable[[Path], object]) -> None:
         """Writes a file of the folder; see `replace_file`."""
@@ -196,7 +196,7 @@ class JobFolder:
         self.write(self.folder / MANIFEST, lambda path: path.write_text(text))
 
 
-class ShardVectors:
+class ShardVectorReader:
     """The vectors of all shards of a job as one array [N, D] float32, mapped from their files.
 
     Args:

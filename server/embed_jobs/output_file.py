@@ -17,9 +17,9 @@ import orjson
 from penstock.engine.model_files.model_folder import one_line
 
 from ..settings import CommandError, UsageError
-from .input_file import BadRow, InputFile, Row, plain
+from .input_file import BadRow, InputFile, Row, value_to_text
 from .input_formats import JsonLines
-from .job_folder import COLUMN, ShardVectors, replace_file, write_npy_header
+from .job_folder import COLUMN, ShardVectorReader, replace_file, write_npy_header
 from .parquet_file import JsonColumns, ParquetRows, append_vectors, require_pyarrow
 
 ROWS_AT_ONCE: Final = 1024
@@ -56,7 +56,7 @@ class UnsupportedColumnsError(Exception):
     """The format of the output cannot hold a value or a column of the input."""
 
 
-class Results(NamedTuple):
+class JobResult(NamedTuple):
     """The outcome of a run.
 
     Attributes:
@@ -66,13 +66,13 @@ class Results(NamedTuple):
         columns: Columns of a JSONL input, for Parquet output.
     """
 
-    vectors: ShardVectors
+    vectors: ShardVectorReader
     rejected: Mapping[int, str]
     num_skipped: int
     columns: JsonColumns | None
 
 
-Writer = Callable[[Path, InputFile, Results], None]
+Writer = Callable[[Path, InputFile, JobResult], None]
 
 
 def json_columns_for(source: InputFile, output: Path) -> JsonColumns | None:
@@ -103,7 +103,7 @@ def report_path(output: Path) -> Path:
     return output.with_name(f"{output.name}.skipped.jsonl")
 
 
-def write_output(output: Path, write: Writer, source: InputFile, results: Results) -> None:
+def write_output(output: Path, write: Writer, source: InputFile, results: JobResult) -> None:
     """Writes the list of skipped rows, then the output. Each replaces an earlier file atomically.
 
     Args:
@@ -144,7 +144,7 @@ def _write_report(path: Path, source: InputFile, rejected: Mapping[int, str]) ->
                 file.write(orjson.dumps({source.unit: row.line, "reason": reason}) + b"\n")
 
 
-def write_npy(path: Path, source: InputFile, results: Results) -> None:
+def write_npy(path: Path, source: InputFile, results: JobResult) -> None:
     """Writes the vectors [N, D] float32. Row i belongs to row i of the input; NaN if it was skipped."""
     del source
     vectors = results.vectors
@@ -155,7 +155,7 @@ def write_npy(path: Path, source: InputFile, results: Results) -> None:
             file.write(block.astype("<f4", copy=False).data)
 
 
-def write_jsonl(path: Path, source: InputFile, results: Results) -> None:
+def write_jsonl(path: Path, source: InputFile, results: JobResult) -> None:
     """Writes each row with all its fields and the field `embedding`."""
     with path.open("wb") as file:
         for number, row in _good_rows(source.full_rows(), results.rejected):
@@ -172,7 +172,7 @@ def write_jsonl(path: Path, source: InputFile, results: Results) -> None:
             file.write(b'%b,"%b":%b}\n' % (fields[:-1].rstrip(), COLUMN.encode(), values))
 
 
-def write_csv(path: Path, source: InputFile, results: Results, *, delimiter: str = ",") -> None:
+def write_csv(path: Path, source: InputFile, results: JobResult, *, delimiter: str = ",") -> None:
     """Writes a header and the rows, with all columns of the input and the column `embedding`, a JSON list of numbers.
 
     A null or missing value is empty. Lists, objects, numbers, true and false are written as JSON.
@@ -194,10 +194,10 @@ def write_csv(path: Path, source: InputFile, results: Results, *, delimiter: str
 def _csv_value(value: object) -> str:
     if value is None:
         return ""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=plain)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=value_to_text)
 
 
-def write_parquet(path: Path, source: InputFile, results: Results) -> None:
+def write_parquet(path: Path, source: InputFile, results: JobResult) -> None:
     """Writes the columns of the input and the column `embedding`. Fields missing in a JSONL row are null."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -212,7 +212,7 @@ def write_parquet(path: Path, source: InputFile, results: Results) -> None:
         raise UnsupportedColumnsError(str(error)) from error
 
 
-def _tables(source: InputFile, results: Results, schema: Any) -> Iterator[tuple[list[int], Any]]:
+def _tables(source: InputFile, results: JobResult, schema: Any) -> Iterator[tuple[list[int], Any]]:
     import pyarrow as pa
 
     if isinstance(source, ParquetRows):

@@ -6,7 +6,7 @@ a head that offers an upgrade to HTTP/2 (Java's HttpClient sends it), so the bod
 the offer and responds in HTTP/1.1 (RFC 9110, section 7.8).
 
 uvicorn also parses all received bytes into requests, and continues to read whenever an application reads a body. It
-would hold thousands of pipelined requests of one client, with their bodies. ReadAhead holds a bounded number of bytes.
+would hold thousands of pipelined requests of one client, with their bodies. ReadBuffer holds a bounded number of bytes.
 
 The methods of Connection are in the order of a connection's life: open, bytes, head, body, response, end. The parser
 calls the methods `on_message_begin`, `on_headers_complete`, `on_body` and `on_message_complete`. ResponseWriter
@@ -111,7 +111,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._connection_lost: asyncio.Future[None] = self.loop.create_future()
-        self._read_ahead: ReadAhead
+        self._read_ahead: ReadBuffer
         self._writer: ResponseWriter
         # Bytes from the client
         self._num_received = 0  # bytes that were parsed
@@ -133,7 +133,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Sets up buffering and writing for a new connection."""
         super().connection_made(transport)
-        self.flow = self._read_ahead = ReadAhead(transport)
+        self.flow = self._read_ahead = ReadBuffer(transport)
         self._writer = ResponseWriter(transport, self._close_after_response)
 
     # Bytes arrive.
@@ -324,7 +324,7 @@ class Connection(HttpToolsProtocol):
         self._has_received_eof = True
         if not self._read_ahead.buffer:
             self.cycle.keep_alive = False
-        HalfClose(self.transport, self._send_interim, self._request_end_s + INTERIM_AFTER_S - self.loop.time())
+        HalfCloseMonitor(self.transport, self._send_interim, self._request_end_s + INTERIM_AFTER_S - self.loop.time())
         return True
 
     def _send_interim(self) -> None:
@@ -425,7 +425,7 @@ def _host_error(headers: list[tuple[bytes, bytes]], version: str) -> str | None:
     return None if _HOST.fullmatch(host.strip(b" \t")) else "The Host header is not valid."
 
 
-class ReadAhead(FlowControl):
+class ReadBuffer(FlowControl):
     """Buffers bytes of requests that wait for earlier responses. Pauses reading while the buffer is full.
 
     Attributes:
@@ -462,7 +462,7 @@ class ReadAhead(FlowControl):
         return len(self.buffer) > MAX_AHEAD_BYTES
 
 
-class HalfClose:
+class HalfCloseMonitor:
     """Closes a half-closed connection when its client disconnects, which cancels the client's requests.
 
     Until the server writes, a client that has closed the connection looks like one that has closed only its sending

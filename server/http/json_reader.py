@@ -286,12 +286,12 @@ def _note_unknown_keys(body: JsonBody, sent: Any, scope: Scope) -> None:
         state_of(scope).ignored_fields = [_NOT_IN_HEADERS.sub("?", name[:_MAX_NAME_CHARS]) for name in names]
 
 
-def parsed(schema: type[Body], body: object, scope: Scope) -> Body:
+def parse_as(schema: type[Body], body: object, scope: Scope) -> Body:
     """Returns a body as `schema`. Raises RequestValidationError; see `invalid_body` and `JsonBody.check_keys`."""
     try:
         checked = schema.model_validate(body)
     except ValidationError as error:
-        raise invalid_body(error, body) from error
+        raise invalid_body_error(error, body) from error
     _note_unknown_keys(checked, body, scope)
     return checked
 
@@ -319,7 +319,7 @@ class BodyParser:
         try:
             body = self._validate(value)
         except ValidationError as error:
-            raise invalid_body(error, value) from error
+            raise invalid_body_error(error, value) from error
         if self._has_schema and (body.__pydantic_extra__ or body.nested_keys):
             _note_unknown_keys(body, value, scope)
         return body
@@ -333,7 +333,7 @@ def _schemas(annotation: Any) -> Iterator[type[JsonBody]]:
         yield from _schemas(part)
 
 
-def invalid_body(error: ValidationError, body: object) -> RequestValidationError:
+def invalid_body_error(error: ValidationError, body: object) -> RequestValidationError:
     """Returns the same error that FastAPI raises for invalid bodies."""
     errors = [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors(include_url=False)]
     keys = [name for name, value in body.items() if value is not None] if isinstance(body, dict) else []

@@ -27,7 +27,7 @@ _PART_CHARS: Final = 32_768
 """Characters per part."""
 
 
-class LazyRows:
+class LazyJsonArray:
     """Rows of an array that are serialised in parts.
 
     Args:
@@ -68,7 +68,7 @@ class LazyRows:
         yield self._end
 
 
-def json_array(rows: NDArray[Any], convert: Callable[[NDArray[Any]], NDArray[Any]] | None = None) -> LazyRows:
+def json_array(rows: NDArray[Any], convert: Callable[[NDArray[Any]], NDArray[Any]] | None = None) -> LazyJsonArray:
     """Returns an array that is serialised as JSON numbers.
 
     Args:
@@ -81,7 +81,9 @@ def json_array(rows: NDArray[Any], convert: Callable[[NDArray[Any]], NDArray[Any
         written = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
         return written if rows.ndim < 2 else written[1:-1]
 
-    return LazyRows(rows, write) if rows.ndim < 2 else LazyRows(rows, write, start=b"[", between=b",", end=b"]")
+    return (
+        LazyJsonArray(rows, write) if rows.ndim < 2 else LazyJsonArray(rows, write, start=b"[", between=b",", end=b"]")
+    )
 
 
 def json_bytes(value: Any) -> bytes:
@@ -92,7 +94,7 @@ def json_bytes(value: Any) -> bytes:
 def _default(value: Any) -> Any:
     if isinstance(value, Iterator):
         return list(value)
-    if isinstance(value, LazyRows):
+    if isinstance(value, LazyJsonArray):
         return orjson.Fragment(b"".join(value.parts()))
     if isinstance(value, np.ndarray):  # not contiguous
         return np.ascontiguousarray(value)
@@ -103,7 +105,7 @@ def iter_json(value: Any) -> Iterator[bytes]:
     """Yields the JSON of a value in parts, which are small if its texts and its innermost lists are small.
 
     Args:
-        value: A value for orjson; its objects and lists may hold arrays, LazyRows, and iterators as lists.
+        value: A value for orjson; its objects and lists may hold arrays, LazyJsonArray, and iterators as lists.
     """
     if isinstance(value, dict):
         opening = b"{"
@@ -124,7 +126,7 @@ def iter_json(value: Any) -> Iterator[bytes]:
             yield from _iter_entry(entry)
             opening = b","
         yield b"[]" if opening == b"[" else b"]"
-    elif isinstance(value, LazyRows):
+    elif isinstance(value, LazyJsonArray):
         yield from value.parts()
     elif isinstance(value, np.ndarray) and value.size > _PART_VALUES:
         yield from json_array(value).parts()
@@ -161,7 +163,7 @@ def _is_written_in_parts(value: Any) -> bool:
         return len(value) > _PART_CHARS
     if isinstance(value, np.ndarray):
         return value.size > _PART_VALUES
-    return isinstance(value, dict | list | tuple | Iterator | LazyRows)
+    return isinstance(value, dict | list | tuple | Iterator | LazyJsonArray)
 
 
 class IncrementalResponse(Response):

@@ -65,7 +65,7 @@ def _level(text: str) -> int:
     return _LEVELS[text] if text in _LEVELS else int(text)
 
 
-class RequestIds:
+class RequestIdGenerator:
     """Creates request ids."""
 
     def __init__(self) -> None:
@@ -98,8 +98,8 @@ def canonical_path(path: str, root_path: str = "") -> str:
     return _DOUBLED_VERSION.sub("", path) if path.startswith(("/v1/v", "/v2/v")) else path
 
 
-def check_media(
-    content_type: str, headers: Iterable[tuple[bytes, bytes]], origins: Collection[str] = (), *, takes_any: bool
+def check_content_type(
+    content_type: str, headers: Iterable[tuple[bytes, bytes]], origins: Collection[str] = (), *, accepts_any: bool
 ) -> None:
     """Checks that the content type allows to read a body as JSON.
 
@@ -110,7 +110,7 @@ def check_media(
         content_type: Content-Type of the body; "" if there is none.
         headers: Headers of the request.
         origins: Allowed origins of web pages; "*" allows all.
-        takes_any: Whether other types are accepted.
+        accepts_any: Whether other types are accepted.
 
     Raises:
         HTTPException: 415 for a type that is not allowed.
@@ -121,7 +121,7 @@ def check_media(
     problem = f"Content-Type is {quote(media)}" if media else "The request has no Content-Type"
     if is_from_other_origin(headers, origins):
         raise HTTPException(415, f"{problem}; a web page of another origin must send application/json.")
-    if media and not takes_any:
+    if media and not accepts_any:
         raise HTTPException(415, f"{problem}; send application/json (curl -H 'Content-Type: application/json').")
 
 

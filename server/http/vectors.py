@@ -23,7 +23,7 @@ from penstock.engine import ModelInfo, PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..admission import has_large_response
-from .json_responses import IncrementalResponse, LazyRows, json_array, json_response
+from .json_responses import IncrementalResponse, LazyJsonArray, json_array, json_response
 from .quantization import EmbedDtype, Endianness, Quantization, Rows, check_width, convert, quantize_rows
 
 MAX_METADATA_ROWS: Final = 512  # Python's http.client accepts headers of up to 64 KiB; a row takes about 110 bytes.
@@ -142,7 +142,12 @@ def _bytes_headers(
 
 
 def check_encodings(
-    encodings: Mapping[str, Encoding], num_rows: int, model: ModelInfo, params: PoolingParams, *, quantized_by: str
+    encodings: Mapping[str, Encoding],
+    num_rows: int,
+    model: ModelInfo,
+    params: PoolingParams,
+    *,
+    quantization_field: str,
 ) -> None:
     """Raises InvalidRequestError if embeddings cannot be written in these encodings; see `check_bytes`, `check_width`.
 
@@ -151,12 +156,12 @@ def check_encodings(
         num_rows: Number of inputs.
         model: The model. Its embeddings have at most `embedding_size` dimensions.
         params: Pooling parameters of the request.
-        quantized_by: The field of the request that selects integers.
+        quantization_field: The field of the request that selects integers.
     """
     for encoding in encodings.values():
         check_bytes(encoding, num_rows)
         if encoding.quantization is not None:
-            check_width(vector_width(model, params), encoding.quantization, param=quantized_by)
+            check_width(vector_width(model, params), encoding.quantization, param=quantization_field)
 
 
 def check_bytes(encoding: Encoding, num_rows: int) -> None:
@@ -188,12 +193,12 @@ def encode_rows(rows: Rows, encoding: Encoding) -> list[Any]:
     return list(quantize_rows(rows, encoding.quantization))
 
 
-def lazy_rows(rows: Rows, encoding: Encoding) -> list[LazyRows]:
+def lazy_rows(rows: Rows, encoding: Encoding) -> list[LazyJsonArray]:
     """Like `encode_rows`, but written in parts, and also for bytes. rows: [N, D] float32, or N arrays."""
     if encoding.is_bytes:
-        return [LazyRows(row, lambda part: wire_rows([part], encoding)[0].tobytes()) for row in rows]
+        return [LazyJsonArray(row, lambda part: wire_rows([part], encoding)[0].tobytes()) for row in rows]
     if encoding.format is EncodingFormat.BASE64:
-        return [LazyRows(row, lambda part: _base64(part, encoding), start=b'"', end=b'"') for row in rows]
+        return [LazyJsonArray(row, lambda part: _base64(part, encoding), start=b'"', end=b'"') for row in rows]
     if (kind := encoding.quantization) is None:
         return [json_array(row) for row in rows]
     return [json_array(row, partial(_quantized_part, kind=kind)) for row in rows]

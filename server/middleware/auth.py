@@ -47,7 +47,7 @@ class AuthMiddleware:
         admin_keys: Keys for routes with Access.ADMIN_KEY.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, admin_keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeyStore, admin_keys: ApiKeyStore) -> None:
         self.app = app
         self.keys = keys
         self.admin_keys = admin_keys
@@ -82,7 +82,7 @@ def keys_in_headers(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
             yield value.strip()
 
 
-class ApiKeys:
+class ApiKeyStore:
     """Stores keys as salted digests, so that neither comparison times nor identities reveal a key.
 
     The file has one key per line. Empty lines and lines that start with # are skipped. It is read again after a

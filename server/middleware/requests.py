@@ -14,9 +14,11 @@ All middleware is pure ASGI: starlette's BaseHTTPMiddleware costs a task per req
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -37,16 +39,15 @@ from penstock.engine.protocol.params import CLIENT
 from penstock.engine.protocol.stage_times import STAGE_TIMES
 
 from ..admission import note_rejection
-from ..calls.context import ClientWatch, ServerContext
+from ..calls.context import DisconnectMonitor, ServerContext
 from ..dialects import dialect_of
 from ..errors import HIDDEN_MESSAGE, TRACE_ID, quote, request_fields
 from ..http.json_reader import BodyParser, JsonBody, JsonReader, receive_part
 from ..http.json_responses import PART_BYTES
-from ..http.request_head import RequestIds, canonical_path, check_media, timeout_and_priority
-from ..observability.request_record import REQUEST, Observers, RequestRecord, server_timing
+from ..http.request_head import RequestIdGenerator, canonical_path, check_content_type, timeout_and_priority
+from ..observability.request_record import CURRENT_RECORD, ObserverGroup, RequestRecord, server_timing
 from ..request_state import state_of
 from ..routing import Route, RouteTable, route_of
-from .rejection_queue import MAX_DELAY_S, RejectionQueue, max_delay_s
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,11 @@ PEEK_S: Final = 0.5
 """Maximum seconds for the first part of the body of a request that a full engine rejects."""
 PEEK_BYTES: Final = 16_384
 """Maximum bytes of this part to parse. That takes about 1 ms at most."""
+TICK_S: Final = 0.05
+REJECTIONS_PER_TICK: Final = 10
+"""Rejections per tick, which is 200 per second. Rejections that reach their latest time are sent in addition."""
+MAX_DELAY_S: Final = 2.0
+"""Maximum delay of a rejection in seconds. The smallest Retry-After is 1 s."""
 
 
 class RequestMiddleware:
@@ -77,7 +83,7 @@ class RequestMiddleware:
         self,
         app: ASGIApp,
         routes: RouteTable,
-        observers: Observers,
+        observers: ObserverGroup,
         rejections: RejectionQueue,
         end_request: ASGIApp,
     ) -> None:
@@ -86,7 +92,7 @@ class RequestMiddleware:
         self.routes = routes
         self.observers = observers
         self.rejections = rejections
-        self._ids = RequestIds()
+        self._ids = RequestIdGenerator()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Calls the application with a RequestRecord for the request."""
@@ -97,7 +103,7 @@ class RequestMiddleware:
         record.find_route()
         self.observers.begin(record)
         trace_token = TRACE_ID.set(record.trace_id)
-        request_token = REQUEST.set(record)
+        request_token = CURRENT_RECORD.set(record)
         stages_token = STAGE_TIMES.set(record.stages)
         delayed: list[Message] = []
 
@@ -129,7 +135,7 @@ class RequestMiddleware:
                     await send(message)
         finally:
             STAGE_TIMES.reset(stages_token)
-            REQUEST.reset(request_token)
+            CURRENT_RECORD.reset(request_token)
             record.end()
             TRACE_ID.reset(trace_token)
             self.observers.observe(record)
@@ -150,7 +156,7 @@ class RequestMiddleware:
 def _uncancel() -> None:
     """Lets the current task send its response. uvicorn has cancelled it, at the end of the drain.
 
-    ClientWatch also cancels requests, but handles these cancellations itself.
+    DisconnectMonitor also cancels requests, but handles these cancellations itself.
     """
     if (task := asyncio.current_task()) is not None:
         task.uncancel()
@@ -192,7 +198,7 @@ async def _send_in_parts(message: Message, send: Send) -> None:
 class JsonDispatcher:
     """Calls the functions of JSON routes, and passes other requests on.
 
-    ClientWatch cancels a request when its client disconnects or its deadline passes. The engine of a request is
+    DisconnectMonitor cancels a request when its client disconnects or its deadline passes. The engine of a request is
     released before the response is sent, its memory reservations after it.
 
     Args:
@@ -240,7 +246,7 @@ class JsonDispatcher:
                 body = await self._read_body(request, route, parser)
                 with (
                     self._counted() if route.runs_model and is_from_client else nullcontext(),
-                    ClientWatch(request) if route.ends_with_client else nullcontext(),
+                    DisconnectMonitor(request) if route.ends_with_client else nullcontext(),
                 ):
                     response = await route.endpoint(body=body, request=request)
             except Exception as error:  # errors without a handler are unexpected
@@ -257,7 +263,7 @@ class JsonDispatcher:
                 self._models.release(scope)
             await response(scope, receive, send)
         except Exception as error:  # the client gets a response after every error
-            if (error_response := unexpected_error(scope, error)) is None:
+            if (error_response := unexpected_error_response(scope, error)) is None:
                 raise
             await error_response(scope, receive, send)
         finally:
@@ -306,8 +312,8 @@ class JsonDispatcher:
             elif name == b"content-encoding":
                 coding = value
         if media != b"application/json":
-            origins, takes_any = self._settings.cors_origins, route.dialect.accepts_any_media_type
-            check_media(media.decode("latin-1"), scope["headers"], origins, takes_any=takes_any)
+            origins, accepts_any = self._settings.cors_origins, route.dialect.accepts_any_media_type
+            check_content_type(media.decode("latin-1"), scope["headers"], origins, accepts_any=accepts_any)
         try:
             content = await self._reader.read(scope, request.receive)
         except RequestValidationError:
@@ -338,16 +344,16 @@ class UnexpectedErrorMiddleware:
         try:
             await self.app(scope, receive, send)
         except Exception as error:  # the client gets a response after every error
-            if scope["type"] != "http" or (error_response := unexpected_error(scope, error)) is None:
+            if scope["type"] != "http" or (error_response := unexpected_error_response(scope, error)) is None:
                 raise
             await error_response(scope, receive, send)
 
 
-def unexpected_error(scope: Scope, error: Exception) -> Response | None:
+def unexpected_error_response(scope: Scope, error: Exception) -> Response | None:
     """Logs an unexpected error. Returns its response, or None if another response has started."""
     request_id = state_of(scope).request_id
     logger.error("request %s failed unexpectedly", request_id, exc_info=error, extra=request_fields(request_id))
-    if (record := REQUEST.get()) is not None and record.has_started:
+    if (record := CURRENT_RECORD.get()) is not None and record.has_started:
         return None
     drop_tracebacks(error)
     return dialect_of(scope).status_error(500, f"{HIDDEN_MESSAGE} ({request_id})")
@@ -356,3 +362,46 @@ def unexpected_error(scope: Scope, error: Exception) -> Response | None:
 def _expects_continue(scope: Scope) -> bool:
     """Returns whether the client may wait for `100 Continue` before it sends its body."""
     return any(name == b"expect" for name, _ in scope["headers"])
+
+
+class RejectionQueue:
+    """Delays rejections, and releases them in the order of their latest times. Used by one event loop.
+
+    Args:
+        max_waiting: Maximum number of rejections that wait longer than one tick. Each holds a connection.
+    """
+
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []  # a heap; numbers order equal times
+        self._numbers = itertools.count()
+        self._is_ticking = False
+
+    def wait(self, *, within_s: float = MAX_DELAY_S) -> Awaitable[None]:
+        """Returns an awaitable that completes when a rejection may be sent, after at most `within_s` seconds."""
+        loop = asyncio.get_running_loop()
+        may_send: asyncio.Future[None] = loop.create_future()
+        latest_s = loop.time() + min(within_s, MAX_DELAY_S)
+        heapq.heappush(self._waiting, (latest_s, next(self._numbers), may_send))
+        if not self._is_ticking:
+            self._is_ticking = True
+            loop.call_later(TICK_S, self._tick)
+        return may_send
+
+    def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        now_s, num_due = loop.time(), max(REJECTIONS_PER_TICK, len(self._waiting) - self._max_waiting)
+        while self._waiting and (num_due > 0 or self._waiting[0][0] <= now_s):
+            _, _, may_send = heapq.heappop(self._waiting)
+            if not may_send.done():  # otherwise its request was cancelled
+                may_send.set_result(None)
+                num_due -= 1
+        self._is_ticking = bool(self._waiting)
+        if self._is_ticking:
+            loop.call_later(TICK_S, self._tick)
+
+
+def max_delay_s(scope: Scope) -> float:
+    """Returns the maximum delay of a rejection in seconds: at most half of the client's time limit."""
+    timeout_s, _ = timeout_and_priority(scope["headers"])
+    return MAX_DELAY_S if timeout_s is None else timeout_s / 2

@@ -70,7 +70,7 @@ class ModelEntry:
         self.status = ModelStatus.UNLOADED
         self.engine: ManagedEngine | None = None
         self.info: ModelInfo | None = model.info
-        self.num_in_use = 0
+        self.num_requests = 0
         self.waiters: list[asyncio.Future[ManagedEngine | None]] = []
         self.ttl_s = model.ttl_s
         self.last_used_s = self.loaded_s = -inf
@@ -108,17 +108,17 @@ class ModelEntry:
     @property
     def is_idle(self) -> bool:
         """Whether it is loaded and no request uses it or waits for it."""
-        return self.status is ModelStatus.LOADED and not self.num_in_use and not self.waiters
+        return self.status is ModelStatus.LOADED and not self.num_requests and not self.waiters
 
     def acquire(self) -> None:
         """Counts a request that uses its engine."""
-        self.num_in_use += 1
+        self.num_requests += 1
 
     def release(self, now_s: float) -> None:
         """Stops counting a request."""
-        self.num_in_use -= 1
+        self.num_requests -= 1
         self.last_used_s = now_s
-        if not self.num_in_use:
+        if not self.num_requests:
             self._on_idle(self)
 
     def set_loaded(self, engine: ManagedEngine, load_s: float, now_s: float) -> None:

@@ -324,9 +324,9 @@ class ModelManager:
         assert engine is not None
         entry.status = ModelStatus.UNLOADING
         ends_s = time.monotonic() + self._limits.drain_timeout_s
-        while entry.num_in_use and time.monotonic() < ends_s:
+        while entry.num_requests and time.monotonic() < ends_s:
             await self._change(ends_s - time.monotonic())
-        if entry.num_in_use and not is_forced:
+        if entry.num_requests and not is_forced:
             entry.serve_waiters(time.monotonic())
             self._changed.set()
             return False

@@ -15,12 +15,12 @@ from penstock.engine.protocol.model_info import ModelKind
 
 from ..admission import ServerRejectionReason
 from ..errors import quote, quote_names
-from ..observability.request_record import REQUEST
+from ..observability.request_record import CURRENT_RECORD
 from ..request_state import state_of
 from .model_entry import ModelEntry, ModelStatus
 from .model_manager import ModelManager
 
-UNNAMED: Final = "default/not-specified"
+UNSPECIFIED_MODEL: Final = "default/not-specified"
 """Sent by Infinity's client if its caller names no model."""
 """Scope key of the models whose engines the request uses."""
 
@@ -60,7 +60,7 @@ class ModelDescription(NamedTuple):
         suffix = "" if self.parent is None else self.name.removeprefix(self.parent)
         return [name + suffix for name in self.entry.model.shown_names]
 
-    def known(self) -> ModelInfo:
+    def require_info(self) -> ModelInfo:
         """Returns `info`. Raises EngineUnavailableError if the model must be loaded first."""
         if self.info is None:
             raise EngineUnavailableError(
@@ -100,7 +100,7 @@ class ModelTable:
             ModelNotFoundError: No model has this name. The message lists the served models.
         """
         entry = self.entry(name, kinds)
-        if (record := REQUEST.get()) is not None:
+        if (record := CURRENT_RECORD.get()) is not None:
             record.model = entry.name
         if entry.status is not ModelStatus.LOADED:
             self._check_started(entry)
@@ -121,7 +121,7 @@ class ModelTable:
         """
         engine = self.only_engine
         if engine is not None and engine.is_full:
-            if (record := REQUEST.get()) is not None:
+            if (record := CURRENT_RECORD.get()) is not None:
                 record.model = self.entries[0].name
             engine.check_queue(client)
 
@@ -132,14 +132,14 @@ class ModelTable:
         for entry in entries:
             entry.release(time.monotonic())
 
-    async def load_now(self, name: str) -> None:
+    async def load_model(self, name: str) -> None:
         """Loads a model. Raises ModelNotFoundError, and EngineUnavailableError if the load fails."""
         if (error := await self._manager.load(self.entry(name))) is not None:
             raise EngineUnavailableError(
                 f"{name} could not be loaded: {error}", reason=ServerRejectionReason.MODEL_LOADING
             ) from error
 
-    async def unload_now(self, name: str) -> None:
+    async def unload_model(self, name: str) -> None:
         """Unloads a model; see ModelManager.unload. Raises ModelNotFoundError."""
         await self._manager.unload(self.entry(name))
 
@@ -169,7 +169,7 @@ class ModelTable:
                 "Send one of them.",
                 param="model",
             )
-        if not name or name == UNNAMED:
+        if not name or name == UNSPECIFIED_MODEL:
             of_kinds = (entry for entry in self.entries if entry.info is not None and entry.info.kind in kinds)
             return next(of_kinds, self.entries[0])
         served = quote_names([entry.name for entry in self.entries])

@@ -15,7 +15,7 @@ _PACKED_VALUES: Final = 4
 _SIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class WeightFiles(NamedTuple):
+class WeightSummary(NamedTuple):
     """Facts about a model's weights that need no reading of the weights.
 
     Attributes:
@@ -30,7 +30,7 @@ class WeightFiles(NamedTuple):
     format: str
 
     @classmethod
-    def of(cls, folder: str, headers: WeightHeaders | None = None) -> WeightFiles:
+    def of(cls, folder: str, headers: WeightHeaderCache | None = None) -> WeightSummary:
         """Returns the size, parameter count and modification time of the weights in a folder and its module folders.
 
         A damaged file counts with its size and no parameters. The engine reports the damage when it loads the model.
@@ -42,7 +42,7 @@ class WeightFiles(NamedTuple):
         Raises:
             OSError: The folder cannot be read.
         """
-        headers = headers or WeightHeaders()
+        headers = headers or WeightHeaderCache()
         root = Path(folder)
         tensors = [root] if root.is_file() else sorted(filter(Path.is_file, root.rglob("*.safetensors")))
         files = tensors or sorted(filter(Path.is_file, (*root.glob("*.bin"), *root.glob("*.pt"))))
@@ -57,7 +57,7 @@ class WeightFiles(NamedTuple):
         return {dtype: self.num_parameters * size for dtype, size in _SIZES.items()} if self.num_parameters else {}
 
 
-class WeightHeaders:
+class WeightHeaderCache:
     """Caches headers of safetensors and GGUF files until a file changes. Thread-safe."""
 
     def __init__(self) -> None:

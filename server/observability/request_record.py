@@ -115,7 +115,7 @@ class RequestRecord:
 Observer = Callable[[RequestRecord], Any]
 """Called with every request at the end of its response."""
 
-REQUEST: Final[ContextVar[RequestRecord | None]] = ContextVar("penstock_request", default=None)
+CURRENT_RECORD: Final[ContextVar[RequestRecord | None]] = ContextVar("penstock_request", default=None)
 """The request that the current task serves."""
 
 
@@ -129,7 +129,7 @@ def loggable(path: str) -> str:
     return path[:_MAX_PATH_CHARS].encode("unicode_escape").decode("ascii")
 
 
-class Observers:
+class ObserverGroup:
     """The observers of one application.
 
     Raises:

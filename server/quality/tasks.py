@@ -80,7 +80,7 @@ class RetrievalTask:
         for start in range(0, len(names), _QUERIES_PER_PRODUCT):  # limits the memory of the products
             part = slice(start, start + _QUERIES_PER_PRODUCT)
             for name, cosines in zip(names[part], queries[part] @ documents.T, strict=True):
-                rankings[name] = best(cosines, ids, depth)
+                rankings[name] = top_ids(cosines, ids, depth)
         return rankings
 
     def rerank(self, rankings: Rankings, rerank: Rerank, top_k: int) -> dict[str, list[str]]:
@@ -88,7 +88,7 @@ class RetrievalTask:
         first = {name: ranking[:top_k] for name, ranking in rankings.items()}
         relevance = rerank([(self.queries[name], [self.corpus[i] for i in ids]) for name, ids in first.items()])
         return {
-            name: [*best(values.astype(np.float64), ids, top_k), *rankings[name][top_k:]]
+            name: [*top_ids(values.astype(np.float64), ids, top_k), *rankings[name][top_k:]]
             for (name, ids), values in zip(first.items(), relevance, strict=True)
         }
 
@@ -158,7 +158,7 @@ class ClassificationTask:
         numbers = {name: number for number, name in enumerate(sorted({name for _, name in train}))}
         if unknown := sorted({name for _, name in test} - numbers.keys()):
             raise UsageError(f"{folder / 'test.csv'}: category {unknown[0]!r} has no examples in train.csv")
-        all_draws = list(draw([name for _, name in train]))
+        all_draws = list(draw_examples([name for _, name in train]))
         used = np.unique(np.concatenate(all_draws))
         return cls(
             [train[index][0] for index in used],
@@ -207,7 +207,7 @@ def rounded(score: float) -> float | None:
     return None if math.isnan(score) else round(score, _DECIMALS)
 
 
-def best(scores: NDArray[np.float64], ids: Sequence[str], depth: int) -> list[str]:
+def top_ids(scores: NDArray[np.float64], ids: Sequence[str], depth: int) -> list[str]:
     """Returns the ids of the `depth` largest scores, best first. Equal scores: the larger id, as in trec_eval."""
     least = np.partition(scores, -depth)[-depth] if len(ids) > depth else scores.min()
     found = [(scores[index], ids[index]) for index in np.flatnonzero(scores >= least).tolist()]
@@ -227,7 +227,7 @@ def spearman(left: NDArray[Any], right: NDArray[Any]) -> float:
     return float(x @ y) / norm if norm else math.nan
 
 
-def draw(classes: Sequence[str]) -> Iterator[NDArray[np.int64]]:
+def draw_examples(classes: Sequence[str]) -> Iterator[NDArray[np.int64]]:
     """Yields DRAWS times the indices of EXAMPLES texts of each class."""
     random, indices = np.random.default_rng(_SEED), np.arange(len(classes))
     for _ in range(DRAWS):

@@ -13,11 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.engine.protocol.errors import UnknownObjectError
 
-from ..batches.file_store import too_large
-from ..batches.records import UPLOAD, BatchList, BatchObject, BatchRequest, FileDeleted, FileList, FileObject
-from ..batches.service import Batches
-from ..batches.store import Page
-from ..calls.context import refuse_pages_of_other_origins
+from ..batches.database import Page
+from ..batches.file_store import file_too_large_error
+from ..batches.records import UPLOAD_SCHEMA, BatchList, BatchObject, BatchRequest, FileDeleted, FileList, FileObject
+from ..batches.service import BatchService
+from ..calls.context import reject_other_origins
 from ..dialects import OPENAI, Responses
 from ..errors import ErrorBody, quote
 from ..http.json_reader import receive_part
@@ -37,7 +37,7 @@ _CONTENT: Final[Responses] = {
     200: {"content": {"application/jsonl": {"schema": {"type": "string"}}}, "description": "The bytes of the file."}
 }
 router = Router(OPENAI, tag="openai", responses={**OPENAI.responses, **_MORE_ERRORS})
-off = Router(OPENAI, in_schema=False)
+disabled_router = Router(OPENAI, in_schema=False)
 
 FileId = Annotated[str, Path(description="Id of the file.")]
 BatchId = Annotated[str, Path(description="Id of the batch.")]
@@ -70,14 +70,14 @@ class _Entry(Protocol):
     def to_openai(self) -> dict[str, Any]: ...
 
 
-@router.post(FILES, response_model=FileObject, openapi_extra=UPLOAD)
+@router.post(FILES, response_model=FileObject, openapi_extra=UPLOAD_SCHEMA)
 async def upload_file(request: Request) -> Response:
     """Uploads a file of requests for a batch."""
     batches, headers = _batches(request), request.headers
-    refuse_pages_of_other_origins(request)
+    reject_other_origins(request)
     announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > batches.max_upload_bytes:
-        raise too_large(batches.files.max_bytes)
+        raise file_too_large_error(batches.files.max_bytes)
     file = await batches.files.receive(headers.get("content-type", ""), _body(request), _owner(request))
     return json_response(file.to_openai())
 
@@ -147,21 +147,21 @@ async def get_batch(request: Request, batch_id: BatchId) -> Response:
 @router.post("/v1/batches/{batch_id}/cancel", response_model=BatchObject, responses=_CONFLICT)
 async def cancel_batch(request: Request, batch_id: BatchId) -> Response:
     """Cancels a batch. The output of completed requests is kept."""
-    refuse_pages_of_other_origins(request)
+    reject_other_origins(request)
     return json_response((await _batches(request).cancel(batch_id, _owner(request))).to_openai())
 
 
-@off.route(["GET", "POST"], FILES)
-@off.route(["GET", "DELETE"], "/v1/files/{rest:path}")
-@off.route(["GET", "POST"], "/v1/batches")
-@off.route(["GET", "POST"], "/v1/batches/{rest:path}")
-async def batches_off() -> Response:
+@disabled_router.route(["GET", "POST"], FILES)
+@disabled_router.route(["GET", "DELETE"], "/v1/files/{rest:path}")
+@disabled_router.route(["GET", "POST"], "/v1/batches")
+@disabled_router.route(["GET", "POST"], "/v1/batches/{rest:path}")
+async def batches_disabled() -> Response:
     """Responds with 404 and the flag that enables files and batches."""
     return OPENAI.status_error(404, "Files and batches are off on this server; --data-dir FOLDER switches them on.")
 
 
-def _batches(request: Request) -> Batches:
-    batches: Batches = request.app.state.batches
+def _batches(request: Request) -> BatchService:
+    batches: BatchService = request.app.state.batches
     return batches
 
 

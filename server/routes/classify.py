@@ -16,16 +16,16 @@ from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.params import Input as EngineInput
 
 from ..admission import size_of_classes, size_of_texts
-from ..calls.call import CLASSIFIERS, EMBEDDERS, ModelCall, check_count, check_inputs, engine_inputs
+from ..calls.model_call import CLASSIFIERS, EMBEDDERS, ModelCall, check_inputs, check_num_inputs, engine_inputs
 from ..dialects import COHERE, INFINITY, SGLANG, VLLM, keys_ignored_by
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
 from ..schemas.inputs import Input, TextOrTexts
-from ..schemas.json_schema import documented
+from ..schemas.json_schema import body_config
 from ..schemas.options import (
     CohereTruncate,
+    FailFastList,
     Flag,
-    Listed,
     ListResponse,
     OpenAIResponse,
     PoolingBody,
@@ -50,7 +50,7 @@ class Example(BaseModel):
 class ClassifyRequest(InputFields, PoolingBody):
     """Body of POST /classify."""
 
-    model_config = documented(
+    model_config = body_config(
         {"input": ["I love this.", "I hate it."], "labels": ["praise", "complaint"]},
         {
             "inputs": ["Where is my parcel?"],
@@ -71,8 +71,10 @@ class ClassifyRequest(InputFields, PoolingBody):
     prompt_fields: ClassVar = ("instruction",)
 
     inputs: TextOrTexts | None = Field(None, description="Texts. The response has Cohere's format.")
-    labels: Listed[str] | None = Field(None, description="Classes for an embedding model, as texts (zero-shot).")
-    examples: Listed[Example] | None = Field(None, description="Labelled texts for an embedding model (few-shot).")
+    labels: FailFastList[str] | None = Field(None, description="Classes for an embedding model, as texts (zero-shot).")
+    examples: FailFastList[Example] | None = Field(
+        None, description="Labelled texts for an embedding model (few-shot)."
+    )
     instruction: str | None = Field(
         None,
         description="Replaces the instruction of embedding models with a prompt of the form `Instruct: ...`.",
@@ -98,7 +100,7 @@ class ClassifyRequest(InputFields, PoolingBody):
         """Returns the inputs that are not chats."""
         return super().texts() if self.inputs is None else list(self.inputs)
 
-    def check_given(self) -> None:
+    def check_input_fields(self) -> None:
         """Raises InvalidRequestError unless the body has exactly one of `input`, `messages` and `inputs`."""
         sources = [name for name in ("input", "messages", "inputs") if getattr(self, name) is not None]
         if len(sources) != 1:
@@ -240,9 +242,9 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     `input` and `messages` give vLLM's response format, `input` with `raw_scores` Infinity's, `inputs` Cohere's.
     """
     check_inputs(request, body)
-    check_count(request, body.inputs or (), "inputs")
-    check_count(request, body.labels or (), "labels")
-    check_count(request, body.examples or (), "examples")
+    check_num_inputs(request, body.inputs or (), "inputs")
+    check_num_inputs(request, body.labels or (), "labels")
+    check_num_inputs(request, body.examples or (), "examples")
     body.check_classes()
     call = await ModelCall.start(request, body.model, EMBEDDERS if body.class_names() else CLASSIFIERS)
     info = call.info
@@ -259,7 +261,7 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
         call.reserve(size_of_texts(body.inputs), param="inputs")
     texts, options = await engine_inputs(call, body, options)
     result = await _classes(call.engine, body, texts, options)
-    num_tokens = call.count(PoolingTask.CLASSIFY, result)
+    num_tokens = call.record_usage(PoolingTask.CLASSIFY, result)
     fields = call.response_fields("classify", num_tokens)
     if body.inputs is not None:
         is_multi_label = info.activation is Activation.SIGMOID and len(result.labels) > 1
@@ -267,7 +269,7 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
         meta = {
             "api_version": {"version": "1"},
             "billed_units": {"classifications": len(body.inputs)},
-            **call.warnings(),
+            **call.truncation_warnings(),
         }
         return call.respond({"id": fields["id"], "classifications": rows, "meta": meta})
     if body.is_infinity():
@@ -321,7 +323,7 @@ async def _classify_tokens(call: ModelCall, body: ClassifyRequest) -> Response:
     options = call.reserve_rows(call.options(priority=body.priority), names_tokens=True)
     texts, options = await engine_inputs(call, body, options)
     result = await call.engine.token_classify(texts, body.pooling_params(), options)
-    num_tokens = call.count(PoolingTask.TOKEN_CLASSIFY, result)
+    num_tokens = call.record_usage(PoolingTask.TOKEN_CLASSIFY, result)
     ids = sorted({token_id for row_ids in result.token_ids for token_id in row_ids})
     words = await call.engine.detokenize([[token_id] for token_id in ids], skip_special_tokens=False)
     rows = _token_rows(result, dict(zip(ids, words, strict=True)))

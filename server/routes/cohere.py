@@ -23,8 +23,8 @@ from ..admission import (
     size_of_texts,
     size_of_tokens,
 )
-from ..calls.call import EMBEDDERS, ModelCall, check_count
 from ..calls.images import ImageSize, image_usage, read_images
+from ..calls.model_call import EMBEDDERS, ModelCall, check_num_inputs
 from ..dialects import COHERE, keys_ignored_by
 from ..errors import COHERE_TAG
 from ..http.quantization import check_width, quantize
@@ -34,7 +34,7 @@ from ..routing import BatchUse, Router
 from ..schemas.encodings import QUANTIZATIONS, EmbeddingType, EmbeddingTypes
 from ..schemas.images import Image
 from ..schemas.inputs import Contents, Images, SomeTokenIds, Texts
-from ..schemas.json_schema import documented
+from ..schemas.json_schema import body_config
 from ..schemas.options import PRIORITY, CohereTruncate, Count, Priority, RequestBody, VersionMeta, Width
 
 _ENDPOINTS: Final = {
@@ -59,7 +59,7 @@ class CohereBody(RequestBody):
 class CohereEmbedRequest(CohereBody):
     """Body of POST /v1/embed and /v2/embed."""
 
-    model_config = documented(
+    model_config = body_config(
         {"texts": ["A gate holds the water."], "input_type": "search_document", "embedding_types": ["float"]},
         {"texts": ["What holds the water?"], "input_type": "search_query", "embedding_types": ["int8"]},
         exactly_one=("texts", "inputs", "images"),
@@ -188,7 +188,7 @@ class CohereEmbedFloatsResponse(_EmbedResponse):
 class CohereTokenizeRequest(CohereBody):
     """Body of POST /v1/tokenize."""
 
-    model_config = documented({"text": "A gate holds the water."})
+    model_config = body_config({"text": "A gate holds the water."})
 
     text: str = Field(description="The text.")
 
@@ -197,7 +197,7 @@ class CohereDetokenizeRequest(CohereBody):
     """Body of POST /v1/detokenize."""
 
     param_names: ClassVar = {"input": "tokens"}
-    model_config = documented({"tokens": [7592, 2088]})
+    model_config = body_config({"tokens": [7592, 2088]})
 
     tokens: SomeTokenIds = Field(description="Token ids of the served model.")
 
@@ -239,7 +239,7 @@ async def embed_v1(body: CohereEmbedRequest, request: Request) -> Response:
 async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> Response:
     """Runs an embed request of a `version` of Cohere's API. Responses of version "1" may have no types."""
     contents, param = body.contents(), body.input_field()
-    check_count(request, contents, param)
+    check_num_inputs(request, contents, param)
     texts = [content for content in contents if isinstance(content, str)]
     call = await ModelCall.start(request, body.model, EMBEDDERS)
     params = body.pooling_params(call.info)
@@ -252,7 +252,7 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
     call.reserve(vectors.plus(size_of_texts(texts)), param=param)
     inputs = await read_images(call, contents, param)
     result = await call.engine.embed(inputs, params, options)
-    num_tokens = call.count(PoolingTask.EMBED, result)
+    num_tokens = call.record_usage(PoolingTask.EMBED, result)
     images = await image_usage(inputs, result.num_tokens)
     rows = np.ascontiguousarray(result.embeddings)
     return call.respond(
@@ -269,7 +269,7 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
                     "image_tokens": images.num_tokens,
                     **({"images": len(images.sizes)} if images.sizes else {}),
                 },
-                **call.warnings(),
+                **call.truncation_warnings(),
             },
         },
     )

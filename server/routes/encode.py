@@ -12,14 +12,14 @@ from penstock.engine import ModelInfo, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
 from ..admission import size_beyond_expected, size_of_numbers, size_of_sparse
-from ..calls.call import EMBEDDERS, ModelCall, check_inputs, engine_inputs
+from ..calls.model_call import EMBEDDERS, ModelCall, check_inputs, engine_inputs
 from ..dialects import PENSTOCK, keys_ignored_by
 from ..http.vectors import Encoding, check_encodings, lazy_rows, vector_width
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
 from ..schemas.encodings import EncodingOptions
-from ..schemas.json_schema import documented
-from ..schemas.options import EmbeddingBody, Flag, Listed, ListResponse
+from ..schemas.json_schema import body_config
+from ..schemas.options import EmbeddingBody, FailFastList, Flag, ListResponse
 
 Output = Literal["dense", "sparse", "multi_vector"]
 
@@ -48,7 +48,7 @@ def trained_outputs(model: ModelInfo) -> list[Output]:
 class EncodeRequest(EncodingOptions, InputFields, EmbeddingBody):
     """Body of POST /v1/encode."""
 
-    model_config = documented(
+    model_config = body_config(
         {"input": ["A gate holds the water."]},
         {"input": ["A dam."], "outputs": ["dense", "multi_vector"], "input_type": "document"},
         exactly_one=("input", "messages"),
@@ -57,7 +57,7 @@ class EncodeRequest(EncodingOptions, InputFields, EmbeddingBody):
     ignored_keys: ClassVar = keys_ignored_by(PENSTOCK)
     prompt_fields: ClassVar = (*EmbeddingBody.prompt_fields, "instruction")
 
-    outputs: Listed[Output] | None = Field(
+    outputs: FailFastList[Output] | None = Field(
         None,
         min_length=1,
         description=(
@@ -73,7 +73,7 @@ class EncodeRequest(EncodingOptions, InputFields, EmbeddingBody):
         ),
     )
 
-    def wanted(self, model: ModelInfo) -> list[Output]:
+    def requested_outputs(self, model: ModelInfo) -> list[Output]:
         """Returns the kinds of vectors to compute, in the order of TASKS: their names form the task label in metrics.
 
         Raises:
@@ -160,9 +160,9 @@ async def encode(body: EncodeRequest, request: Request) -> Response:
     check_inputs(request, body)
     params, encoding = body.pooling_params(), body.encoding()
     call = await ModelCall.start(request, body.model, EMBEDDERS)
-    check_encodings({"embedding": encoding}, body.num_inputs(), call.info, params, quantized_by="encoding_format")
+    check_encodings({"embedding": encoding}, body.num_inputs(), call.info, params, quantization_field="encoding_format")
     options = call.embed_options(body, priority=body.priority)
-    wanted = body.wanted(call.info)
+    wanted = body.requested_outputs(call.info)
     tasks = [TASKS[output] for output in wanted]
     if PoolingTask.EMBED in tasks:
         call.reserve(size_of_numbers(body.num_inputs() * vector_width(call.info, params)))
@@ -172,7 +172,7 @@ async def encode(body: EncodeRequest, request: Request) -> Response:
     result = await call.engine.embed_combined(texts, tasks, params, options)
     if result.sparse is not None:
         call.reserve(size_beyond_expected(result.sparse))
-    num_tokens = call.count("+".join(tasks), result)
+    num_tokens = call.record_usage("+".join(tasks), result)
     columns: dict[str, list[Any]] = {}
     if result.embeddings is not None:
         columns["dense"] = lazy_rows(result.embeddings, encoding)

@@ -19,7 +19,7 @@ from ..http.json_reader import JsonBody
 from ..http.json_responses import json_response
 from ..models.table import ModelDescription
 from ..routing import Access, Router
-from ..schemas.json_schema import documented
+from ..schemas.json_schema import body_config
 from .cohere import cohere_endpoints
 from .encode import Output, trained_outputs
 
@@ -44,7 +44,7 @@ class ModelFacts(BaseModel):
     num_labels: int = Field(description="Number of its classes.")
 
 
-class ModelLife(BaseModel):
+class ModelLoadStatus(BaseModel):
     """The state of a model in llama.cpp's terms, and the state of its engine."""
 
     value: Literal["unloaded", "loading", "loaded", "unloading", "failed"]
@@ -69,7 +69,7 @@ class ModelCard(BaseModel):
     aliases: list[str] = Field(description="Its other names.")
     endpoints: list[Literal["embed", "rerank", "classify"]]
     context_length: int | None = Field(description="Longest input in tokens.")
-    status: ModelLife
+    status: ModelLoadStatus
     facts: ModelFacts | None = Field(description="penstock's additional fields, which the playground reads.")
 
 
@@ -84,7 +84,7 @@ class ModelList(BaseModel):
 class ModelRequest(JsonBody):
     """Body of POST /models/load and /models/unload."""
 
-    model_config = documented({"model": "all-MiniLM-L6-v2"})
+    model_config = body_config({"model": "all-MiniLM-L6-v2"})
 
     model: str = Field(description="One of its names.")
 
@@ -117,7 +117,7 @@ async def get_model(name: str, request: Request) -> Response:
 async def load(body: ModelRequest, request: Request) -> Response:
     """Loads a model and responds when it is ready. Other on-demand models may be unloaded to free memory."""
     context = context_of(request)
-    await context.models.load_now(body.model)
+    await context.models.load_model(body.model)
     return json_response(_card(context, context.models.describe(body.model)))
 
 
@@ -125,7 +125,7 @@ async def load(body: ModelRequest, request: Request) -> Response:
 async def unload(body: ModelRequest, request: Request) -> Response:
     """Unloads a model, even a pinned one, after its running requests. The next request loads it again."""
     context = context_of(request)
-    await context.models.unload_now(body.model)
+    await context.models.unload_model(body.model)
     return json_response(_card(context, context.models.describe(body.model)))
 
 

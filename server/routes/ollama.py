@@ -25,18 +25,18 @@ from penstock.engine.protocol.setting import short_count
 
 from .. import penstock_version
 from ..admission import size_of_numbers
-from ..calls.call import EMBEDDERS, ModelCall, check_count
 from ..calls.context import ServerContext, context_of
+from ..calls.model_call import EMBEDDERS, ModelCall, check_num_inputs
 from ..dialects import OLLAMA, OPENAI, keys_ignored_by
 from ..errors import quote
 from ..http.json_reader import JsonBody
 from ..http.json_responses import json_response
 from ..http.vectors import vector_width
 from ..models.model_entry import ModelEntry
-from ..models.weight_files import WeightFiles
+from ..models.weight_files import WeightSummary
 from ..routing import Access, Router, respond_as
 from ..schemas.inputs import TextOrTexts
-from ..schemas.json_schema import documented
+from ..schemas.json_schema import body_config
 from ..schemas.options import Count, Flag, RequestBody, Width, one_value
 from .operations import Version
 
@@ -90,7 +90,7 @@ class OllamaEmbedBody(OllamaBody):
 
     keep_alive: KeepAlive | None = None
 
-    def longest(self, model: ModelInfo) -> int:
+    def token_limit(self, model: ModelInfo) -> int:
         """Returns the limit of tokens of an input: -1 for the limit of the model, or `num_ctx` if that is less."""
         num_ctx = (self.options or {}).get("num_ctx")
         if not isinstance(num_ctx, int) or isinstance(num_ctx, bool) or not 0 < num_ctx < model.max_model_len:
@@ -101,7 +101,7 @@ class OllamaEmbedBody(OllamaBody):
 class OllamaEmbedRequest(OllamaEmbedBody):
     """Body of POST /api/embed."""
 
-    model_config = documented(
+    model_config = body_config(
         {"model": "all-MiniLM-L6-v2", "input": ["A gate holds the water.", "A pipe carries it."]},
         {"model": "all-MiniLM-L6-v2", "input": "One text is fine too.", "truncate": False},
     )
@@ -118,7 +118,7 @@ class OllamaEmbedRequest(OllamaEmbedBody):
     def pooling_params(self, model: ModelInfo) -> PoolingParams:
         """Returns the pooling parameters."""
         return PoolingParams(
-            truncate_prompt_tokens=self.longest(model),
+            truncate_prompt_tokens=self.token_limit(model),
             reject_too_long=self.truncate is False,
             dimensions=self.dimensions,
             normalize=True,
@@ -129,19 +129,19 @@ class OllamaEmbeddingRequest(OllamaEmbedBody):
     """Body of POST /api/embeddings, Ollama's older route."""
 
     param_names: ClassVar = {"input": "prompt", "truncate_prompt_tokens": "options.num_ctx"}
-    model_config = documented({"model": "all-MiniLM-L6-v2", "prompt": "A gate holds the water."})
+    model_config = body_config({"model": "all-MiniLM-L6-v2", "prompt": "A gate holds the water."})
 
     prompt: str = Field(description="The text. It is truncated if it is too long.")
 
     def pooling_params(self, model: ModelInfo) -> PoolingParams:
         """Returns the pooling parameters. Like Ollama, this route does not normalise vectors."""
-        return PoolingParams(truncate_prompt_tokens=self.longest(model), normalize=False)
+        return PoolingParams(truncate_prompt_tokens=self.token_limit(model), normalize=False)
 
 
 class OllamaShowRequest(OllamaBody):
     """Body of POST /api/show and /api/pull."""
 
-    model_config = documented({"model": "all-MiniLM-L6-v2"}, named_by=("model", "name"))
+    model_config = body_config({"model": "all-MiniLM-L6-v2"}, named_by=("model", "name"))
 
     name: str | None = Field(None, description="Older name for `model`.")
     verbose: Flag | None = Field(None, description="Accepted for Ollama's clients; it does not change the response.")
@@ -167,7 +167,7 @@ class TextRequest(JsonBody):
         """Accepts all keys."""
         return []
 
-    def life(self) -> dict[str, Any] | None:
+    def load_body(self) -> dict[str, Any] | None:
         """Returns the body of an OllamaLifeRequest if the request has no prompt and no messages."""
         sent = self.model_extra or {}
         if "model" not in sent or sent.get("prompt") or sent.get("messages"):
@@ -175,10 +175,10 @@ class TextRequest(JsonBody):
         return {key: sent[key] for key in ("model", "keep_alive") if key in sent}
 
 
-class OllamaLifeRequest(OllamaBody):
+class OllamaLoadRequest(OllamaBody):
     """Body of POST /api/generate and /api/chat without a text. It loads or unloads a model."""
 
-    model_config = documented({"model": "all-MiniLM-L6-v2", "keep_alive": 0})
+    model_config = body_config({"model": "all-MiniLM-L6-v2", "keep_alive": 0})
 
     keep_alive: KeepAlive | None = None
 
@@ -277,14 +277,14 @@ _LEVELS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8"
 @router.task("/api/embed", response_model=OllamaEmbedResponse)
 async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     """Embeds texts, one vector each, L2-normalised."""
-    check_count(request, body.input, "input")
+    check_num_inputs(request, body.input, "input")
     call = await _start(request, body)
     load_s = time.perf_counter() - call.began_s
     params = body.pooling_params(call.info)
     call.reserve(size_of_numbers(len(body.input) * vector_width(call.info, params)))
     options = call.options(call.default_prompt_name)
     result = await call.engine.embed(body.input, params, options)
-    num_tokens = call.count(PoolingTask.EMBED, result)
+    num_tokens = call.record_usage(PoolingTask.EMBED, result)
     return call.respond(
         {
             "model": body.model or call.info.name,
@@ -302,7 +302,7 @@ async def embeddings(body: OllamaEmbeddingRequest, request: Request) -> Response
     call = await _start(request, body)
     options = call.options(call.default_prompt_name)
     result = await call.engine.embed([body.prompt], body.pooling_params(call.info), options)
-    call.count(PoolingTask.EMBED, result)
+    call.record_usage(PoolingTask.EMBED, result)
     return json_response({"embedding": result.embeddings[0]})
 
 
@@ -336,7 +336,7 @@ async def show(body: OllamaShowRequest, request: Request) -> Response:
     """Describes a model."""
     context = context_of(request)
     described = context.models.describe(body.served_name())
-    info, name = described.known(), described.name
+    info, name = described.require_info(), described.name
     files = await _weights(context, info)
     card = _card(name, info, files)
     figures = {
@@ -376,9 +376,9 @@ async def version() -> Response:
 @router.post("/v1/chat/completions", aliases=["/v1/completions"], dialect=OPENAI, include_in_schema=False)
 async def generate(body: TextRequest, request: Request) -> Response:
     """Rejects requests for generated text. A request without a prompt loads or unloads a model."""
-    life = body.life() if request.scope["path"].startswith("/api/") else None
-    if life is not None:
-        return await respond_as(load_or_unload, OllamaLifeRequest, life, request)
+    sent = body.load_body() if request.scope["path"].startswith("/api/") else None
+    if sent is not None:
+        return await respond_as(load_or_unload, OllamaLoadRequest, sent, request)
     served = "; ".join(
         name if info is None else f"{name} ({', '.join(info.tasks)})"
         for _, name, info, _ in context_of(request).models.describe_all()
@@ -390,7 +390,7 @@ async def generate(body: TextRequest, request: Request) -> Response:
     )
 
 
-async def load_or_unload(body: OllamaLifeRequest, request: Request) -> Response:
+async def load_or_unload(body: OllamaLoadRequest, request: Request) -> Response:
     """Loads an on-demand model, or unloads it if `keep_alive` is 0.
 
     Raises:
@@ -413,7 +413,7 @@ async def load_or_unload(body: OllamaLifeRequest, request: Request) -> Response:
     return json_response({"model": name, "created_at": now, "response": "", "done": True, "done_reason": reason})
 
 
-async def _start(request: Request, body: OllamaEmbedBody | OllamaLifeRequest) -> ModelCall:
+async def _start(request: Request, body: OllamaEmbedBody | OllamaLoadRequest) -> ModelCall:
     """Starts a call. Its model then stays loaded for the request's `keep_alive`."""
     call = await ModelCall.start(request, body.served_name(), EMBEDDERS)
     if body.keep_alive is not None:
@@ -421,24 +421,24 @@ async def _start(request: Request, body: OllamaEmbedBody | OllamaLifeRequest) ->
     return call
 
 
-async def _weights(context: ServerContext, info: ModelInfo) -> WeightFiles:
+async def _weights(context: ServerContext, info: ModelInfo) -> WeightSummary:
     """Returns the weight files of a model. A model whose folder cannot be read, such as a moved one, has none."""
     try:
-        return await asyncio.to_thread(WeightFiles.of, info.path, context.weight_headers)
+        return await asyncio.to_thread(WeightSummary.of, info.path, context.weight_headers)
     except OSError as error:
         logger.warning("the weights of %s cannot be described: %s", info.name, error)
-        return WeightFiles(num_bytes=0, num_parameters=0, modified_s=0.0, format="")
+        return WeightSummary(num_bytes=0, num_parameters=0, modified_s=0.0, format="")
 
 
 def _expires_at(entry: ModelEntry) -> str:
     """Returns the time at which a model is unloaded if no further request comes."""
     if entry.ttl_s >= _NEVER_S:
         return _NEVER
-    since_s = 0.0 if entry.num_in_use else time.monotonic() - entry.last_used_s
+    since_s = 0.0 if entry.num_requests else time.monotonic() - entry.last_used_s
     return (datetime.now(UTC) + timedelta(seconds=entry.ttl_s - since_s)).isoformat().replace("+00:00", "Z")
 
 
-def _card(name: str, info: ModelInfo, files: WeightFiles) -> dict[str, Any]:
+def _card(name: str, info: ModelInfo, files: WeightSummary) -> dict[str, Any]:
     modified = datetime.fromtimestamp(files.modified_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     details = {
         "parent_model": "",

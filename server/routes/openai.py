@@ -13,14 +13,14 @@ from penstock.engine import PoolingParams, PoolingTask, RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..admission import size_of_numbers
-from ..calls.call import EMBEDDERS, ModelCall, check_inputs, engine_inputs
+from ..calls.model_call import EMBEDDERS, ModelCall, check_inputs, engine_inputs
 from ..dialects import INFINITY, JINA, OPENAI, SGLANG, VLLM, VOYAGE, keys_ignored_by
 from ..http.vectors import BYTES_RESPONSE, Encoding, check_encodings, vector_width, vectors_response
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
 from ..schemas.encodings import EmbeddingTypeOptions
 from ..schemas.images import has_images
-from ..schemas.json_schema import PIXEL, documented
+from ..schemas.json_schema import PIXEL, body_config
 from ..schemas.options import (
     EmbeddingBody,
     Flag,
@@ -53,7 +53,7 @@ _PARAM_FIELDS: Final = frozenset(
 class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
     """Body of POST /v1/embeddings."""
 
-    model_config = documented(
+    model_config = body_config(
         {"model": "all-MiniLM-L6-v2", "input": ["A gate holds the water.", "A pipe carries it."]},
         {"input": "One text is fine too.", "encoding_format": "base64"},
         {"input": [101, 7592, 2088, 102]},
@@ -116,9 +116,9 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
         None, description="Field of Jina: return one vector per token, in `embeddings` instead of `embedding`."
     )
 
-    def check_given(self) -> None:
+    def check_input_fields(self) -> None:
         """Raises InvalidRequestError without input, or for late_chunking with messages or token vectors."""
-        super().check_given()
+        super().check_input_fields()
         if self.late_chunking and has_images(self.input or ()):
             raise InvalidRequestError(
                 "late_chunking joins the parts of one text, but input has images. Leave late_chunking out.",
@@ -184,7 +184,7 @@ class EmbeddingRow(BaseModel):
     )
 
 
-Rows = list[list[float]] | list[list[int]] | str
+TokenVectors = list[list[float]] | list[list[int]] | str
 
 
 class MultiVectorRow(BaseModel):
@@ -192,7 +192,7 @@ class MultiVectorRow(BaseModel):
 
     object: Literal["embeddings"]
     index: int
-    embeddings: Rows | dict[str, Rows] = Field(
+    embeddings: TokenVectors | dict[str, TokenVectors] = Field(
         description=(
             "One row per token, or all rows as base64. An object with one entry per type if several types are "
             "requested."
@@ -231,7 +231,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     texts, options = await engine_inputs(call, body, options)
     embed = call.engine.embed_late if body.late_chunking else call.engine.embed
     result = await embed(texts, params, options)
-    num_tokens = call.count(PoolingTask.EMBED, result)
+    num_tokens = call.record_usage(PoolingTask.EMBED, result)
     return vectors_response(request, call.response_fields("embd", num_tokens), result.embeddings, encodings)
 
 
@@ -255,7 +255,7 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
     options = call.reserve_rows(options, num_encodings=len(encodings))
     texts, options = await engine_inputs(call, body, options)
     result = await call.engine.token_embed(texts, params, options)
-    num_tokens = call.count(PoolingTask.TOKEN_EMBED, result)
+    num_tokens = call.record_usage(PoolingTask.TOKEN_EMBED, result)
     return vectors_response(
         request, call.response_fields("embd", num_tokens), result.rows, encodings, name="embeddings"
     )
@@ -266,7 +266,7 @@ def _encodings_and_options(
 ) -> tuple[Mapping[str, Encoding], RequestOptions]:
     """Returns the response encodings and the engine options, after checking them against the model."""
     encodings = body.encodings()
-    check_encodings(encodings, body.num_inputs(), call.info, params, quantized_by=body.quantized_by())
+    check_encodings(encodings, body.num_inputs(), call.info, params, quantization_field=body.quantization_field())
     options = call.embed_options(body, priority=body.priority)
     prompt = body.prefix  # Open WebUI's field `prefix` is the prompt of every input
     if prompt is not None:

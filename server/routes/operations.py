@@ -16,8 +16,8 @@ from pydantic_core import to_jsonable_python
 from penstock.engine.model_files.resolve import resolved_table
 
 from .. import penstock_version
-from ..calls.call import ModelCall
-from ..calls.context import ClientWatch, context_of, refuse_pages_of_other_origins
+from ..calls.context import DisconnectMonitor, context_of, reject_other_origins
+from ..calls.model_call import ModelCall
 from ..dialects import PENSTOCK, Responses
 from ..http.json_responses import json_response
 from ..routing import Access, Router
@@ -160,7 +160,7 @@ ModelName = Annotated[str | None, Query(description="A served name; absent: the 
 @operator_router.get("/tokenizer_info", response_model=TokenizerInfo)
 async def tokenizer_info(request: Request, model: ModelName = None) -> Response:
     """Returns the settings of the tokenizer, as in tokenizer_config.json."""
-    with ClientWatch(request):
+    with DisconnectMonitor(request):
         call = await ModelCall.start(request, model)
     try:
         return json_response(call.engine.tokenizer_config)
@@ -189,7 +189,7 @@ async def server_info(request: Request) -> Response:
 @operator_router.post("/reset_prefix_cache", response_model=PrefixCacheReset)
 async def reset_prefix_cache(request: Request) -> Response:
     """Clears the prefix cache of every model. Running requests continue and add no blocks to it."""
-    refuse_pages_of_other_origins(request)
+    reject_other_origins(request)
     models = context_of(request).models
     models.describe_all()  # raises an error while all models are loading
     targets = models.engines()

@@ -16,8 +16,8 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.params import TextOrImage
 
 from ..admission import size_of_scores, size_of_texts
-from ..calls.call import RERANKERS, ModelCall, check_count, truncate_texts
 from ..calls.images import read_images
+from ..calls.model_call import RERANKERS, ModelCall, check_num_inputs, truncate_texts
 from ..dialects import COHERE, INFINITY, JINA, SGLANG, SILICONFLOW, TEI, VLLM, VOYAGE, XINFERENCE, keys_ignored_by
 from ..errors import DEFAULT_TAG, TEI_TAG, quote
 from ..http.json_reader import by_keys
@@ -25,12 +25,12 @@ from ..routing import BatchUse, RouteOptions, Router
 from ..schemas import json_schema
 from ..schemas.images import OBJECT_KEYS, Image, MixedContent, parse_content
 from ..schemas.inputs import Documents, document_contents, parse_rank_fields, parse_text_or_image, parse_texts
-from ..schemas.json_schema import Parsed, documented
+from ..schemas.json_schema import Parsed, body_config
 from ..schemas.options import (
     Count,
+    FailFastList,
     Flag,
-    FlagOrWord,
-    Listed,
+    FlagOrText,
     ListResponse,
     PairBody,
     Usage,
@@ -60,7 +60,7 @@ Query = Annotated[str | Image, Parsed(parse_query, json_schema.QUERY)]
 class RerankRequest(PairBody):
     """Body of POST /rerank, /v1/rerank and /v2/rerank."""
 
-    model_config = documented(
+    model_config = body_config(
         {
             "model": "all-MiniLM-L6-v2",
             "query": "What holds back the water?",
@@ -88,7 +88,7 @@ class RerankRequest(PairBody):
     documents: Documents = Field(
         description='Texts or objects {"text": ...} or {"image": ...}. Long documents are truncated.'
     )
-    rank_fields: Annotated[Listed[str], AfterValidator(parse_rank_fields)] | None = Field(
+    rank_fields: Annotated[FailFastList[str], AfterValidator(parse_rank_fields)] | None = Field(
         None,
         description=(
             "Up to 64 fields to rank of documents that are objects. Each value becomes one line of the text, in this "
@@ -111,7 +111,7 @@ class RerankRequest(PairBody):
         ),
     )
     raw_scores: Flag | None = Field(None, description="True returns logits, as `use_activation: false` does.")
-    return_documents: FlagOrWord | None = Field(
+    return_documents: FlagOrText | None = Field(
         None,
         description=(
             "Return each document with all of its fields. Absent: true as in Jina and vLLM, but false on /v2/rerank "
@@ -239,7 +239,7 @@ ScoreSide = Annotated[list[str | Image], Parsed(parse_score_side, json_schema.SC
 class ScoreRequest(PairBody):
     """Body of POST /score: one pair of fields with 1 and 1, 1 and N, or N and N texts."""
 
-    model_config = documented(
+    model_config = body_config(
         {"text_1": "What holds back the water?", "text_2": ["A gate.", "A song."]},
         {"queries": ["red", "blue"], "documents": ["a red door", "a blue door"]},
         exactly_one=(*_PAIRS,),
@@ -318,7 +318,7 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     """Sorts documents by relevance to a query, best first. A body with `texts` instead of `documents` is TEI's."""
     if isinstance(body, TeiRerankRequest):
         return await rerank_texts(body, request)
-    check_count(request, body.documents, "documents")
+    check_num_inputs(request, body.documents, "documents")
     contents = body.contents()
     call = await ModelCall.start(request, body.model, RERANKERS)
     path = request.scope["path"]
@@ -336,13 +336,13 @@ async def rerank(body: RerankBody, request: Request) -> Response:
         # Free the other fields of documents early: the body may stay in the queue for seconds.
         body.documents[:] = [text or "" for text in texts]
     options = replace(
-        call.options(instruction=body.wanted_instruction(), priority=body.priority),
+        call.options(instruction=body.requested_instruction(), priority=body.priority),
         max_passages=body.max_chunks_per_doc or 1,
     )
     queries = await truncate_texts(call, await read_images(call, [body.query], "query"), body.max_tokens_per_query)
     documents = await truncate_texts(call, inputs, body.max_tokens_per_doc)
     result = await call.engine.score(queries, documents, body.pooling_params(), options)
-    num_tokens = call.count(RERANK, result)
+    num_tokens = call.record_usage(RERANK, result)
     best = np.argsort(-result.scores, kind="stable")[: body.num_results()].tolist()
     scores: list[np.float32] = list(result.scores)
     version = "2" if path.startswith("/v2") else "1"
@@ -353,7 +353,11 @@ async def rerank(body: RerankBody, request: Request) -> Response:
         "results": (
             _row(body, texts, i, scores[i], with_document=with_documents and _is_returned(body, texts[i])) for i in best
         ),
-        "meta": {"api_version": {"version": version}, "billed_units": {"search_units": units}, **call.warnings()},
+        "meta": {
+            "api_version": {"version": version},
+            "billed_units": {"search_units": units},
+            **call.truncation_warnings(),
+        },
     }
     if body.is_voyage():
         response["data"] = (_voyage_row(texts, i, scores[i], with_document=with_documents) for i in best)
@@ -366,16 +370,16 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     """Scores pairs of texts, with a cross-encoder or by the cosine of embeddings."""
     left, right = sides = body.sides()
     for side in sides:
-        check_count(request, getattr(body, side), side)
+        check_num_inputs(request, getattr(body, side), side)
     call = await ModelCall.start(request, body.model, RERANKERS)
-    options = call.options(instruction=body.wanted_instruction(), priority=body.priority)
+    options = call.options(instruction=body.requested_instruction(), priority=body.priority)
     call.reserve(size_of_scores(max(len(getattr(body, side)) for side in sides)), param=right)
     queries: Sequence[TextOrImage] = await read_images(call, getattr(body, left), left)
     documents: Sequence[TextOrImage] = await read_images(call, getattr(body, right), right)
     queries = await truncate_texts(call, queries, body.max_tokens_per_query)
     documents = await truncate_texts(call, documents, body.max_tokens_per_doc)
     result = await call.engine.score(queries, documents, body.pooling_params(), options)
-    num_tokens = call.count(PoolingTask.SCORE, result)
+    num_tokens = call.record_usage(PoolingTask.SCORE, result)
     rows = ({"index": i, "object": "score", "score": value} for i, value in enumerate(result.scores))
     return call.respond({**call.response_fields("score", num_tokens), "data": rows})
 

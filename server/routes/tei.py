@@ -32,8 +32,8 @@ from ..admission import (
     size_of_texts,
     size_of_tokens,
 )
-from ..calls.call import CLASSIFIERS, EMBEDDERS, RERANKERS, ModelCall, check_count
 from ..calls.context import context_of
+from ..calls.model_call import CLASSIFIERS, EMBEDDERS, RERANKERS, ModelCall, check_num_inputs
 from ..dialects import TEI
 from ..errors import COHERE_TAG, TEI_TAG, quote
 from ..http.json_responses import json_array, json_response
@@ -112,13 +112,13 @@ async def embed(body: EmbedBody, request: Request) -> Response:
     """
     if isinstance(body, CohereEmbedRequest):
         return await cohere.embed_v1(body, request)
-    check_count(request, body.inputs, "inputs")
+    check_num_inputs(request, body.inputs, "inputs")
     call = await ModelCall.start(request, body.model, EMBEDDERS)
     params = body.pooling_params()
     options = call.options(body.prompt_name or call.default_prompt_name, priority=body.priority)
     call.reserve(size_of_numbers(len(body.inputs) * vector_width(call.info, params)), param="inputs")
     result = await call.engine.embed(body.inputs, params, options)
-    num_tokens = call.count(PoolingTask.EMBED, result)
+    num_tokens = call.record_usage(PoolingTask.EMBED, result)
     return _respond(
         call, np.ascontiguousarray(result.embeddings), num_tokens=num_tokens, num_chars=sum(map(len, body.inputs))
     )
@@ -130,7 +130,7 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
 
     A model that was trained for token vectors (ColBERT) returns these with its own normalisation.
     """
-    check_count(request, body.inputs, "inputs")
+    check_num_inputs(request, body.inputs, "inputs")
     call = await ModelCall.start(request, body.model, EMBEDDERS)
     info, params = call.info, body.pooling_params()
     if info.multi_vector is None and info.token_heads is None:
@@ -138,7 +138,7 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
     options = call.options(body.prompt_name or call.default_prompt_name, priority=body.priority)
     options = call.reserve_rows(options, param="inputs")
     result = await call.engine.token_embed(body.inputs, params, options)
-    num_tokens = call.count(PoolingTask.TOKEN_EMBED, result)
+    num_tokens = call.record_usage(PoolingTask.TOKEN_EMBED, result)
     return _respond(
         call, [json_array(rows) for rows in result.rows], num_tokens=num_tokens, num_chars=sum(map(len, body.inputs))
     )
@@ -149,13 +149,13 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
 )
 async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response:
     """Embeds each input into a sparse vector over the vocabulary. Needs a sparse model (SPLADE, bge-m3)."""
-    check_count(request, body.inputs, "inputs")
+    check_num_inputs(request, body.inputs, "inputs")
     call = await ModelCall.start(request, body.model, EMBEDDERS)
     options = call.options(body.prompt_name or call.default_prompt_name, priority=body.priority)
     call.reserve(size_of_sparse(len(body.inputs)), param="inputs")
     result = await call.engine.sparse_embed(body.inputs, body.pooling_params(), options)
     call.reserve(size_beyond_expected(result.vectors), param="inputs")
-    num_tokens = call.count(PoolingTask.SPARSE_EMBED, result)
+    num_tokens = call.record_usage(PoolingTask.SPARSE_EMBED, result)
     return _respond(call, _sparse_rows(result.vectors), num_tokens=num_tokens, num_chars=sum(map(len, body.inputs)))
 
 
@@ -163,7 +163,7 @@ async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response
 async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
     """Returns the cosine similarity of a sentence with each of several others. All use the same prompt."""
     source, sentences = body.inputs.source_sentence, body.inputs.sentences
-    check_count(request, sentences, "inputs.sentences")
+    check_num_inputs(request, sentences, "inputs.sentences")
     call = await ModelCall.start(request, body.model, EMBEDDERS)
     prompt_name = body.prompt_name or call.default_prompt_name or call.info.default_prompt_name
     options = call.options(prompt_name, priority=body.priority)
@@ -173,7 +173,7 @@ async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
         options = replace(options, prompt="")  # otherwise only one side gets a query prompt
     call.reserve(size_of_numbers(len(sentences)), param="inputs.sentences")
     result = await call.engine.score([source], sentences, body.pooling_params(), options)
-    num_tokens = call.count(PoolingTask.SCORE, result)
+    num_tokens = call.record_usage(PoolingTask.SCORE, result)
     num_chars = len(source) + sum(map(len, sentences))
     return _respond(call, result.scores, num_tokens=num_tokens, num_chars=num_chars)
 
@@ -190,7 +190,7 @@ async def predict(body: TeiPredictRequest, request: Request) -> Response:
     A list of inputs, or a body with `parameters`, gives a list of lists.
     """
     entries = body.inputs.entries
-    check_count(request, entries, "inputs")
+    check_num_inputs(request, entries, "inputs")
     call = await ModelCall.start(request, body.model, CLASSIFIERS)
     info = call.info
     if body.function_to_apply not in (None, "none", info.activation.value) and info.labels:
@@ -202,7 +202,7 @@ async def predict(body: TeiPredictRequest, request: Request) -> Response:
     options = call.options(priority=body.priority)
     call.reserve(size_of_classes(len(entries), info.labels, are_named=True), param="inputs")
     result = await _classify(call.engine, body, options)
-    num_tokens = call.count(PoolingTask.CLASSIFY, result)
+    num_tokens = call.record_usage(PoolingTask.CLASSIFY, result)
     scores = result.scores if body.is_raw else _probabilities(result.scores, info)
     rows = prediction_rows(scores, result.labels, body.top_k)
     num_chars = sum(len(text) for entry in entries for text in entry)
@@ -213,14 +213,14 @@ async def predict(body: TeiPredictRequest, request: Request) -> Response:
 
 async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
     """Sorts texts by relevance to a query, best first. rerank.py calls it: other dialects share its path."""
-    check_count(request, body.texts, "texts")
+    check_num_inputs(request, body.texts, "texts")
     call = await ModelCall.start(request, body.model, RERANKERS)
     options = call.options(instruction=body.instruction, priority=body.priority)
     call.reserve(size_of_scores(len(body.texts)), param="texts")
     if body.return_text:
         call.reserve(size_of_texts(body.texts, body.top_n or None), param="texts", remedy=_NO_TEXTS)
     result = await call.engine.score([body.query], body.texts, body.pooling_params(), options)
-    num_tokens = call.count(RERANK, result)
+    num_tokens = call.record_usage(RERANK, result)
     scores = result.scores if body.raw_scores else _probabilities(result.scores, call.info)
     rows = _rank_rows(scores, body.texts if body.return_text else None, body.top_n)
     num_chars = len(body.query) * len(body.texts) + sum(map(len, body.texts))
@@ -247,7 +247,7 @@ async def info(request: Request) -> Response:
     """Describes the default model and the limits of the server."""
     context = context_of(request)
     described = context.models.describe(None)
-    model, name = described.known(), described.name
+    model, name = described.require_info(), described.name
     config = described.entry.model.config
     limits = config.scheduler
     return json_response(
@@ -274,7 +274,7 @@ async def info(request: Request) -> Response:
 @router.post("/decode", response_model=list[str])
 async def decode(body: TeiDecodeRequest, request: Request) -> Response:
     """Returns the text of each list of token ids."""
-    check_count(request, body.ids, "ids")
+    check_num_inputs(request, body.ids, "ids")
     check_num_ids(sum(map(len, body.ids)), "ids")
     call = await ModelCall.start(request, body.model)
     texts = await call.engine.detokenize(body.ids, skip_special_tokens=body.skip_special_tokens is not False)
@@ -284,7 +284,7 @@ async def decode(body: TeiDecodeRequest, request: Request) -> Response:
 
 async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response:
     """Returns the tokens of each text with their offsets. vllm.py calls it: other dialects share its path."""
-    check_count(request, body.inputs, "inputs")
+    check_num_inputs(request, body.inputs, "inputs")
     call = await ModelCall.start(request, body.model)
     prompt = _prompt(call.info, body.prompt_name)
     texts = [prompt + text for text in body.inputs]

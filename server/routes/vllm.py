@@ -34,8 +34,8 @@ from ..admission import (
     size_of_texts,
     size_of_tokens,
 )
-from ..calls.call import ModelCall, check_inputs, check_messages, engine_inputs
 from ..calls.context import context_of
+from ..calls.model_call import ModelCall, check_inputs, check_messages, engine_inputs
 from ..dialects import TEI, VLLM, keys_ignored_by
 from ..errors import COHERE_TAG, DEFAULT_TAG, TEI_TAG, quote_names
 from ..http.json_reader import by_keys
@@ -46,8 +46,8 @@ from ..routing import BatchUse, Router, respond_as
 from ..schemas.chat import ChatFields, InputFields
 from ..schemas.encodings import EncodingOptions
 from ..schemas.inputs import TokenIds
-from ..schemas.json_schema import documented
-from ..schemas.options import Count, EmbeddingBody, Flag, Listed, ListResponse, RequestBody
+from ..schemas.json_schema import body_config
+from ..schemas.options import Count, EmbeddingBody, FailFastList, Flag, ListResponse, RequestBody
 from ..schemas.tei_bodies import (
     TeiEmbedRequest,
     TeiPredictRequest,
@@ -68,7 +68,7 @@ _EXAMPLE_CHAT: Final[list[JsonValue]] = [{"role": "user", "content": "What holds
 class PoolingRequest(EncodingOptions, InputFields, EmbeddingBody):
     """Body of POST /pooling."""
 
-    model_config = documented(
+    model_config = body_config(
         {"input": ["A gate holds the water."], "task": "token_embed"},
         {"input": "A gate.", "encoding_format": "base64", "embed_dtype": "float16"},
         {"messages": _EXAMPLE_CHAT},
@@ -85,7 +85,7 @@ class PoolingRequest(EncodingOptions, InputFields, EmbeddingBody):
         ),
     )
     step_tag_id: Count | None = Field(None, description="STEP pooling: return only the rows of tokens with this id.")
-    returned_token_ids: Listed[Count] | None = Field(
+    returned_token_ids: FailFastList[Count] | None = Field(
         None, description="STEP pooling: return only these columns of the scores."
     )
 
@@ -138,7 +138,7 @@ class PoolingResponse(ListResponse[PoolingRow]):
 class TokenizeRequest(ChatFields):
     """vLLM's body of POST /tokenize."""
 
-    model_config = documented(
+    model_config = body_config(
         {"prompt": "A gate holds the water.", "return_token_strs": True},
         {"messages": _EXAMPLE_CHAT, "add_generation_prompt": False},
         exactly_one=("prompt", "messages"),
@@ -148,9 +148,9 @@ class TokenizeRequest(ChatFields):
 
     prompt: str | None = Field(None, description="The text.")
     return_token_strs: Flag | None = Field(None, description="Also return the tokens as they are in the vocabulary.")
-    tools: Listed[dict[str, Any]] | None = Field(None, description="Tools for the chat template.")
+    tools: FailFastList[dict[str, Any]] | None = Field(None, description="Tools for the chat template.")
 
-    def check_given(self) -> None:
+    def check_input_fields(self) -> None:
         """Raises InvalidRequestError unless the body has either `prompt` or `messages` of one chat."""
         if (self.prompt is None) == (self.messages is None):
             has = "neither" if self.prompt is None else "both"
@@ -188,7 +188,7 @@ class TokenizeResponse(BaseModel):
 class DetokenizeRequest(RequestBody):
     """Body of POST /detokenize."""
 
-    model_config = documented({"tokens": [7592, 2088]})
+    model_config = body_config({"tokens": [7592, 2088]})
 
     param_names: ClassVar = {"input": "tokens"}
     ignored_keys: ClassVar = keys_ignored_by(VLLM)
@@ -202,7 +202,7 @@ class DetokenizeResponse(BaseModel):
     prompt: str = Field(description="The text, including special tokens.")
 
 
-class Load(BaseModel):
+class ServerLoad(BaseModel):
     """Response of GET /load."""
 
     server_load: int = Field(description="Number of running and queued requests of all engines.")
@@ -241,13 +241,13 @@ async def pooling(body: PoolingRequest, request: Request) -> Response:
         call.reserve(size_of_numbers(body.num_inputs() * width))
     texts, options = await engine_inputs(call, body, options)
     result = await _calls(call.engine)[task](texts, params, options)
-    num_tokens = call.count(task, result)
+    num_tokens = call.record_usage(task, result)
     return vectors_response(
         request, call.response_fields("pooling", num_tokens), _rows(result), {"data": encoding}, name="pooling"
     )
 
 
-@router.get("/load", response_model=Load)
+@router.get("/load", response_model=ServerLoad)
 async def load(request: Request) -> Response:
     """Returns the number of requests in the engines."""
     engines = context_of(request).models.engines()
@@ -311,7 +311,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
             return await tei.tokenize_texts(body, request)
         case CohereTokenizeRequest():
             return await cohere.tokenize(body, request)
-    body.check_given()
+    body.check_input_fields()
     check_messages(request, body)
     call = await ModelCall.start(request, body.model)
     ids, strings = await _tokens(call.engine, body)

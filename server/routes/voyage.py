@@ -11,14 +11,14 @@ from pydantic import BaseModel, Field
 from penstock.engine import PoolingParams, PoolingTask
 
 from ..admission import size_of_numbers
-from ..calls.call import EMBEDDERS, ModelCall, check_count
 from ..calls.images import image_usage, read_images
+from ..calls.model_call import EMBEDDERS, ModelCall, check_num_inputs
 from ..dialects import VOYAGE, keys_ignored_by
 from ..http.vectors import BYTES_RESPONSE, check_encodings, vector_width, vectors_response
 from ..routing import BatchUse, Router
 from ..schemas.encodings import EmbeddingTypeOptions
 from ..schemas.inputs import Contents
-from ..schemas.json_schema import PIXEL, documented
+from ..schemas.json_schema import PIXEL, body_config
 from ..schemas.options import PRIORITY, Flag, Priority, RequestBody, Width, truncated
 from .openai import EmbeddingRow
 
@@ -26,7 +26,7 @@ from .openai import EmbeddingRow
 class MultimodalRequest(EmbeddingTypeOptions, RequestBody):
     """Body of POST /v1/multimodalembeddings."""
 
-    model_config = documented(
+    model_config = body_config(
         {
             "inputs": [
                 {"content": [{"type": "text", "text": "A red gate."}]},
@@ -86,16 +86,16 @@ router = Router(VOYAGE, tag="openai")
 )
 async def embed_multimodal(body: MultimodalRequest, request: Request) -> Response:
     """Embeds texts and images: one vector per input, in order."""
-    check_count(request, body.inputs, "inputs")
+    check_num_inputs(request, body.inputs, "inputs")
     params, encodings = body.pooling_params(), body.encodings()
     call = await ModelCall.start(request, body.model, EMBEDDERS)
-    check_encodings(encodings, len(body.inputs), call.info, params, quantized_by=body.quantized_by())
+    check_encodings(encodings, len(body.inputs), call.info, params, quantization_field=body.quantization_field())
     options = call.embed_options(body, priority=body.priority)
     width = vector_width(call.info, params)
     call.reserve(size_of_numbers(len(body.inputs) * width, num_encodings=len(encodings)), param="inputs")
     inputs = await read_images(call, body.inputs, "inputs")
     result = await call.engine.embed(inputs, params, options)
-    num_tokens = call.count(PoolingTask.EMBED, result)
+    num_tokens = call.record_usage(PoolingTask.EMBED, result)
     images = await image_usage(inputs, result.num_tokens)
     usage: Mapping[str, int] = {
         "text_tokens": num_tokens - images.num_tokens,

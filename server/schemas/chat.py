@@ -165,7 +165,7 @@ class InputFields(ChatFields):
         """Returns the number of inputs, which is the number of rows of the response."""
         return len(self.texts() or self.messages or ())
 
-    def check_given(self) -> None:
+    def check_input_fields(self) -> None:
         """Raises InvalidRequestError unless the body has exactly one of `input` and `messages`."""
         if self.input is not None and self.messages is not None:
             raise InvalidRequestError("Give one of input and messages; the body has both.", param="input")

@@ -12,7 +12,7 @@ from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..http.quantization import EmbedDtype, Endianness, Quantization
 from ..http.vectors import Encoding, EncodingFormat
-from .options import Listed, contradiction
+from .options import FailFastList, contradiction
 
 EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
@@ -33,7 +33,7 @@ def _listed(value: Any) -> Any:
 
 
 EmbeddingTypes = Annotated[
-    Listed[EmbeddingType], BeforeValidator(_listed, json_schema_input_type=EmbeddingType | list[EmbeddingType])
+    FailFastList[EmbeddingType], BeforeValidator(_listed, json_schema_input_type=EmbeddingType | list[EmbeddingType])
 ]
 """One type or a list of types, for Jina and Cohere."""
 
@@ -117,7 +117,7 @@ class EmbeddingTypeOptions(EncodingOptions):
         kind = QUANTIZATIONS.get(self.output_dtype or "float")
         return {"embedding": self._quantized(base, kind, "output_dtype")}
 
-    def quantized_by(self) -> str:
+    def quantization_field(self) -> str:
         """Returns the field that asks for integers, for messages."""
         if self.embedding_type or self.encoding_type:
             return "embedding_type" if self.embedding_type else "encoding_type"

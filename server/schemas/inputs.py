@@ -26,7 +26,7 @@ from .images import (
     parse_image_part,
 )
 from .json_schema import Parsed
-from .options import Listed
+from .options import FailFastList
 
 Text = str | list[int]
 Input = Text | Image
@@ -357,7 +357,7 @@ def lower_case(value: Any) -> Any:
 FullInputs = Annotated[TextsOrIds, AfterValidator(reject_empty), WithJsonSchema(json_schema.FULL_INPUTS)]
 FullText = Annotated[str, AfterValidator(reject_empty), WithJsonSchema(json_schema.NON_EMPTY_STRING)]
 _NonEmpty = Annotated[str, WithJsonSchema(json_schema.NON_EMPTY_STRING)]
-FullTexts = Annotated[Listed[_NonEmpty], AfterValidator(reject_empty)]
+FullTexts = Annotated[FailFastList[_NonEmpty], AfterValidator(reject_empty)]
 SequenceInputs = Annotated[Sequences, Parsed(parse_sequences, json_schema.SEQUENCES)]
 TruncationSide = Annotated[
     Literal["left", "right"],

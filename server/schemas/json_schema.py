@@ -110,7 +110,7 @@ _CHAT: Final = list_of(
 CHATS: Final = one_of(_CHAT, list_of(_CHAT))
 
 
-def documented(
+def body_config(
     *examples: JsonSchema, exactly_one: Sequence[str | tuple[str, ...]] = (), named_by: Sequence[str] = ()
 ) -> ConfigDict:
     """Returns the model configuration with the examples and the field rules of a body for OpenAPI.

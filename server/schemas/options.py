@@ -21,7 +21,7 @@ from . import json_schema
 
 Entry = TypeVar("Entry")
 Value = TypeVar("Value")
-Listed = Annotated[list[Entry], Field(fail_fast=True)]
+FailFastList = Annotated[list[Entry], Field(fail_fast=True)]
 """A list whose check stops at the first wrong entry. By default pydantic makes an error for each entry."""
 
 
@@ -30,7 +30,7 @@ def parse_flag(value: Any) -> Any:
     return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
 
 
-def parse_whole_number(value: Any) -> Any:
+def parse_integer(value: Any) -> Any:
     """Returns 5 for 5.0, which is the same number in JSON. Raises ValueError for true and "5"."""
     if isinstance(value, bool | str):
         raise ValueError(f"must be a whole number, not {quote(value)}")
@@ -38,13 +38,13 @@ def parse_whole_number(value: Any) -> Any:
 
 
 def parse_width(value: Any) -> Any:
-    """Like `parse_whole_number`, and raises ValueError for integers below 1."""
-    return check_width(parse_whole_number(value), 1)
+    """Like `parse_integer`, and raises ValueError for integers below 1."""
+    return check_width(parse_integer(value), 1)
 
 
 def parse_width_or_zero(value: Any) -> Any:
     """Like `parse_width`, but allows 0."""
-    return check_width(parse_whole_number(value), 0)
+    return check_width(parse_integer(value), 0)
 
 
 def check_width(value: Any, min_width: int) -> Any:
@@ -75,7 +75,7 @@ def one_value(fields: Mapping[str, Value | None]) -> Value | None:
     return given[0][1] if given else None
 
 
-Count = Annotated[int, Field(ge=0, le=json_schema.MAX_INTEGER), BeforeValidator(parse_whole_number)]
+Count = Annotated[int, Field(ge=0, le=json_schema.MAX_INTEGER), BeforeValidator(parse_integer)]
 Width = Annotated[int, Field(ge=1, le=json_schema.MAX_INTEGER), BeforeValidator(parse_width)]
 WidthOrZero = Annotated[
     int,
@@ -83,11 +83,11 @@ WidthOrZero = Annotated[
     BeforeValidator(parse_width_or_zero),
     WithJsonSchema(json_schema.WIDTH),
 ]
-TokenLimit = Annotated[int, BeforeValidator(parse_whole_number), WithJsonSchema(json_schema.TOKEN_LIMIT)]
+TokenLimit = Annotated[int, BeforeValidator(parse_integer), WithJsonSchema(json_schema.TOKEN_LIMIT)]
 Flag = StrictBool
 """true or false. Unlike pydantic's bool it does not accept 0, "no" or "off"."""
-FlagOrWord = Annotated[StrictBool, BeforeValidator(parse_flag, json_schema_input_type=bool | Literal["true", "false"])]
-Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), BeforeValidator(parse_whole_number)]
+FlagOrText = Annotated[StrictBool, BeforeValidator(parse_flag, json_schema_input_type=bool | Literal["true", "false"])]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), BeforeValidator(parse_integer)]
 PRIORITY: Final[Any] = Field(
     None,
     description=(
@@ -213,7 +213,7 @@ class PairBody(PoolingBody):
         in_kwargs = (self.chat_template_kwargs or {}).get("instruction")
         return {"instruction": self.instruction or None, "chat_template_kwargs.instruction": in_kwargs or None}
 
-    def wanted_instruction(self) -> str | None:
+    def requested_instruction(self) -> str | None:
         """Returns the instruction of the request. Raises InvalidRequestError if two fields hold different ones."""
         return one_value(self.instructions())
 

@@ -28,7 +28,7 @@ from .inputs import (
     Texts,
     TruncationSide,
 )
-from .json_schema import documented
+from .json_schema import body_config
 from .options import PRIORITY, Count, Flag, Priority, RequestBody, Width, contradiction
 
 
@@ -96,7 +96,7 @@ class TeiModelBody(TeiBody):
 class TeiTokenEmbedRequest(TeiModelBody):
     """Body of POST /embed_all and /embed_sparse."""
 
-    model_config = documented({"inputs": ["A gate holds the water."]})
+    model_config = body_config({"inputs": ["A gate holds the water."]})
     nested_keys: ClassVar[Mapping[str, Collection[str]]] = {"inputs": ("text",)}
 
     inputs: FullInputs = Field(
@@ -108,7 +108,7 @@ class TeiTokenEmbedRequest(TeiModelBody):
 class TeiEmbedRequest(TeiTokenEmbedRequest):
     """Body of POST /embed."""
 
-    model_config = documented(
+    model_config = body_config(
         {"inputs": ["A gate holds the water.", "A pipe carries it."], "truncate": True},
         {"inputs": "One text is fine too.", "normalize": False},
     )
@@ -141,7 +141,7 @@ class TeiSentences(BaseModel):
 class TeiSimilarityRequest(TeiModelBody):
     """Body of POST /similarity."""
 
-    model_config = documented({"inputs": {"source_sentence": "A gate.", "sentences": ["A dam.", "A song."]}})
+    model_config = body_config({"inputs": {"source_sentence": "A gate.", "sentences": ["A dam.", "A song."]}})
 
     nested_keys: ClassVar = {"inputs": ("source_sentence", "sentences")}
 
@@ -152,7 +152,7 @@ class TeiSimilarityRequest(TeiModelBody):
 class TeiPredictRequest(TeiModelBody):
     """Body of POST /predict."""
 
-    model_config = documented(
+    model_config = body_config(
         {"inputs": "I love this."},
         {"inputs": [["I love this."], ["It rains.", "The street is wet."]], "raw_scores": True},
     )
@@ -190,7 +190,7 @@ class TeiRerankRequest(TeiModelBody):
         "text_2": "texts",
         "use_activation": "raw_scores",
     }
-    model_config = documented(
+    model_config = body_config(
         {"query": "What holds back the water?", "texts": ["A gate.", "A song."], "return_text": True}
     )
 
@@ -213,7 +213,7 @@ class TeiRerankRequest(TeiModelBody):
 class TeiTokenizeRequest(TeiBody):
     """TEI's body of POST /tokenize."""
 
-    model_config = documented({"inputs": "A gate holds the water."})
+    model_config = body_config({"inputs": "A gate holds the water."})
     nested_keys: ClassVar = {"inputs": ("text",)}
 
     inputs: TextOrTexts = Field(description="A text or a list of texts.")
@@ -225,7 +225,7 @@ class TeiDecodeRequest(TeiBody):
     """Body of POST /decode."""
 
     param_names: ClassVar = {"input": "ids"}
-    model_config = documented({"ids": [7, 8, 9]})
+    model_config = body_config({"ids": [7, 8, 9]})
 
     ids: IdBatches = Field(description="Token ids of the served model, or a list of such lists.")
     skip_special_tokens: Flag | None = Field(None, description="Leave special tokens out (default).")

@@ -27,7 +27,7 @@ from .load import (
     did_you_mean,
     environment_variable,
     flag_of,
-    load,
+    load_settings,
     public_values,
     unknown_variables,
 )
@@ -52,7 +52,7 @@ __all__ = [
     "environment_variable",
     "flag_of",
     "flag_of_other_server",
-    "load",
+    "load_settings",
     "public_values",
     "read_compat_variables",
     "read_key_file",

@@ -116,7 +116,7 @@ def declared_settings(kind: Any) -> Mapping[str, DeclaredSetting]:
     return MappingProxyType(found)
 
 
-def load(
+def load_settings(
     kind: type[SettingsT],
     flags: Mapping[str, Any],
     *,

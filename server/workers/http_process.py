@@ -22,8 +22,8 @@ from .messages import (
     GetMetrics,
     MetricFamily,
     MetricsReport,
+    WorkerConfig,
     WorkerListening,
-    WorkerPlan,
     decode_from_worker,
 )
 
@@ -42,7 +42,7 @@ class HttpProcess:
 
     Args:
         slot: Number of the slot, from 0.
-        make_plan: Returns the WorkerPlan of the next process.
+        make_plan: Returns the WorkerConfig of the next process.
         acceptors: Pass connections to it, one for each port.
         on_message: Called with this object and each message that this class does not handle.
         on_end: Called with this object when the process has ended.
@@ -57,7 +57,7 @@ class HttpProcess:
     def __init__(
         self,
         slot: int,
-        make_plan: Callable[[], WorkerPlan],
+        make_config: Callable[[], WorkerConfig],
         acceptors: Sequence[Acceptor],
         on_message: Callable[[HttpProcess, FromWorker], None],
         on_end: Callable[[HttpProcess], None],
@@ -66,7 +66,7 @@ class HttpProcess:
         self.slot = slot
         self.has_served = self.has_failed = False
         self.metrics: list[MetricFamily] = []
-        self._make_plan = make_plan
+        self._make_plan = make_config
         self._acceptors = acceptors
         self._on_message = on_message
         self._on_end = on_end
@@ -139,7 +139,7 @@ class HttpProcess:
             self._process.send_signal(number)
 
     async def _run_process(self) -> str:
-        plan = self._make_plan()
+        worker_config = self._make_plan()
         try:
             process, control, connections = await self._start()
         except OSError as error:  # the machine has no process or file left
@@ -147,7 +147,7 @@ class HttpProcess:
             return f"the error {error}"
         self._process = process
         with contextlib.suppress(OSError):  # it has ended already
-            plan.send(control)
+            worker_config.send(control)
         connection_sender = ConnectionSender(connections)
         channel = Channel(decode_from_worker, self._handle, self._handle_end)
         channel.open(control)

@@ -124,7 +124,7 @@ decode_from_supervisor: Final = msgspec.msgpack.Decoder[FromSupervisor](FromSupe
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPlan:
+class WorkerConfig:
     """The part of the server that one HTTP process serves.
 
     Attributes:
@@ -162,12 +162,12 @@ class WorkerPlan:
         sock.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
 
     @staticmethod
-    def receive(sock: socket.socket) -> WorkerPlan:
+    def receive(sock: socket.socket) -> WorkerConfig:
         """Receives the first message on a socket. Raises EOFError if the other end closes it."""
         length = int.from_bytes(_receive_exactly(sock, _LENGTH_BYTES), "little")
-        plan = pickle.loads(_receive_exactly(sock, length))  # noqa: S301 - sent by the parent process
-        assert isinstance(plan, WorkerPlan)
-        return plan
+        worker_config = pickle.loads(_receive_exactly(sock, length))  # noqa: S301 - sent by the parent process
+        assert isinstance(worker_config, WorkerConfig)
+        return worker_config
 
 
 def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:

@@ -37,8 +37,8 @@ from .messages import (
     ModelLoaded,
     ModelNotLoaded,
     Reload,
+    WorkerConfig,
     WorkerListening,
-    WorkerPlan,
     WorkerReady,
     to_families,
 )
@@ -55,7 +55,7 @@ _METRICS_TIMEOUT_S: Final = 2.0
 _EXIT_TIMEOUT_S: Final = 10.0
 """Seconds after the drain timeout for a process to end."""
 
-Send = Callable[[FromSupervisor], None]
+SendToWorker = Callable[[FromSupervisor], None]
 
 
 class SupervisedModels:
@@ -78,7 +78,7 @@ class SupervisedModels:
         models: Sequence[ServedModel],
         process: EngineProcess | None,
         *,
-        send_all: Send,
+        send_all: SendToWorker,
         on_ready: Callable[[], None],
         on_failure: Callable[[Exception], None],
     ) -> None:
@@ -93,7 +93,7 @@ class SupervisedModels:
         self.metrics = Metrics(self._named_engines)
         self.metrics.register(ModelMetrics(self.manager.entries))
 
-    async def send_model(self, number: int, send: Send) -> None:
+    async def send_model(self, number: int, send: SendToWorker) -> None:
         """Waits until a model is loaded or has failed, and sends the result to the requesting process."""
         error = await self.manager.load(self.manager.entries[number])
         engine = self._engines[number]
@@ -181,17 +181,17 @@ class WorkerSupervisor:
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         hang_timeout_s = self._settings.engine.hang_timeout_s
         self._workers = [
-            HttpProcess(slot, self._plan, acceptors, self._handle, self._handle_worker_end, hang_timeout_s)
+            HttpProcess(slot, self._worker_config, acceptors, self._handle, self._handle_worker_end, hang_timeout_s)
             for slot in range(self._settings.api_workers)
         ]
         async with self._models.manager.running():
-            serving = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
+            serving = [asyncio.create_task(self._keep_running(worker)) for worker in self._workers]
             await self._is_stopping.wait()
             for acceptor in acceptors:
                 acceptor.close()
             await self._end_workers(serving)
 
-    async def _keep(self, worker: HttpProcess) -> None:
+    async def _keep_running(self, worker: HttpProcess) -> None:
         try:
             await worker.run()
         except Exception:  # a bug: the server stops
@@ -236,9 +236,9 @@ class WorkerSupervisor:
             self._has_announced = True
             self._announce(self._models.manager.entries)
 
-    def _plan(self) -> WorkerPlan:
+    def _worker_config(self) -> WorkerConfig:
         settings, number = self._settings, next(self._connection_numbers)
-        return WorkerPlan(settings, self._models.planned, settings.api_workers, number, self._salt, self._started_s)
+        return WorkerConfig(settings, self._models.planned, settings.api_workers, number, self._salt, self._started_s)
 
     def _handle(self, worker: HttpProcess, message: FromWorker) -> None:
         match message:
@@ -262,7 +262,7 @@ class WorkerSupervisor:
         if not self._is_stopping.is_set() and all(worker.has_failed for worker in self._workers):
             self._fail(NothingServedError())
 
-    async def _send_metrics(self, send: Send, request_id: int) -> None:
+    async def _send_metrics(self, send: SendToWorker, request_id: int) -> None:
         await asyncio.gather(*(worker.update_metrics(_METRICS_TIMEOUT_S) for worker in self._workers))
         supervisor_families = to_families(self._models.metrics.families())
         families = merge_metrics(

@@ -2,7 +2,7 @@
 
     python -P -m penstock.server.workers.worker CONTROL CONNECTIONS
 
-CONTROL and CONNECTIONS are descriptors of sockets. The first message on CONTROL is the WorkerPlan. When CONTROL is
+CONTROL and CONNECTIONS are descriptors of sockets. The first message on CONTROL is the WorkerConfig. When CONTROL is
 closed, the supervising process has ended.
 """
 
@@ -49,8 +49,8 @@ from .messages import (
     ModelLoaded,
     ModelNotLoaded,
     Reload,
+    WorkerConfig,
     WorkerListening,
-    WorkerPlan,
     WorkerReady,
     decode_from_supervisor,
     to_families,
@@ -63,7 +63,7 @@ _METRICS_TIMEOUT_S: Final = 5.0
 """Seconds for the supervisor to collect metrics."""
 
 
-class SupervisorLink:
+class SupervisorConnection:
     """The connection of an HTTP process to its supervisor. Used by one event loop.
 
     Args:
@@ -74,13 +74,13 @@ class SupervisorLink:
 
     def __init__(
         self,
-        plan: WorkerPlan,
+        worker_config: WorkerConfig,
         metrics: Callable[[], Iterable[Metric]],
         on_end: Callable[[], None],
         on_reload: Callable[[], None],
     ) -> None:
         self._on_reload = on_reload
-        self._plan = plan
+        self._worker_config = worker_config
         self._read_metrics = metrics
         self._on_end = on_end
         self._channel = Channel(decode_from_supervisor, self._handle, on_end)
@@ -108,8 +108,8 @@ class SupervisorLink:
         Raises:
             EngineError: It could not be loaded.
         """
-        planned = self._plan.models[model]
-        config = self._plan.config_with_share(planned)
+        planned = self._worker_config.models[model]
+        config = self._worker_config.config_with_share(planned)
         loading = self._loading[model] = asyncio.get_running_loop().create_future()
         self._channel.send(GetModel(model))
         ready = await loading
@@ -117,9 +117,9 @@ class SupervisorLink:
             config.scheduler.max_queued_tokens,
             config.scheduler.max_queue_s,
             max_request_tokens=planned.config.scheduler.max_queued_tokens,
-            first_id=first_request_id(self._plan.connection_number),
+            first_id=first_request_id(self._worker_config.connection_number),
         )
-        client = self._clients[model] = EngineClient(self._plan.connection_number, dispatcher, self._on_end)
+        client = self._clients[model] = EngineClient(self._worker_config.connection_number, dispatcher, self._on_end)
         client.apply_status(self._statuses[model])
         return AsyncEngine.attached(config, ready, dispatcher, client)
 
@@ -178,7 +178,7 @@ class WorkerServer(PassedConnectionServer):
         named: Keyword arguments of PassedConnectionServer.
     """
 
-    def __init__(self, link: SupervisorLink, control: socket.socket, *arguments: Any, **named: Any) -> None:
+    def __init__(self, link: SupervisorConnection, control: socket.socket, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._link = link
         self._control = control
@@ -194,8 +194,8 @@ def main() -> None:
     """Serves until SIGTERM, then lets running requests finish."""
     control, connections = (socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[1:3])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again when it has shut down
-    plan = WorkerPlan.receive(control)
-    settings = plan.settings
+    worker_config = WorkerConfig.receive(control)
+    settings = worker_config.settings
     configure_logging(settings.log_level, settings.log_format)
     for name in (manager.__name__, "uvicorn.error"):  # the supervising process logs loads, start and end
         logging.getLogger(name).setLevel(max(logging.getLogger().level, logging.WARNING))
@@ -221,9 +221,9 @@ def main() -> None:
         freeze_gc()
         link.report_ready()
 
-    link = SupervisorLink(plan, metrics, end, reload)
-    models = [replace(model, start=partial(link.engine, number)) for number, model in enumerate(plan.models)]
-    shared = SharedState(plan.salt, plan.started_s, link.gather, plan.num_workers)
+    link = SupervisorConnection(worker_config, metrics, end, reload)
+    models = [replace(model, start=partial(link.engine, number)) for number, model in enumerate(worker_config.models)]
+    shared = SharedState(worker_config.salt, worker_config.started_s, link.gather, worker_config.num_workers)
     try:
         app = create_app(models, settings, on_ready=prepared, shared=shared)
     except UsageError as error:

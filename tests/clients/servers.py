@@ -14,7 +14,7 @@ from threading import Thread
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from penstock.server.commands.model_plans import default_model_folder
+from penstock.server.commands.model_arguments import default_model_folder
 from tests.engine.images.pictures import encoded, picture
 from tests.random_models import save_random_model, save_two_tower_model
 from tests.servers import launching

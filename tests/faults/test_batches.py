@@ -18,7 +18,7 @@ from ..gated_server import Gate
 from ..servers import MIB, Launch, Server
 from ..waiting import wait_until
 
-ENDS = ("completed", "failed", "expired", "cancelled")
+TERMINAL_STATUSES = ("completed", "failed", "expired", "cancelled")
 
 
 def jsonl(num_lines: int, text: str = "text number {}") -> bytes:
@@ -49,7 +49,7 @@ def wait_for_lines(server: Server, batch_id: str, num_lines: int) -> None:
 
 
 def wait_for_end(server: Server, batch_id: str) -> dict[str, Any]:
-    wait_until(lambda: retrieve(server, batch_id)["status"] in ENDS, 240)
+    wait_until(lambda: retrieve(server, batch_id)["status"] in TERMINAL_STATUSES, 240)
     return retrieve(server, batch_id)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import transformers
 
-from penstock.server.commands.model_plans import default_model_folder
+from penstock.server.commands.model_arguments import default_model_folder
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from tests.random_models import SIZES, save_random_model

@@ -59,7 +59,7 @@ def test_first_model_with_the_task_is_chosen(serve: Serve) -> None:
     cards.append({"id": "unknown", "endpoints": []})
     assert server.find_model("classify", DIALECTS).name == "unknown"
     named = TargetServer(url, TargetSettings(model="other")).find_model("embed", DIALECTS)
-    assert (named.name, named.listed) == ("other", ("ranker", "embedder", "unknown"))
+    assert (named.name, named.listed_names) == ("other", ("ranker", "embedder", "unknown"))
 
 
 def test_server_without_list_needs_a_model_name(serve: Serve) -> None:
@@ -199,6 +199,6 @@ def test_silent_server_ends_at_the_timeout(scheme: str) -> None:
 def test_unreachable_server_is_named(serve: Serve) -> None:
     url = serve(openai_server).replace("http:", "https:")
     with pytest.raises(CommandError, match=rf"^{url}: \[SSL"):
-        TargetServer(url, TargetSettings()).exchange("GET", "/")
+        TargetServer(url, TargetSettings()).request("GET", "/")
     with pytest.raises(CommandError, match=r"http://127.0.0.1:9 cannot be reached: .*Connection refused"):
-        TargetServer("http://127.0.0.1:9", TargetSettings()).exchange("GET", "/")
+        TargetServer("http://127.0.0.1:9", TargetSettings()).request("GET", "/")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.server.batches.service import Batches
+from penstock.server.batches.service import BatchService
 from penstock.server.settings import ServerSettings, load
 
 from ...clock import Clock
@@ -25,8 +25,8 @@ def running(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("penstock.server.batches.line_limiter.AHEAD_S", float("inf"))
 
     @asynccontextmanager
-    async def run(routes: Routes, folder: Path = tmp_path / "data", **settings: object) -> AsyncIterator[Batches]:
-        batches = Batches(load(ServerSettings, {"data_dir": folder, **settings}), now=clock, retry_s=0.05)
+    async def run(routes: Routes, folder: Path = tmp_path / "data", **settings: object) -> AsyncIterator[BatchService]:
+        batches = BatchService(load(ServerSettings, {"data_dir": folder, **settings}), now=clock, retry_s=0.05)
         async with batches.running(routes):
             yield batches
 

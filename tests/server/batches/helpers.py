@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from penstock.server.batches.internal_client import RouteResponse
 from penstock.server.batches.records import BatchRecord, BatchRequest, BatchStatus
-from penstock.server.batches.service import Batches
+from penstock.server.batches.service import BatchService
 from penstock.server.routing import BatchUse
 
 DAY_S = 24 * 3600
@@ -67,7 +67,7 @@ def record(**more: object) -> BatchRecord:
     return BatchRecord(**dict.fromkeys(names, "x"), **numbers, metadata=None, **more)
 
 
-async def upload(batches: Batches, content: bytes, owner: str = "me", seconds: int = 3600) -> str:
+async def upload(batches: BatchService, content: bytes, owner: str = "me", seconds: int = 3600) -> str:
     parts = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": str(seconds)}
     form = b"".join(
         b'--x\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n' % (name.encode(), value.encode())
@@ -82,29 +82,29 @@ async def upload(batches: Batches, content: bytes, owner: str = "me", seconds: i
     return (await batches.files.receive("multipart/form-data; boundary=x", body(), owner)).id
 
 
-async def create(batches: Batches, file_id: str, hours: int = 24, owner: str = "me") -> BatchRecord:
+async def create(batches: BatchService, file_id: str, hours: int = 24, owner: str = "me") -> BatchRecord:
     fields = {"input_file_id": file_id, "endpoint": "/v1/embeddings", "completion_window": f"{hours}h"}
     return await batches.create(BatchRequest(**fields), owner)
 
 
-async def begin(batches: Batches, content: bytes, hours: int = 24) -> BatchRecord:
+async def begin(batches: BatchService, content: bytes, hours: int = 24) -> BatchRecord:
     return await create(batches, await upload(batches, content), hours)
 
 
-async def until_status(batches: Batches, batch: BatchRecord, status: BatchStatus) -> BatchRecord:
+async def until_status(batches: BatchService, batch: BatchRecord, status: BatchStatus) -> BatchRecord:
     async with asyncio.timeout(TIMEOUT_S):
         while (batch := await batches.find(batch.id, "me")).status is not status:
             await asyncio.sleep(0.005)
     return batch
 
 
-async def until_completed(batches: Batches, batch: BatchRecord, num_lines: int) -> None:
+async def until_completed(batches: BatchService, batch: BatchRecord, num_lines: int) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while (await batches.find(batch.id, "me")).num_completed < num_lines:
             await asyncio.sleep(0.005)
 
 
-def written(batches: Batches, batch: BatchRecord) -> tuple[list[dict], list[dict]]:
+def output_files(batches: BatchService, batch: BatchRecord) -> tuple[list[dict], list[dict]]:
     """The lines of the output file and of the error file."""
     found = []
     for file_id, num_bytes in ((batch.output_id, batch.num_output_bytes), (batch.error_id, batch.num_error_bytes)):

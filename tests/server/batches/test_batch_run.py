@@ -15,11 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.engine.protocol.errors import ConflictError, StorageError
 from penstock.server.batches.batch_run import _MAX_REJECTED, BatchRun, _on_thread, _retry_delay_s
+from penstock.server.batches.database import BatchDatabase
 from penstock.server.batches.input_lines import BatchInput, CheckResult
 from penstock.server.batches.internal_client import InternalClient, RouteResponse
 from penstock.server.batches.output_writer import OutputWriter
 from penstock.server.batches.records import BatchStatus, LineError
-from penstock.server.batches.store import Store
 
 from ...waiting import until
 from .helpers import (
@@ -132,14 +132,14 @@ async def test_restarted_batch_runs_only_unanswered_lines(running, tmp_path: Pat
 
 @pytest.mark.parametrize("status", [BatchStatus.COMPLETED, BatchStatus.CANCELLED])
 async def test_batch_killed_before_its_end_ends_after_a_restart(running, tmp_path, monkeypatch, caplog, status) -> None:
-    routes, end = Routes(), Store.end
+    routes, end = Routes(), BatchDatabase.end
 
     async def kill_and_end(*arguments: object) -> None:
         killed(tmp_path / "data", tmp_path / "killed")
         await end(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Store, "end", kill_and_end)
+        patched.setattr(BatchDatabase, "end", kill_and_end)
         async with running(routes) as batches:
             routes.gate.clear()
             batch = await begin(batches, lines(range(3)))
@@ -221,9 +221,9 @@ async def test_only_the_line_that_kills_its_engine_fails(running, monkeypatch) -
     [
         (BatchInput, "check", OSError(errno.EMFILE, "Too many open files")),
         (BatchInput, "read", OSError(errno.EMFILE, "Too many open files")),
-        (Store, "completed_lines", StorageError("disk I/O error")),
-        (Store, "save", StorageError("disk I/O error")),
-        (Store, "end", StorageError("disk I/O error")),
+        (BatchDatabase, "completed_lines", StorageError("disk I/O error")),
+        (BatchDatabase, "save", StorageError("disk I/O error")),
+        (BatchDatabase, "end", StorageError("disk I/O error")),
         (OutputWriter, "_append", OSError(errno.ENOSPC, "No space left on device")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

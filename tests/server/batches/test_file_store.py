@@ -12,10 +12,10 @@ import pytest
 from fastapi import HTTPException
 
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError
-from penstock.server.batches.file_store import DataDir, Files, Upload
+from penstock.server.batches.database import BatchDatabase
+from penstock.server.batches.file_store import DataDir, FileStore, Upload
 from penstock.server.batches.records import FileRecord
-from penstock.server.batches.service import Batches
-from penstock.server.batches.store import Store
+from penstock.server.batches.service import BatchService
 from penstock.server.settings import ServerSettings, UsageError
 
 from ...waiting import until
@@ -33,28 +33,28 @@ async def in_parts(body: bytes, size: int) -> AsyncIterator[bytes]:
 @pytest.fixture
 async def files(tmp_path: Path):
     data, threads = DataDir(tmp_path / "data"), set(threading.enumerate())
-    store = Store(data.database)
-    yield Files(data, store, 100_000, time.time, 10_000)
+    store = BatchDatabase(data.database)
+    yield FileStore(data, store, 100_000, time.time, 10_000)
     await store.close()
     data.close()
     assert not [each for each in threading.enumerate() if each not in threads and each.name.startswith("batches")]
 
 
-async def receive(files: Files, body: bytes, size: int = 1000, media: str = "multipart/form-data") -> FileRecord:
+async def receive(files: FileStore, body: bytes, size: int = 1000, media: str = "multipart/form-data") -> FileRecord:
     return await files.receive(f"{media}; boundary=b", in_parts(body, size), "me")
 
 
-def is_empty(files: Files) -> bool:
+def is_empty(files: FileStore) -> bool:
     return not list(files.path("x").parent.iterdir())
 
 
-async def test_invalid_boundary_is_rejected(files: Files) -> None:
+async def test_invalid_boundary_is_rejected(files: FileStore) -> None:
     with pytest.raises(InvalidRequestError, match="The form cannot be read: "):
         await files.receive(f"multipart/form-data; boundary={'b' * 300}", in_parts(b"", 1), "me")
     assert is_empty(files)
 
 
-async def test_file_above_the_limit_is_rejected(files: Files) -> None:
+async def test_file_above_the_limit_is_rejected(files: FileStore) -> None:
     await receive(files, HEAD + FILE + bytes(100_000) + END)
     with pytest.raises(HTTPException, match=r"larger than the limit of 100000 bytes \(--max-file-bytes\)") as rejected:
         await receive(files, HEAD + FILE + bytes(100_001) + END)
@@ -62,7 +62,7 @@ async def test_file_above_the_limit_is_rejected(files: Files) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 10**6])
-async def test_file_is_stored_unchanged(files: Files, size: int, monkeypatch) -> None:
+async def test_file_is_stored_unchanged(files: FileStore, size: int, monkeypatch) -> None:
     monkeypatch.setattr("penstock.server.batches.file_store._PIECE_BYTES", size)
     content = b"\r\n--c\r\n-\r\n--\r\n" * 20 + bytes(range(256))
     file = await receive(files, HEAD + FILE + content + END, size)
@@ -72,7 +72,7 @@ async def test_file_is_stored_unchanged(files: Files, size: int, monkeypatch) ->
 
 
 @pytest.mark.parametrize("form", [FILE + b"x\r\n" + HEAD + END[2:], HEAD * 15 + FILE + b"x" + END])
-async def test_parts_in_any_order_up_to_sixteen_are_read(files: Files, form: bytes) -> None:
+async def test_parts_in_any_order_up_to_sixteen_are_read(files: FileStore, form: bytes) -> None:
     file = await receive(files, form)
     assert files.path(file.id).read_bytes() == b"x"
 
@@ -104,7 +104,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("body", "part"), WRONG, ids=[part for _, part in WRONG])
-async def test_invalid_form_is_rejected_and_leaves_no_file(files: Files, body: bytes, part: str) -> None:
+async def test_invalid_form_is_rejected_and_leaves_no_file(files: FileStore, body: bytes, part: str) -> None:
     with pytest.raises(InvalidRequestError, match=part) as error:
         await receive(files, body)
     assert len(error.value.param or "") <= 64
@@ -114,14 +114,14 @@ async def test_invalid_form_is_rejected_and_leaves_no_file(files: Files, body: b
 @pytest.mark.parametrize(
     "media", ["application/json; boundary=b", "multipart/form-data", "multipart/mixed; boundary=b", ""]
 )
-async def test_body_that_is_no_form_is_rejected_with_415(files: Files, media: str) -> None:
+async def test_body_that_is_no_form_is_rejected_with_415(files: FileStore, media: str) -> None:
     with pytest.raises(HTTPException) as caught:
         await files.receive(media, in_parts(b"", 1), "me")
     assert caught.value.status_code == 415
     assert is_empty(files)
 
 
-async def test_disconnected_upload_leaves_no_file(files: Files) -> None:
+async def test_disconnected_upload_leaves_no_file(files: FileStore) -> None:
     async def body() -> AsyncIterator[bytes]:
         yield HEAD + FILE + b"x"
         raise HTTPException(400)
@@ -131,7 +131,7 @@ async def test_disconnected_upload_leaves_no_file(files: Files) -> None:
     assert is_empty(files)
 
 
-async def test_upload_cancelled_while_it_is_added_keeps_its_file(files: Files, monkeypatch) -> None:
+async def test_upload_cancelled_while_it_is_added_keeps_its_file(files: FileStore, monkeypatch) -> None:
     settle, is_settling, may_settle = files._settle, threading.Event(), threading.Event()
 
     def slow_settle(part: Path, content: Path) -> None:
@@ -147,11 +147,11 @@ async def test_upload_cancelled_while_it_is_added_keeps_its_file(files: Files, m
         await upload
     may_settle.set()
     await until(lambda: not files._arriving)
-    ((count, num_bytes), (content,)) = await files._store.sizes("me"), files.path("x").parent.iterdir()
+    ((count, num_bytes), (content,)) = await files._store.count_and_bytes("me"), files.path("x").parent.iterdir()
     assert (count, num_bytes, content.read_bytes()) == (1, 1, b"x")
 
 
-async def test_ended_upload_is_freed_without_the_garbage_collector(files: Files, monkeypatch) -> None:
+async def test_ended_upload_is_freed_without_the_garbage_collector(files: FileStore, monkeypatch) -> None:
     uploads: list[weakref.ref[Upload]] = []
     close = Upload.close
     monkeypatch.setattr(Upload, "close", lambda upload: (uploads.append(weakref.ref(upload)), close(upload)))
@@ -163,7 +163,7 @@ async def test_ended_upload_is_freed_without_the_garbage_collector(files: Files,
         gc.enable()
 
 
-async def test_upload_into_a_removed_folder_is_an_error(files: Files) -> None:
+async def test_upload_into_a_removed_folder_is_an_error(files: FileStore) -> None:
     files.path("x").parent.rmdir()
     with pytest.raises(StorageError, match="cannot keep the file"):
         await receive(files, HEAD + FILE + b"x" + END)
@@ -180,7 +180,7 @@ async def test_upload_into_a_removed_folder_is_an_error(files: Files) -> None:
         (b";;;=; filename", "upload"),
     ],
 )
-async def test_file_name_of_any_form_is_read(files: Files, options: bytes, filename: str) -> None:
+async def test_file_name_of_any_form_is_read(files: FileStore, options: bytes, filename: str) -> None:
     part = b'--b\r\nContent-Disposition: form-data; name="file"; ' + options + b"\r\n\r\nx"
     file = await receive(files, HEAD + part + END)
     assert file.filename == filename
@@ -208,20 +208,20 @@ def test_database_of_another_version_is_rejected(tmp_path: Path) -> None:
         database.execute("PRAGMA user_version = 9")
     for _ in range(2):  # the first rejection unlocks the folder
         with pytest.raises(UsageError, match="format 9"):
-            Batches(settings)
+            BatchService(settings)
     file.write_bytes(b"no database" * 100)
     with pytest.raises(UsageError, match="not a database"):
-        Batches(settings)
+        BatchService(settings)
     assert set(threading.enumerate()) <= threads, "the thread of the database ends"
 
 
 def test_folder_that_cannot_be_created_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be used"):
-        Batches(ServerSettings(data_dir=tmp_path / "file" / "data"))
+        BatchService(ServerSettings(data_dir=tmp_path / "file" / "data"))
 
 
-async def test_body_may_have_64_kib_beside_its_file(files: Files) -> None:
+async def test_body_may_have_64_kib_beside_its_file(files: FileStore) -> None:
     form = HEAD + FILE + b"x" + END
     largest = form.ljust(100_000 + 65_536, b"\n")
     assert (await receive(files, largest)).num_bytes == 1
@@ -229,14 +229,14 @@ async def test_body_may_have_64_kib_beside_its_file(files: Files) -> None:
         await receive(files, largest + b"\n")
 
 
-async def test_file_expires_when_its_client_says_or_after_30_days(files: Files) -> None:
+async def test_file_expires_when_its_client_says_or_after_30_days(files: FileStore) -> None:
     for form, seconds in ((b"", 30 * 86_400), (expiry("3600"), 3600), (expiry("2592000"), 2_592_000)):
         file = await receive(files, form + HEAD + FILE + b"x" + END)
         assert file.expires_at == file.created_at + seconds
 
 
 @pytest.mark.parametrize("preamble", [b"", b"x" * 70_000])
-async def test_too_large_file_is_rejected_while_it_is_received(files: Files, preamble: bytes) -> None:
+async def test_too_large_file_is_rejected_while_it_is_received(files: FileStore, preamble: bytes) -> None:
     num_read = 0
 
     async def body() -> AsyncIterator[bytes]:

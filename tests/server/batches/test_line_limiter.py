@@ -6,8 +6,8 @@ from penstock.server.batches.line_limiter import (
     AHEAD_S,
     MAX_CONCURRENT_LINES,
     QUIET_S,
+    ClientTraffic,
     LineLimiter,
-    LiveTraffic,
 )
 
 from ...clock import Clock
@@ -21,12 +21,12 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def traffic(clock: Clock) -> LiveTraffic:
-    return LiveTraffic(clock)
+def traffic(clock: Clock) -> ClientTraffic:
+    return ClientTraffic(clock)
 
 
 @pytest.fixture
-def limiter(traffic: LiveTraffic, clock: Clock) -> LineLimiter:
+def limiter(traffic: ClientTraffic, clock: Clock) -> LineLimiter:
     return LineLimiter(traffic, 0.1, MAX_BYTES, clock)
 
 

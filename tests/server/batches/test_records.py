@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.server.batches.records import ENDS, BatchStatus
+from penstock.server.batches.records import TERMINAL_STATUSES, BatchStatus
 
 from .helpers import record
 
@@ -14,5 +14,5 @@ def test_only_final_states_have_an_end(status: BatchStatus) -> None:
     batch.status = status
     if status is not BatchStatus.VALIDATING:
         setattr(batch, f"{status}_at", 7)
-    assert batch.has_ended == (status in ENDS)
-    assert batch.ended_at == (7 if status in ENDS else None)
+    assert batch.has_ended == (status in TERMINAL_STATUSES)
+    assert batch.ended_at == (7 if status in TERMINAL_STATUSES else None)

@@ -15,9 +15,9 @@ from fastapi import HTTPException
 from penstock.engine.protocol.errors import EngineOverloadedError, StorageError, UnknownObjectError
 from penstock.server.admission import LimitError
 from penstock.server.batches.batch_run import BatchRun
+from penstock.server.batches.database import BatchDatabase, Page
 from penstock.server.batches.records import BatchRecord, BatchStatus
-from penstock.server.batches.service import MAX_UNFINISHED, Batches, BatchMetrics
-from penstock.server.batches.store import Page, Store
+from penstock.server.batches.service import MAX_UNFINISHED, BatchMetrics, BatchService
 
 from ...waiting import until
 from .helpers import DAY_S, Routes, begin, create, lines, until_status, upload
@@ -193,7 +193,7 @@ async def test_failed_disk_stops_neither_the_expiry_nor_the_shutdown(running, mo
         raise StorageError("full")
 
     monkeypatch.setattr("penstock.server.batches.service.SWEEP_EVERY_S", 0.001)
-    monkeypatch.setattr(Batches, "sweep", sweep)
+    monkeypatch.setattr(BatchService, "sweep", sweep)
     monkeypatch.setattr(BatchRun, "record_clean_stop", AsyncMock(side_effect=StorageError("full")))
     routes = Routes()
     routes.gate.clear()
@@ -206,7 +206,7 @@ async def test_failed_disk_stops_neither_the_expiry_nor_the_shutdown(running, mo
 
 async def test_batch_that_cannot_be_completed_continues_after_the_next_start(running, monkeypatch, caplog) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(Store, "end", AsyncMock(side_effect=RuntimeError("odd")))
+        patched.setattr(BatchDatabase, "end", AsyncMock(side_effect=RuntimeError("odd")))
         async with running(Routes()) as batches:
             batch = await begin(batches, lines(range(2)))
             await until(lambda: not batches._runs)

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from penstock.server.bench.load_generator import UNSENT, Round, run_round
-from penstock.server.bench.report import Point, Result, check_plot, ratios
+from penstock.server.bench.report import LoadPoint, LoadTestResult, check_plot, ratios
 from penstock.server.bench.sweep import Sweep
-from penstock.server.bench.workload import BUILT_IN, Workload
+from penstock.server.bench.workload import BUILT_IN_WORKLOADS, Workload
 from penstock.server.commands.cli import main
 from penstock.server.settings import BenchSettings, UsageError
 from penstock.server.target_server import Address
@@ -259,14 +259,14 @@ async def test_failed_requests_are_counted_by_kind(reply: bytes | str | None, er
 DIGESTS = {"queries": "d6b9fc1306b2df4f", "documents": "78e74a3d94c26435", "mixed": "3293d8831d3424f8"}
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", BUILT_IN_WORKLOADS)
 def test_workload_is_the_same_in_every_version_and_keeps_its_limit(name: str) -> None:
     full, limited = Workload.open(name, 2, 10**6), Workload.open(name, 2, 50)
-    found = [full.requests(1), full.query(1), full.longest()]
+    found = [full.requests(1), full.query(1), full.longest_text()]
     assert hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16] == DIGESTS[name]
     texts = [text for request in limited.requests(1) for text in request]
     assert texts != [text for request in limited.requests(2) for text in request]
-    assert max(len(text.split()) for text in texts) == len(limited.longest().split()) == 50
+    assert max(len(text.split()) for text in texts) == len(limited.longest_text().split()) == 50
     assert len(Workload.open(name, 1000, 1).requests(0)) == 64
 
 
@@ -275,7 +275,7 @@ def test_jsonl_file_gives_its_texts(tmp_path: Path) -> None:
     file.write_text('{"text": "a b"}\n\n{"text": "c"}\n')
     workload = Workload.open(str(file), 2, 1)
     assert workload.texts == ("a b", "c")
-    assert workload.longest() == "a b"
+    assert workload.longest_text() == "a b"
     assert {text for request in workload.requests(0) for text in request} == {"a b", "c"}
     assert len(workload.query(0).split()) == 1
 
@@ -289,8 +289,8 @@ def test_unusable_file_of_texts_is_rejected(content: str, message: str, tmp_path
 
 
 def test_ratio_compares_rounds_with_the_same_number() -> None:
-    def result(*rates: int) -> Result:
-        return Result(Point(1, None), "u", [Round(rate, 0, 1.0, [1 / rate]) for rate in rates])
+    def result(*rates: int) -> LoadTestResult:
+        return LoadTestResult(LoadPoint(1, None), "u", [Round(rate, 0, 1.0, [1 / rate]) for rate in rates])
 
     found = ratios(result(10, 30, 40), result(10, 10, 10))
     assert found["texts_per_s"] == (3, 1, 4)

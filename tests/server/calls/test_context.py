@@ -1,4 +1,4 @@
-"""ClientWatch: hang-ups of clients behind an ASGI server other than ours, and errors of routes without a model."""
+"""DisconnectMonitor: hang-ups of clients behind an ASGI server other than ours, and errors without a model."""
 
 import asyncio
 import math
@@ -28,7 +28,7 @@ def watches_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_no_task_remains_after_a_request() -> None:
     before = asyncio.all_tasks()
-    with context.ClientWatch(request_of(asyncio.Queue())):
+    with context.DisconnectMonitor(request_of(asyncio.Queue())):
         while asyncio.all_tasks() == before:
             await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -62,12 +62,12 @@ def test_earlier_deadline_counts(own_s: float | None, longest_s: float, timeout_
 async def test_hang_up_cancels_the_request() -> None:
     messages: asyncio.Queue[Message] = asyncio.Queue()
     messages.put_nowait({"type": "http.disconnect"})
-    with pytest.raises(RequestCancelledError), context.ClientWatch(request_of(messages)):
+    with pytest.raises(RequestCancelledError), context.DisconnectMonitor(request_of(messages)):
         await asyncio.Event().wait()
 
 
 async def test_first_end_counts_and_a_late_one_cancels_nothing() -> None:
-    watch, task = context.ClientWatch(request_of(asyncio.Queue())), asyncio.current_task()
+    watch, task = context.DisconnectMonitor(request_of(asyncio.Queue())), asyncio.current_task()
     assert task is not None
 
     async def end_twice() -> None:
@@ -102,6 +102,6 @@ async def test_request_without_a_deadline_sets_no_endless_timer(serving, engine,
 
 async def test_deadline_error_of_a_route_without_limits_is_raised_unchanged() -> None:
     error = DeadlineExceededError("The deadline passed.")
-    with pytest.raises(DeadlineExceededError) as raised, context.ClientWatch(request_of(asyncio.Queue())):
+    with pytest.raises(DeadlineExceededError) as raised, context.DisconnectMonitor(request_of(asyncio.Queue())):
         raise error
     assert raised.value is error

@@ -12,8 +12,8 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import AdapterSpec
 from penstock.server.admission import AdmissionController
 from penstock.server.calls import prompts as prompt_names
-from penstock.server.calls.call import ModelCall
 from penstock.server.calls.context import ServerContext
+from penstock.server.calls.model_call import ModelCall
 from penstock.server.models.model_manager import ModelLimits, ModelManager
 from penstock.server.models.table import ModelTable, ModelTarget
 from penstock.server.routes.openai import EmbeddingRequest

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.server.commands.model_plans import default_model_folder
+from penstock.server.commands.model_arguments import default_model_folder
 
 from ...waiting import wait_until
 

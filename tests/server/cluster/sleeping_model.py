@@ -15,14 +15,14 @@ import numpy as np
 from ray import serve
 
 from penstock.server.cluster.ray_connection import connected
-from penstock.server.cluster.ray_replica import mounts_of
-from penstock.server.cluster.ray_serve import deploy, start_proxies, take_down
+from penstock.server.cluster.ray_replica import applications_of
+from penstock.server.cluster.ray_serve import delete_applications, deploy, start_proxies
 from penstock.server.cluster.ray_settings import RayServeSettings
 from penstock.server.commands.cli import _parser
-from penstock.server.commands.model_plans import planned
+from penstock.server.commands.model_arguments import settings_and_models
 
 
-def sleeping_app(seconds_per_token, settings, mount):
+def sleeping_app(seconds_per_token, settings, application):
     from penstock.engine.core.array_runner import ArrayRunner
     from penstock.engine.core.runner import CompletedForward, ForwardTime
     from penstock.engine.protocol.batch_outputs import BatchOutputs, OutputArray
@@ -38,23 +38,23 @@ def sleeping_app(seconds_per_token, settings, mount):
         return CompletedForward(BatchOutputs.of(len(rows), [OutputArray(name="embedding", values=values)]))
 
     ArrayRunner.begin = begin
-    return build_app(settings, mount._replace(config=replace(mount.config, in_process=True)))
+    return build_app(settings, application._replace(config=replace(application.config, in_process=True)))
 
 
 def main() -> None:
     seconds_per_token, *words = sys.argv[1:]
     given = vars(_parser().parse_args(["ray", "serve", *words]))
     del given["run"]
-    settings, (plan,) = planned(given, RayServeSettings)
-    (mount,) = mounts_of([(plan.config, ("sleeping",), None)])
+    settings, (plan,) = settings_and_models(given, RayServeSettings)
+    (application,) = applications_of([(plan.config, ("sleeping",), None)])
     with connected(settings.address, "warning"):
         start_proxies(settings)
-        deploy(mount, settings, partial(sleeping_app, float(seconds_per_token)))
+        deploy(application, settings, partial(sleeping_app, float(seconds_per_token)))
         print("ready", flush=True)
         for _ in sys.stdin:
-            (deployment,) = serve.status().applications[mount.app].deployments.values()
+            (deployment,) = serve.status().applications[application.app].deployments.values()
             print(json.dumps(deployment.replica_states), flush=True)
-        take_down([mount])
+        delete_applications([application])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.server.cluster.balancing import BUSY, QUEUE_S, LoadReport, QueuePolicy, ReplicaLoads, replicas_for
+from penstock.server.cluster.balancing import BUSY, QUEUE_S, LoadReport, QueueAutoscalingPolicy, ReplicaLoads, replicas_for
 
 
 def choose(loads: ReplicaLoads, reports: dict[str, LoadReport], num_requests: int) -> str:
@@ -57,9 +57,9 @@ def test_number_of_replicas_follows_queues_and_busy_engines(queue_s, busy, curre
 def test_policy_reads_metrics_of_replicas() -> None:
     metrics = {QUEUE_S: {"a": 2.0, "b": 1.0}, BUSY: {"a": 1.0, "b": 1.0}}
     context = SimpleNamespace(target_num_replicas=2, policy_state={"a": 1}, aggregated_metrics=metrics)
-    assert QueuePolicy(0.5)(context) == (6, {"a": 1})
+    assert QueueAutoscalingPolicy(0.5)(context) == (6, {"a": 1})
     for context.aggregated_metrics in (None, {}, {BUSY: {"a": 1.0}}):
-        assert QueuePolicy(0.5)(context) == (2, {"a": 1}), "no replica has reported its queue"
+        assert QueueAutoscalingPolicy(0.5)(context) == (2, {"a": 1}), "no replica has reported its queue"
 
 
 class Router:

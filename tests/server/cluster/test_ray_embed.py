@@ -221,7 +221,7 @@ def test_shards_report_their_rows_or_the_first_bad_row(embedder_class: Any, tmp_
     assert found["error"] == [f"{path}, row 6: the column 'text' has no text", "", f"{path}, row 4: too short"]
     rows = parquet.read_table(job.path(shards[0])).to_pylist()
     assert rows == [{"text": "aa", "embedding": [2.0]}, {"text": "bbb", "embedding": [3.0]}]
-    assert job.left(shards) == shards[1:]
+    assert job.unfinished_shards(shards) == shards[1:]
     Path(path).unlink()
     assert embed({"item": np.array([0])}) == {"num_rows": [2], "error": [""]}, "a finished shard is not read again"
 

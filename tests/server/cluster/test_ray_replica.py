@@ -15,7 +15,7 @@ from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.server.app import create_app
 from penstock.server.cluster import ray_replica
-from penstock.server.cluster.ray_replica import RayReplica, WithoutPrefix, mounts_of
+from penstock.server.cluster.ray_replica import RayReplica, StripPrefixMiddleware, applications_of
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, UsageError
 
@@ -98,10 +98,10 @@ async def test_paths_are_found_below_any_prefix(make_engine, prefix: str) -> Non
 async def test_application_sees_paths_without_the_prefix() -> None:
     app = AsyncMock()
     for path, inner in (("/m/v1/models", "/v1/models"), ("/m", "/")):
-        await WithoutPrefix(app)({"path": path, "raw_path": path.encode(), "root_path": "/m"}, None, None)
+        await StripPrefixMiddleware(app)({"path": path, "raw_path": path.encode(), "root_path": "/m"}, None, None)
         assert app.call_args.args[0] == {"path": inner, "raw_path": inner.encode(), "root_path": ""}
     for scope in ({"path": "/a%2Fb", "raw_path": b"/a%2Fb", "root_path": ""}, {"path": "/other", "root_path": "/m"}):
-        await WithoutPrefix(app)(scope, None, None)
+        await StripPrefixMiddleware(app)(scope, None, None)
         assert app.call_args.args[0] is scope
 
 
@@ -113,32 +113,32 @@ async def test_application_of_a_replica_starts_the_engine_of_its_mount(make_engi
     engine, configure = make_engine(), Mock()
     monkeypatch.setattr(ray_replica.AsyncEngine, "start", start := AsyncMock(return_value=engine))
     monkeypatch.setattr(ray_replica, "configure_logging", configure)
-    (mount,) = mounts_of([model(str(tmp_path), "shown", str(tmp_path), "alias", prompt_name="query")])
-    app = ray_replica.build_app(ServerSettings(log_level="debug", log_format="json"), mount)
+    (application,) = applications_of([model(str(tmp_path), "shown", str(tmp_path), "alias", prompt_name="query")])
+    app = ray_replica.build_app(ServerSettings(log_level="debug", log_format="json"), application)
     configure.assert_called_once_with("debug", "json")
     async with app.router.lifespan_context(app):
         await app.state.model_manager.wait_until_started()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
             (card,) = (await client.get("/v1/models")).json()["data"]
             assert (await client.post("/v1/embeddings", json={"input": "a", "model": "alias"})).status_code == 200
-    start.assert_awaited_once_with(mount.config, log_level="DEBUG", log_format="json")
+    start.assert_awaited_once_with(application.config, log_level="DEBUG", log_format="json")
     assert (card["id"], card["aliases"]) == ("shown", ["alias"]), "a path on the disk is not shown"
     _, _, options = engine.calls[-1][1]
     assert options.prompt_name == "query"
 
 
 def test_single_model_is_mounted_at_the_root() -> None:
-    (mount,) = mounts_of([model("owner/name", "owner/name")])
-    assert (mount.prefix, mount.app) == ("/", "penstock-name")
+    (application,) = applications_of([model("owner/name", "owner/name")])
+    assert (application.prefix, application.app) == ("/", "penstock-name")
 
 
 def test_several_models_are_mounted_below_their_names() -> None:
-    mounts = mounts_of([model("owner/bge m3", "owner/bge m3", "x", prompt_name="query"), model("b", "/models/b/")])
-    assert [mount.prefix for mount in mounts] == ["/bge-m3", "/b"]
-    assert mounts[0].names == ("owner/bge m3", "x")
-    assert mounts[0].default_prompt_name == "query"
+    applications = applications_of([model("owner/bge m3", "owner/bge m3", "x", prompt_name="query"), model("b", "/models/b/")])
+    assert [application.prefix for application in applications] == ["/bge-m3", "/b"]
+    assert applications[0].names == ("owner/bge m3", "x")
+    assert applications[0].default_prompt_name == "query"
 
 
 def test_two_models_at_one_path_are_rejected() -> None:
     with pytest.raises(UsageError, match="two models would be served at /name"):
-        mounts_of([model("a/name", "a/name"), model("b/name", "b/name")])
+        applications_of([model("a/name", "a/name"), model("b/name", "b/name")])

@@ -22,7 +22,7 @@ from .conftest import HERE, Nodes, Starting, ended, wait_until_ready
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 HOST = "127.0.0.1"
-NAMES = ("first", "second")
+DEFAULT_NAMES = ("first", "second")
 TEXT = "A gate holds the water of a pool and lets some of it through. "
 
 
@@ -131,7 +131,7 @@ def test_killed_node_loses_no_request(nodes: Starting, tmp_path: Path) -> None:
 def reference(texts: Sequence[str]) -> np.ndarray:
     """The vectors of a single engine."""
     from penstock.engine import LLM
-    from penstock.server.commands.model_plans import default_model_folder
+    from penstock.server.commands.model_arguments import default_model_folder
 
     with LLM(str(default_model_folder()), dtype="float32") as llm:
         return np.array([answer.outputs.embedding for answer in llm.embed(texts, use_tqdm=False)])

@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from penstock.engine import EngineConfig
-from penstock.server.cluster.ray_replica import mounts_of
+from penstock.server.cluster.ray_replica import applications_of
 from penstock.server.cluster.ray_settings import RayServeSettings
 from penstock.server.http.http_server import KEEP_ALIVE_S
 from penstock.server.settings import CommandError, UsageError, load
@@ -92,8 +92,8 @@ def serve_models(ray_serve: Serve):
     module = importlib.import_module(f"{PACKAGE}.ray_serve")
 
     def run(*names: str, **settings: Any) -> None:
-        mounts = mounts_of([(EngineConfig(model=name), (name,), None) for name in names])
-        module.serve_on_ray(mounts, load(RayServeSettings, settings))
+        applications = applications_of([(EngineConfig(model=name), (name,), None) for name in names])
+        module.serve_on_ray(applications, load(RayServeSettings, settings))
 
     return run
 

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.engine.protocol.model_info import ModelInfo
-from penstock.server.commands.announcement import announcement, open_access_warning
+from penstock.server.commands.serve import announcement, open_access_warning
 from penstock.server.models.model_entry import ModelEntry
 from penstock.server.models.served_model import ServedModel
-from penstock.server.settings import ServerSettings, load
+from penstock.server.settings import ServerSettings, load_settings
 
 from ..bodies import table
 
@@ -24,7 +24,7 @@ def info(make_engine, tmp_path: Path) -> ModelInfo:
 
 
 def announced(info: ModelInfo, *ports: int, placements: Sequence[str] = (), **settings: Any) -> list[str]:
-    loaded = load(ServerSettings, settings)
+    loaded = load_settings(ServerSettings, settings)
     entry = ModelEntry(ServedModel(("a-model",), config=loaded.engine), lambda _: None)
     entry.loaded(SimpleNamespace(info=info, replicas=[SimpleNamespace(placement=p) for p in placements]), 0.1, 0.0)
     return announcement([entry], loaded, ports or (8000,)).splitlines()
@@ -45,7 +45,7 @@ def test_models_and_urls_are_announced(info: ModelInfo) -> None:
 def test_models_without_engine_are_announced_with_the_reason() -> None:
     entries = [ModelEntry(ServedModel((name,), None), lambda _: None) for name in ("later", "broken")]
     entries[1].error = RuntimeError("no")
-    lines = announcement(entries, load(ServerSettings, {}), (8000,)).splitlines()
+    lines = announcement(entries, load_settings(ServerSettings, {}), (8000,)).splitlines()
     assert lines[1:3] == ["  later: is loaded when a request names it", "  broken: could not be loaded; see above"]
 
 
@@ -102,7 +102,7 @@ def test_metrics_port_is_announced(info: ModelInfo) -> None:
     ],
 )
 def test_server_open_to_all_warns(info: ModelInfo, settings: dict[str, Any], is_open: bool) -> None:
-    warning = open_access_warning(load(ServerSettings, settings))
+    warning = open_access_warning(load_settings(ServerSettings, settings))
     assert (warning is not None) == is_open
     assert warning is None or "--api-key" in warning
     has_key = not settings.keys().isdisjoint({"api_key", "api_key_file"})

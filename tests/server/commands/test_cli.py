@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from penstock.server.commands import cli
-from penstock.server.commands.model_plans import NAMES, model_and_names
+from penstock.server.commands.model_arguments import DEFAULT_NAMES, model_and_names
 from penstock.server.settings import UsageError
 
 from ..bodies import table
@@ -65,7 +65,7 @@ def test_output_that_cannot_be_written_ends_with_one_line() -> None:
     os.close(reader)
     done = subprocess.run([*COMMAND, "models"], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (cli.CUT_SHORT, "")
+    assert (done.returncode, done.stderr) == (cli.BROKEN_PIPE, "")
 
 
 @pytest.mark.parametrize("command", ["embed in.txt --output out.npy", "bench http://x"])
@@ -106,7 +106,7 @@ def test_completed_command_has_code_0(command: str, shown: str, monkeypatch: pyt
     assert sweep.draw.called is command.startswith("bench")
     if embed_file.called:
         file, settings, model, name = embed_file.call_args.args
-        assert (file, settings.output, Path(model).is_dir(), name) == ("in.txt", "out.npy", True, NAMES[0])
+        assert (file, settings.output, Path(model).is_dir(), name) == ("in.txt", "out.npy", True, DEFAULT_NAMES[0])
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])

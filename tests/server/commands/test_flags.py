@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from penstock.server.commands.flags import translated
+from penstock.server.commands.flags import translate_vllm_flags
 from penstock.server.settings import UsageError
 
 from ..bodies import table
@@ -15,14 +15,14 @@ from ..bodies import table
     table("commands", "translated"),
 )
 def test_flags_of_vllm_are_translated(words: str, expected: str | None) -> None:
-    assert translated(words.split()) == ((expected or words).split(), [])
+    assert translate_vllm_flags(words.split()) == ((expected or words).split(), [])
 
 
 @pytest.mark.parametrize("is_joined", [False, True])
 def test_keys_with_dots_become_json(is_joined: bool) -> None:
     pairs = table("commands_cases", "keys with dots become json")
     words = [f"{name}={value}" for name, value in pairs] if is_joined else [word for pair in pairs for word in pair]
-    left, warnings = translated(["serve", *words])
+    left, warnings = translate_vllm_flags(["serve", *words])
     assert left[:2] == ["serve", "--pooler-config"]
     assert json.loads(left[2]) == {"task": "embed", "seq_pooling_type": "LAST", "normalize": False}
     assert left[3] == "--hf-overrides"
@@ -32,13 +32,13 @@ def test_keys_with_dots_become_json(is_joined: bool) -> None:
 
 def test_keys_with_dots_beside_json_are_rejected() -> None:
     with pytest.raises(UsageError, match=r"^--pooler-config: .*--pooler-config\.task"):
-        translated(["serve", "--pooler-config", "{}", "--pooler-config.task", "embed"])
+        translate_vllm_flags(["serve", "--pooler-config", "{}", "--pooler-config.task", "embed"])
 
 
 def test_flags_without_effect_are_dropped_with_a_warning() -> None:
     words = ["serve", "--runner", "pooling", "--disable-log-stats", "--gpu_memory_utilization=0.4", "M"]
     words.append("--convert=embed")
-    left, warnings = translated([*words, "--tensor-parallel-size", "1", "--no-enable-flash-late-interaction"])
+    left, warnings = translate_vllm_flags([*words, "--tensor-parallel-size", "1", "--no-enable-flash-late-interaction"])
     assert left == ["serve", "M"]
     assert [warning.split()[0] for warning in warnings] == table(
         "commands_cases", "flags without effect are dropped with a warning"
@@ -52,4 +52,4 @@ def test_flags_without_effect_are_dropped_with_a_warning() -> None:
 )
 def test_unsupported_values_are_rejected(flag: str, value: str) -> None:
     with pytest.raises(UsageError, match=rf"^{flag}: {value!r} is not supported"):
-        translated(["serve", flag, value])
+        translate_vllm_flags(["serve", flag, value])

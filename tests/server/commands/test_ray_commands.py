@@ -10,8 +10,8 @@ from pyarrow import parquet
 
 from penstock.engine import logs
 from penstock.server.cluster.ray_settings import RayEmbedSettings, RayServeSettings
-from penstock.server.commands import cli, ray_commands
-from penstock.server.settings import load
+from penstock.server.commands import cli
+from penstock.server.settings import load_settings
 
 from ..bodies import table
 
@@ -20,7 +20,7 @@ from ..bodies import table
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Run a command as if Ray were installed. Returns its exit code and its error message."""
     monkeypatch.setattr(logs, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(ray_commands, "find_spec", lambda _: True)
+    monkeypatch.setattr(cli, "find_spec", lambda _: True)
 
     def run(*words: object) -> tuple[int, str]:
         code = cli.main(["ray", *map(str, words)])
@@ -31,13 +31,13 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("words", ["serve", "embed in out"])
 def test_missing_ray_names_the_package(run, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
-    monkeypatch.setattr(ray_commands, "find_spec", lambda _: None)
+    monkeypatch.setattr(cli, "find_spec", lambda _: None)
     message = "penstock: error: penstock ray needs Ray: run `pip install 'penstock[ray]'`\n"
     assert run(*words.split()) == (2, message)
 
 
 def test_ray_without_its_data_packages_names_the_missing_one(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_commands, "find_spec", lambda package: None if package == "pandas" else True)
+    monkeypatch.setattr(cli, "find_spec", lambda package: None if package == "pandas" else True)
     assert run("embed", "in", "out") == (
         2,
         "penstock: error: penstock ray needs pandas: run `pip install 'penstock[ray]'`\n",
@@ -90,7 +90,10 @@ def test_output_that_holds_the_input_is_rejected(run, tmp_path: Path) -> None:
 )
 def test_all_engines_of_a_cluster_have_one_dtype(given: dict[str, object], dtype: str, caplog) -> None:
     caplog.set_level("INFO")
-    for settings in (load(RayServeSettings, given), load(RayEmbedSettings, {"output": "out", **given})):
+    for settings in (
+        load_settings(RayServeSettings, given),
+        load_settings(RayEmbedSettings, {"output": "out", **given}),
+    ):
         caplog.clear()
         assert settings.on_replica(settings.engine_config("a/b")).dtype == dtype
         assert ("a/b: --dtype auto is float32" in caplog.text) == (dtype == "float32")
@@ -116,7 +119,7 @@ def test_replica_gets_a_thread_for_each_core_and_an_absolute_path(tmp_path: Path
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
     for given, num_threads in (({"replica_cpus": 2.5}, 3), ({"replica_cpus": 2.5, "num_threads": 1}, 1)):
-        settings = load(RayServeSettings, given)
+        settings = load_settings(RayServeSettings, given)
         config = settings.on_replica(settings.engine_config("model"))
         assert (config.num_threads, config.model) == (num_threads, str(tmp_path / "model"))
     assert settings.on_replica(settings.engine_config("owner/model")).model == "owner/model"

@@ -17,7 +17,7 @@ from penstock.engine.protocol.errors import MachineError, WeightError
 from penstock.server.commands import cli, serve
 from penstock.server.commands.serve import served_models
 from penstock.server.models.served_model import ServedModel
-from penstock.server.settings import ServerSettings, UsageError, load
+from penstock.server.settings import ServerSettings, UsageError, load_settings
 from penstock.server.workers.supervisor import NothingServedError
 
 from ...engine.model_files.folders import BERT
@@ -63,7 +63,7 @@ def test_settings_unsupported_by_several_processes_are_rejected(config, plan, se
     serve.check_workers(ServerSettings(api_workers=2), plans)
     plans.append(ServedModel(("a",), config=EngineConfig(model="/models/a", **config), **plan))
     with pytest.raises(UsageError, match=message):
-        serve.check_workers(load(ServerSettings, {"api_workers": 2, **settings}), plans)
+        serve.check_workers(load_settings(ServerSettings, {"api_workers": 2, **settings}), plans)
 
 
 @pytest.mark.parametrize(("max_loaded", "num_engines"), [(None, 3), (2, 2), (5, 3)])
@@ -138,7 +138,7 @@ def test_end_of_several_processes_has_an_exit_code(failures, signals, message, c
 @pytest.mark.parametrize(("settings", "message"), table("commands_cases", "unusable metrics port is rejected"))
 def test_unusable_metrics_port_is_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        serve.bound_sockets(load(ServerSettings, {"host": "127.0.0.1", **settings}))
+        serve.bound_sockets(load_settings(ServerSettings, {"host": "127.0.0.1", **settings}))
 
 
 def test_port_of_a_stopped_server_can_be_bound_at_once() -> None:

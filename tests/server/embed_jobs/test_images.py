@@ -197,13 +197,13 @@ def test_shards_and_requests_are_bounded_in_bytes(run, fake, folder: Path, tmp_p
     assert [shard.num_rows for shard in source.summarize(lambda row: None, skip_bad=False).shards] == [2, 2, 2, 4 + 2]
     monkeypatch.setattr(run_module, "IN_FLIGHT_CHARS", 20_000)
     in_flight, most = 0, 0
-    plain = fake.embed
+    value_to_text = fake.embed
 
     async def embed(inputs, params, options):
         nonlocal in_flight, most
         in_flight += len(inputs)
         most = max(most, in_flight)
-        result = await plain(inputs, params, options)
+        result = await value_to_text(inputs, params, options)
         in_flight -= len(inputs)
         return result
 

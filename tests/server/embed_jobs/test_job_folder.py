@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from penstock.server.embed_jobs.job_folder import MANIFEST, JobFolder, Shard, ShardVectors
+from penstock.server.embed_jobs.job_folder import MANIFEST, JobFolder, Shard, ShardVectorReader
 from penstock.server.settings import CommandError, UsageError
 
 IDENTITY = {"input": "i", "model": "m", "dimensions": None}
@@ -34,13 +34,13 @@ def test_shard_is_finished_when_its_file_is_whole(output: JobFolder, job: JobFol
     ):
         folder.begin(IDENTITY)
         write_rows(4)
-        assert folder.has(SHARDS[0])
+        assert folder.is_finished(SHARDS[0])
         content = folder.path(SHARDS[0]).read_bytes()
         for damaged in (content[:-1], content + b"x", b"", content[:40]):
             folder.path(SHARDS[0]).write_bytes(damaged)
-            assert not folder.has(SHARDS[0])
+            assert not folder.is_finished(SHARDS[0])
         write_rows(3)
-        assert not folder.has(SHARDS[0])
+        assert not folder.is_finished(SHARDS[0])
 
 
 def test_folder_of_a_job_is_created_with_its_parents(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_shards_are_joined_as_one_array(job: JobFolder) -> None:
     job.write_vectors(SHARDS[0], rows[:4])
     job.write_vectors(SHARDS[1], np.zeros((4, 0), np.float32))  # no row has a vector
     job.write_vectors(SHARDS[2], rows[8:])
-    vectors = ShardVectors(job, SHARDS)
+    vectors = ShardVectorReader(job, SHARDS)
     assert (vectors.num_rows, vectors.width) == (12, 8)
     np.testing.assert_array_equal(vectors.rows([1, 3, 8, 11]), rows[[1, 3, 8, 11]])
     assert np.isnan(vectors.rows([5])).all()
@@ -134,4 +134,4 @@ def test_second_process_is_rejected_the_folder(job: JobFolder) -> None:
     with job.locked():
         job.begin(IDENTITY)
         job.write_vectors(SHARDS[0], np.ones((4, 8), np.float32))
-    assert job.left(SHARDS) == SHARDS[1:]
+    assert job.unfinished_shards(SHARDS) == SHARDS[1:]

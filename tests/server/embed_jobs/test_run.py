@@ -16,10 +16,9 @@ from pyarrow import parquet
 
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import EngineOverloadedError, MachineError, WeightError
-from penstock.server.embed_jobs import input_file as input_module, progress as progress_module, run as run_module
+from penstock.server.embed_jobs import input_file as input_module, run as run_module
 from penstock.server.embed_jobs.parquet_file import PARQUET_ROWS_AT_ONCE, JsonColumns
-from penstock.server.embed_jobs.progress import Progress
-from penstock.server.embed_jobs.run import check_options, pooling_params, row_options
+from penstock.server.embed_jobs.run import Progress, check_options, pooling_params, row_options
 from penstock.server.settings import CommandError, EmbedSettings, UsageError
 
 from ...clock import Clock
@@ -232,8 +231,8 @@ def test_unusable_csv_header_is_rejected(run, content: str, message: str, tmp_pa
 
 
 def test_log_shows_finished_rows_of_both_runs(run, unfinished: Path, lines: Path, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(progress_module, "LOG_EVERY_S", 0.0)
-    caplog.set_level("INFO", progress_module.logger.name)
+    monkeypatch.setattr(run_module, "LOG_EVERY_S", 0.0)
+    caplog.set_level("INFO", run_module.logger.name)
     run(lines, unfinished)
     numbers = [int(message.split("/25 rows, ")[0]) for message in caplog.messages if "/25 rows, " in message]
     assert numbers == sorted({*numbers, 25})
@@ -241,13 +240,13 @@ def test_log_shows_finished_rows_of_both_runs(run, unfinished: Path, lines: Path
 
 
 def test_log_has_the_speed_of_the_last_minute(fake, caplog, monkeypatch) -> None:
-    caplog.set_level("INFO", progress_module.logger.name)
+    caplog.set_level("INFO", run_module.logger.name)
     clock = Clock()
-    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(monotonic=clock))
     with Progress({4: 1000}, fake.info, is_terminal=False) as progress:
         progress.skip([4] * 100)
         for rows_per_interval in (1, *[40] * 7):  # the first interval is slow
-            clock.now_s += progress_module.LOG_EVERY_S
+            clock.now_s += run_module.LOG_EVERY_S
             progress.update([4] * rows_per_interval)
     assert caplog.messages[0] == "101/1000 rows, 10%, 0.1 rows/s, about 2:29:50 left"
     assert caplog.messages[-1] == "381/1000 rows, 38%, 4 rows/s, about 02:34 left"

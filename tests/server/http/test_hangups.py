@@ -168,7 +168,7 @@ def test_half_closed_connection_is_checked_in_growing_pauses(monkeypatch: pytest
     transport.is_closing.return_value = False
     transport.get_extra_info.return_value.getsockopt.side_effect = [*[0] * 6, error, *[0] * 9]
     monkeypatch.setattr(asyncio, "get_running_loop", lambda: Mock(call_later=lambda *call: calls.append(call)))
-    connection.HalfClose(transport, send_interim, -1.0)
+    connection.HalfCloseMonitor(transport, send_interim, -1.0)
     for number in range(8):
         if number == len(calls):
             break

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from penstock.server.middleware.auth import CHECK_EVERY_S, ApiKeys
+from penstock.server.middleware.auth import CHECK_EVERY_S, ApiKeyStore
 from penstock.server.settings import UsageError
 
 from ...clock import Clock
@@ -66,31 +66,31 @@ def write(file: Path, text: str) -> None:
     os.utime(file, ns=(before + 10**9, before + 10**9))
 
 
-def accepts(keys: ApiKeys, key: str) -> bool:
+def accepts(keys: ApiKeyStore, key: str) -> bool:
     return keys.owner_of([key.encode()]) is not None
 
 
 def test_keys_of_settings_and_file_are_accepted(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("\ufeffone\n\n# not-a-key\n  two  \nschlüssel\n", "utf-8")
-    keys = ApiKeys(("zero",), file)
+    keys = ApiKeyStore(("zero",), file)
     assert all(accepts(keys, key) for key in ("zero", "one", "two", "schlüssel"))
     assert not any(accepts(keys, key) for key in ("", "# not-a-key", "not-a-key", "One", "onetwo"))
     assert keys.owner_of([b"wrong", b"two"]) == keys.owner_of([b"two"])
 
 
 def test_client_id_is_random_unless_processes_share_a_salt() -> None:
-    one, other = (ApiKeys(("a", "b"), salt=b"shared") for _ in range(2))
+    one, other = (ApiKeyStore(("a", "b"), salt=b"shared") for _ in range(2))
     assert one.owner_of([b"a"]) == other.owner_of([b"a"]) != one.owner_of([b"b"])
-    assert ApiKeys(("a", "b")).owner_of([b"a"]) != ApiKeys(("a", "b")).owner_of([b"a"])
-    alone = ApiKeys(("a",))
+    assert ApiKeyStore(("a", "b")).owner_of([b"a"]) != ApiKeyStore(("a", "b")).owner_of([b"a"])
+    alone = ApiKeyStore(("a",))
     assert alone.client_name(alone.owner_of([b"a"])) == ""
 
 
 def test_owner_is_known_while_its_key_is_valid(tmp_path: Path) -> None:
     clock, file = TickingClock(), tmp_path / "keys"
     write(file, "one\ntwo\n")
-    keys = ApiKeys((), file, clock_s=clock)
+    keys = ApiKeyStore((), file, clock_s=clock)
     owner = keys.owner_of([b"one"])
     assert owner
     assert keys.is_valid(owner)
@@ -98,10 +98,10 @@ def test_owner_is_known_while_its_key_is_valid(tmp_path: Path) -> None:
     clock.tick()
     assert not keys.is_valid(owner)
     assert keys.is_valid("")
-    assert ApiKeys(()).is_valid(owner), "without keys every owner is known"
+    assert ApiKeyStore(()).is_valid(owner), "without keys every owner is known"
 
 
-def namespace(keys: ApiKeys, key: bytes) -> str:
+def namespace(keys: ApiKeyStore, key: bytes) -> str:
     owner = keys.owner_of([key])
     assert owner
     return keys.namespace_of(owner)
@@ -110,17 +110,17 @@ def namespace(keys: ApiKeys, key: bytes) -> str:
 def test_namespace_of_a_key_depends_on_the_salt_only(tmp_path: Path) -> None:
     write(tmp_path / "keys", "two\n")
     salt = bytes(range(32))
-    both, alone = ApiKeys(("one", "two"), namespace_salt=salt), ApiKeys(("one",), namespace_salt=salt)
-    from_file = ApiKeys(("one",), tmp_path / "keys", namespace_salt=salt, salt=bytes(32))
+    both, alone = ApiKeyStore(("one", "two"), namespace_salt=salt), ApiKeyStore(("one",), namespace_salt=salt)
+    from_file = ApiKeyStore(("one",), tmp_path / "keys", namespace_salt=salt, salt=bytes(32))
     assert namespace(both, b"one") == namespace(alone, b"one") == namespace(from_file, b"one")
     assert namespace(both, b"one") == "d013f1a2df7155299e301e223226eb1b", "vectors stay cached after an upgrade"
     assert namespace(both, b"two") == namespace(from_file, b"two") != namespace(both, b"one")
     assert namespace(both, b"one") not in (both.owner_of([b"one"]), alone.owner_of([b"one"]))
-    assert namespace(ApiKeys(("one",), namespace_salt=bytes(32)), b"one") != namespace(both, b"one")
+    assert namespace(ApiKeyStore(("one",), namespace_salt=bytes(32)), b"one") != namespace(both, b"one")
 
 
 def test_without_a_salt_the_namespace_is_the_owner() -> None:
-    keys = ApiKeys(("one", "two"))
+    keys = ApiKeyStore(("one", "two"))
     assert namespace(keys, b"one") == keys.owner_of([b"one"]) != namespace(keys, b"two")
     assert keys.namespace_of("") == ""
 
@@ -129,7 +129,7 @@ def test_changed_file_is_read_at_the_next_check(tmp_path: Path, caplog: pytest.L
     caplog.set_level("INFO")
     file, clock = tmp_path / "keys", TickingClock()
     write(file, "old-key\n")
-    keys = ApiKeys(("given-key",), file, clock_s=clock)
+    keys = ApiKeyStore(("given-key",), file, clock_s=clock)
     for text in ("new-key\nother-key\n", "newer-key\n"):
         write(file, text)
         assert not accepts(keys, text.split()[0])
@@ -145,7 +145,7 @@ def test_changed_file_is_read_at_the_next_check(tmp_path: Path, caplog: pytest.L
 def test_replaced_file_of_the_same_age_is_read(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, other, clock = tmp_path / "keys", tmp_path / "other", TickingClock()
     write(file, "a-key\n")
-    keys = ApiKeys((), file, clock_s=clock)
+    keys = ApiKeyStore((), file, clock_s=clock)
     with monkeypatch.context() as patched:
         patched.setattr(Path, "read_text", None)  # an unchanged file is not read
         clock.tick()
@@ -160,7 +160,7 @@ def test_replaced_file_of_the_same_age_is_read(text: str, tmp_path: Path, monkey
 def test_grown_file_of_the_same_age_is_read(tmp_path: Path) -> None:
     file, clock = tmp_path / "keys", TickingClock()
     write(file, "a-key\n")
-    keys = ApiKeys((), file, clock_s=clock)
+    keys = ApiKeyStore((), file, clock_s=clock)
     before = file.stat()
     with file.open("a") as lines:
         lines.write("b-key\n")
@@ -174,7 +174,7 @@ def test_invalid_file_keeps_the_keys(text: str | None, tmp_path: Path, caplog: p
     caplog.set_level("INFO")
     file, clock = tmp_path / "keys", TickingClock()
     write(file, "a-key\n")
-    keys = ApiKeys((), file, flag="--admin-key-file", clock_s=clock)
+    keys = ApiKeyStore((), file, flag="--admin-key-file", clock_s=clock)
     if text is None:
         file.unlink()
     else:
@@ -214,7 +214,7 @@ def test_file_without_keys_is_a_usage_error(content: bytes | None, part: str, tm
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(UsageError, match=rf"^--api-key-file: .*keys.*{part}"):
-        ApiKeys(("given",), file)
+        ApiKeyStore(("given",), file)
 
 
 def test_world_writable_file_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -222,9 +222,9 @@ def test_world_writable_file_is_rejected(tmp_path: Path, caplog: pytest.LogCaptu
     write(file, "a-key\n")
     file.chmod(0o666)
     with pytest.raises(UsageError, match="keys may be written by every user of the machine; run chmod o-w on it"):
-        ApiKeys((), file)
+        ApiKeyStore((), file)
     file.chmod(0o664)
-    keys = ApiKeys((), file, clock_s=clock)
+    keys = ApiKeyStore((), file, clock_s=clock)
     write(file, "b-key\n")
     file.chmod(0o646)
     clock.tick()
@@ -253,7 +253,7 @@ def test_reload_reads_an_unchanged_file_and_keeps_keys_of_a_bad_one(tmp_path: Pa
     caplog.set_level("INFO")
     file = tmp_path / "keys"
     file.write_text("a-key\n")
-    keys = ApiKeys((), file, clock_s=Clock())
+    keys = ApiKeyStore((), file, clock_s=Clock())
     keys.reload()
     assert caplog.messages == ["--api-key-file: read again; valid keys: 1"]
     file.unlink()

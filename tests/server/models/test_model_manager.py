@@ -105,7 +105,7 @@ async def test_requests_of_one_model_wait_for_one_load(engines: Engines) -> None
     engines.gates["a"].set()
     assert len({id(engine) for engine in await asyncio.gather(*waiting)}) == 1
     assert cancelled.cancelled()
-    assert (engines.started, entry.num_in_use, entry.num_loads) == (["a"], 4, 1)
+    assert (engines.started, entry.num_requests, entry.num_loads) == (["a"], 4, 1)
     await manager.close()
     assert engines.closed == ["a"]
 
@@ -140,7 +140,7 @@ async def test_engine_that_comes_after_a_disconnect_is_released(
     request = asyncio.create_task(manager.acquire(entry))
     with pytest.raises(asyncio.CancelledError):
         await request
-    assert (entry.state, entry.num_in_use) == (state, 0)
+    assert (entry.state, entry.num_requests) == (state, 0)
 
 
 async def test_number_of_waiting_requests_is_limited(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +331,7 @@ async def test_model_with_long_requests_stays_loaded(engines: Engines, monkeypat
     assert await manager.acquire(a) is a.engine
     passed_s = 1000.0
     assert str(await for_b).startswith("b does not fit beside the models that are in use.")
-    assert (states(manager), a.num_in_use, engines.started, engines.closed) == (["ready", "failed"], 2, ["a"], [])
+    assert (states(manager), a.num_requests, engines.started, engines.closed) == (["ready", "failed"], 2, ["a"], [])
     await manager.unload(b)
     assert b.state == "unloaded"
 

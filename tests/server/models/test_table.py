@@ -94,13 +94,13 @@ async def test_request_holds_its_model_until_its_response(make_engine, fails: bo
         engine.gate, engine.failure = asyncio.Event(), EngineUnavailableError("down") if fails else None
         request = asyncio.create_task(client.post("/v1/embeddings", json={"input": "a"}))
         await engine.entered.wait()
-        assert entry.num_in_use == (0 if fails and request.done() else 1)
+        assert entry.num_requests == (0 if fails and request.done() else 1)
         engine.gate.set()
         assert (await request).status_code == (503 if fails else 200)
-        assert entry.num_in_use == 0
+        assert entry.num_requests == 0
         for body in ({"input": 3}, {"input": "a", "model": "other"}, {"input": "a", "dimensions": 10_000}):
             assert (await client.post("/v1/embeddings", json=body)).status_code in (400, 404)
-        assert entry.num_in_use == 0
+        assert entry.num_requests == 0
 
 
 @pytest.mark.parametrize(("path", "body"), table("models_cases", "invalid body loads no model"))

@@ -12,10 +12,10 @@ from penstock.server.quality.tasks import (
     ClassificationTask,
     RetrievalTask,
     SimilarityTask,
-    best,
-    draw,
+    draw_examples,
     read_task,
     spearman,
+    top_ids,
 )
 from penstock.server.settings import UsageError
 
@@ -100,7 +100,7 @@ def test_reranker_sorts_only_the_first_documents(write: Write) -> None:
 
 
 def test_equal_scores_are_sorted_by_larger_id() -> None:
-    assert best(np.array([0.5, 0.5, 0.1, 0.5]), ["a", "c", "d", "b"], 2) == ["c", "b"]
+    assert top_ids(np.array([0.5, 0.5, 0.1, 0.5]), ["a", "c", "d", "b"], 2) == ["c", "b"]
 
 
 def test_spearman_equals_pearson_of_mean_ranks() -> None:
@@ -135,11 +135,11 @@ def test_similarity_scores_compare_cosines_with_judgements(write: Write) -> None
 
 def test_draws_take_some_examples_of_each_class() -> None:
     classes = ["a"] * 20 + ["b"] * 5
-    draws = list(draw(classes))
+    draws = list(draw_examples(classes))
     assert len(draws) == DRAWS == len({tuple(each) for each in map(np.ndarray.tolist, draws)})
     for indices in draws:
         assert [sum(classes[index] == name for index in set(indices)) for name in "ab"] == [EXAMPLES, 5]
-    assert all(map(np.array_equal, draws, draw(classes)))
+    assert all(map(np.array_equal, draws, draw_examples(classes)))
 
 
 def test_separable_classes_are_classified_without_error(write: Write) -> None:

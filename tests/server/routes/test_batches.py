@@ -16,7 +16,7 @@ from penstock.server.settings import ServerSettings, UsageError
 from ...waiting import until
 from ..bodies import table
 
-ENDS = ("completed", "failed", "expired", "cancelled")
+TERMINAL_STATUSES = ("completed", "failed", "expired", "cancelled")
 
 
 def embedding(number: int, **body: object) -> dict[str, Any]:
@@ -49,7 +49,7 @@ async def start(client: httpx.AsyncClient, lines: list[Any], **fields: object) -
 async def finished(client: httpx.AsyncClient, batch: dict[str, Any]) -> dict[str, Any]:
     """Waits until a batch has ended and returns it."""
     async with asyncio.timeout(120):
-        while (batch := (await client.get(f"/v1/batches/{batch['id']}")).json())["status"] not in ENDS:
+        while (batch := (await client.get(f"/v1/batches/{batch['id']}")).json())["status"] not in TERMINAL_STATUSES:
             await asyncio.sleep(0.01)
     return batch
 
@@ -354,9 +354,9 @@ async def test_live_requests_are_seen_while_lines_run(client, engine) -> None:
     batch = await start(client, [embedding(1)])
     await engine.entered.wait()
     traffic = client._transport.app.state.batches.traffic
-    assert traffic.quiet_in_s == 0, "lines, files and batches are not live requests"
+    assert traffic.seconds_until_quiet == 0, "lines, files and batches are not live requests"
     live = asyncio.create_task(client.post("/v1/embeddings", json={"input": "a"}))
-    await until(lambda: traffic.quiet_in_s)
+    await until(lambda: traffic.seconds_until_quiet)
     engine.gate.set()
     assert (await live).status_code == 200
     await client.post(f"/v1/batches/{batch['id']}/cancel")

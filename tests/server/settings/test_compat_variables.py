@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.server.commands.model_plans import planned
+from penstock.server.commands.model_arguments import settings_and_models
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, UsageError, public_values
 
@@ -20,7 +20,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
     def plan(variables: dict[str, str], **given: Any) -> tuple[ServerSettings, list[ServedModel]]:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        return planned(given, ServerSettings)
+        return settings_and_models(given, ServerSettings)
 
     return plan
 

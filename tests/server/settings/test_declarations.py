@@ -15,7 +15,7 @@ from penstock.server.settings import (
     declared_settings,
     environment_variable,
     flag_of,
-    load,
+    load_settings,
     public_values,
 )
 
@@ -50,11 +50,11 @@ def test_numbers_just_outside_their_range_are_rejected(kind: type) -> None:
         elif not is_whole:
             wrong |= {float("inf"): "a finite number"}
         for value in (lowest, 10**15 if highest is None else highest):
-            load(kind, {"output": "vectors.npy", name: value})
+            load_settings(kind, {"output": "vectors.npy", name: value})
         for value, rule in wrong.items():
             message = rf"^{flag_of(name)}: must be {rule} \(got {re.escape(repr(value))}\)$"
             with pytest.raises(UsageError, match=message):
-                load(kind, {"output": "vectors.npy", name: value})
+                load_settings(kind, {"output": "vectors.npy", name: value})
 
 
 NUMBERS = "must be {}numbers above 0 and below 1000000, such as 1,4,16"
@@ -76,11 +76,11 @@ def test_texts_follow_the_rule_of_their_setting(
     kind: type, name: str, rule: str, right: tuple[str, ...], wrong: tuple[str, ...]
 ) -> None:
     for text in right:
-        value = public_values(load(kind, {name: text}))[name]
+        value = public_values(load_settings(kind, {name: text}))[name]
         assert (value if isinstance(value, str) else ",".join(map(str, value))) == text
     for text in wrong:
         with pytest.raises(UsageError) as rejected:
-            load(kind, {name: text})
+            load_settings(kind, {name: text})
         assert str(rejected.value) == f"{flag_of(name)}: {rule.format(text)} (got {text!r})"
 
 
@@ -90,18 +90,18 @@ def test_keys_are_never_empty_or_shown(kind: type, monkeypatch: pytest.MonkeyPat
     names = [name for name in declared if re.search("(key|token|secret|password)$", name)]
     assert names == [name for name in declared if declared[name].is_secret]
     for name in names:
-        settings = load(kind, {name: "sk-1,sk-2"})
+        settings = load_settings(kind, {name: "sk-1,sk-2"})
         assert getattr(settings, name) == ("sk-1", "sk-2")
         assert "sk-" not in f"{settings}{public_values(settings)}"
         for value in (["sk-1", 2], b"sk-1", 21):
             with pytest.raises(UsageError, match=f"^penstock.toml: {name}: must be a list of texts$"):
-                load(kind, {}, file={name: value}, file_location="penstock.toml: ")
+                load_settings(kind, {}, file={name: value}, file_location="penstock.toml: ")
         for text in ("", " ", " , "):
             with pytest.raises(UsageError, match=f"^{flag_of(name)}: has no key"):
-                load(kind, {name: [text]})
+                load_settings(kind, {name: [text]})
             monkeypatch.setenv(environment_variable(name), text)
             with pytest.raises(UsageError, match=f"^{environment_variable(name)}: has no key"):
-                load(kind, {})
+                load_settings(kind, {})
         monkeypatch.delenv(environment_variable(name))
 
 

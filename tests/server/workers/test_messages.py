@@ -17,8 +17,8 @@ from penstock.server.workers.messages import (
     GetModel,
     MetricFamily,
     MetricsReport,
+    WorkerConfig,
     WorkerListening,
-    WorkerPlan,
     WorkerReady,
     decode_from_worker,
 )
@@ -78,19 +78,19 @@ def test_end_of_the_supervisor_before_the_plan_is_an_error() -> None:
         ours.sendall(b"\x09")
         ours.close()
         with pytest.raises(EOFError, match="the supervising process has ended"):
-            WorkerPlan.receive(theirs)
+            WorkerConfig.receive(theirs)
 
 
-def plan(**settings: object) -> WorkerPlan:
+def worker_config(**settings: object) -> WorkerConfig:
     limits = SchedulerConfig(max_queued_tokens=40_000, max_queue_s=8.0)
     model = ServedModel(
         ("a", "b"), config=EngineConfig(model="/models/a", max_queued_chars=1_000, image_memory=2_000, scheduler=limits)
     )
-    return WorkerPlan(load(ServerSettings, settings), (model,), 4, 11, b"salt", 1_700_000_000)
+    return WorkerConfig(load(ServerSettings, settings), (model,), 4, 11, b"salt", 1_700_000_000)
 
 
 def test_plan_is_received_as_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = plan(
+    sent = worker_config(
         api_key="one,two", api_key_file=Path("/keys"), response_memory="1GiB", pooler_config='{"normalize":false}'
     )
     monkeypatch.setenv("PENSTOCK_PORT", "1234")  # the receiver reads no variables
@@ -99,15 +99,15 @@ def test_plan_is_received_as_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     sent.send(Mock(sendall=stream.write))
     stream.seek(0)
     slow = Mock(recv=lambda num_bytes: stream.read(min(num_bytes, 7)))
-    received, again = WorkerPlan.receive(slow), WorkerPlan.receive(slow)
+    received, again = WorkerConfig.receive(slow), WorkerConfig.receive(slow)
     assert received == again == sent
     assert received.settings.port == 8000
 
 
 def test_each_process_has_its_share_of_the_limits() -> None:
-    config = plan().config_with_share(plan().models[0])
+    config = worker_config().config_with_share(worker_config().models[0])
     assert (config.max_queued_chars, config.image_memory) == (250, 500)
     assert (config.scheduler.max_queued_tokens, config.scheduler.max_queue_s) == (10_000, 2.0)
     small = EngineConfig(model="a", max_queued_chars=3, image_memory=3, scheduler=SchedulerConfig(max_queued_tokens=3))
-    config = plan().config_with_share(ServedModel(("a",), config=small))
+    config = worker_config().config_with_share(ServedModel(("a",), config=small))
     assert (config.max_queued_chars, config.image_memory, config.scheduler.max_queued_tokens) == (1, 1, 1)

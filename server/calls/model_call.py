@@ -7,7 +7,7 @@ builds the response:
     call = await ModelCall.start(request, body.model, EMBEDDERS)
     call.reserve(size_of_numbers(...), param="inputs")
     result = await call.engine.embed(body.inputs, params, call.options())
-    num_tokens = call.count(PoolingTask.EMBED, result)
+    num_tokens = call.record_usage(PoolingTask.EMBED, result)
     return call.respond({**call.response_fields("embd", num_tokens), "data": ...})
 """
 
@@ -57,7 +57,7 @@ class EngineResult(Protocol):
         ...
 
 
-class TruncatedInputs:
+class TruncationCounter:
     """Number of truncated inputs of a request.
 
     RequestOptions holds the method `add`. A method of ModelCall would refer to the request: after an error, the body
@@ -74,7 +74,7 @@ class TruncatedInputs:
         self.num += num_inputs
 
 
-def check_count(request: Request, inputs: Sized, param: str) -> None:
+def check_num_inputs(request: Request, inputs: Sized, param: str) -> None:
     """Raises InvalidRequestError if a request has more than `max_inputs_per_request` inputs.
 
     Handlers call it before ModelCall.start, so that an invalid body loads no model.
@@ -86,8 +86,8 @@ def check_count(request: Request, inputs: Sized, param: str) -> None:
 
 def check_inputs(request: Request, body: InputFields) -> None:
     """Raises InvalidRequestError if a request has no inputs or too many."""
-    body.check_given()
-    check_count(request, body.input or (), "input")
+    body.check_input_fields()
+    check_num_inputs(request, body.input or (), "input")
     if body.messages is not None:
         check_messages(request, body)
 
@@ -96,8 +96,8 @@ def check_messages(request: Request, body: ChatFields) -> None:
     """Raises InvalidRequestError if a request has too many chats, or a chat too many messages."""
     for conversation in body.messages or ():
         if isinstance(conversation, list):
-            check_count(request, conversation, "messages")
-    check_count(request, body.messages or (), "messages")
+            check_num_inputs(request, conversation, "messages")
+    check_num_inputs(request, body.messages or (), "messages")
 
 
 class ModelCall:
@@ -137,7 +137,7 @@ class ModelCall:
         self.adapter = target.adapter
         self.began_s = began_s
         self.num_images = 0
-        self.truncated = TruncatedInputs()
+        self.truncated = TruncationCounter()
 
     @classmethod
     async def start(cls, request: Request, model: str | None, kinds: Collection[ModelKind] = ()) -> ModelCall:
@@ -211,7 +211,7 @@ class ModelCall:
             on_truncated=self.truncated.add,
         )
 
-    def warnings(self) -> dict[str, Any]:
+    def truncation_warnings(self) -> dict[str, Any]:
         """Returns the fields of Cohere's `meta` for truncated inputs, if there are any."""
         if not self.truncated.num:
             return {}
@@ -239,7 +239,7 @@ class ModelCall:
         adapter = prompt.adapter or options.adapter
         return replace(options, prompt=prompt.text, is_query=prompt.is_query, adapter=adapter)
 
-    def count(self, task: str, result: EngineResult) -> int:
+    def record_usage(self, task: str, result: EngineResult) -> int:
         """Counts the tokens and truncated inputs of an engine result under the name of the task in the metrics.
 
         Returns:
