@@ -133,8 +133,8 @@ def create_app(
     app.add_middleware(UnexpectedErrorMiddleware)
     app.keys = (keys, admin_keys)
     counted = nullcontext if batches is None else batches.traffic.running
-    app.dispatcher = JsonDispatcher(app.own_layers, app.exception_handlers, context, counted)
-    app.layers = _middleware(app.dispatcher, settings, app.keys, routes, observers, rejections)
+    app.dispatcher = JsonDispatcher(app.call_fastapi, app.exception_handlers, context, counted)
+    app.outer_middleware = _middleware(app.dispatcher, settings, app.keys, routes, observers, rejections)
     if settings.metrics_port is not None:
         app.metrics_app = _metrics_app(context, observers, rejections)
     return app
@@ -154,7 +154,7 @@ def _api_keys(
 
 
 def _middleware(
-    layers: ASGIApp,
+    app: ASGIApp,
     settings: ServerSettings,
     keys: tuple[ApiKeyStore, ApiKeyStore],
     routes: RouteTable,
@@ -164,10 +164,10 @@ def _middleware(
     """Returns the dispatcher inside the middleware of all requests, in order."""
     end_request: ASGIApp = end_at_shutdown
     if any(each.are_required for each in keys):
-        layers = AuthMiddleware(layers, *keys)
+        app = AuthMiddleware(app, *keys)
     if settings.cors_origins:
-        layers, end_request = _cors(layers, settings), _cors(end_request, settings)
-    return RequestMiddleware(layers, routes, observers, rejections, end_request)
+        app, end_request = _cors(app, settings), _cors(end_request, settings)
+    return RequestMiddleware(app, routes, observers, rejections, end_request)
 
 
 def _metrics_app(context: ServerContext, observers: ObserverGroup, rejections: RejectionQueue) -> Application:
@@ -177,7 +177,7 @@ def _metrics_app(context: ServerContext, observers: ObserverGroup, rejections: R
     app.state.context = context
     install_error_handlers(app)
     app.add_middleware(UnexpectedErrorMiddleware)
-    app.layers = RequestMiddleware(app.own_layers, routes, observers, rejections, end_at_shutdown)
+    app.outer_middleware = RequestMiddleware(app.call_fastapi, routes, observers, rejections, end_at_shutdown)
     return app
 
 
@@ -234,7 +234,7 @@ def _routes(settings: ServerSettings, *, has_admin_keys: bool) -> RouteTable:
     routers = [*(module.router for module in modules), operations.health_router]
     if settings.metrics_port is None:
         routers.append(operations.metrics_router)
-    routers.append(batch_routes.off if settings.data_dir is None else batch_routes.router)
+    routers.append(batch_routes.disabled_router if settings.data_dir is None else batch_routes.router)
     if settings.operator_routes:
         routers.append(operations.operator_router)
     if has_admin_keys:
@@ -251,12 +251,12 @@ class Application(DocumentedApp):
     """FastAPI behind the middleware of this server. JsonDispatcher passes other requests than JSON requests to FastAPI.
 
     Attributes:
-        layers: The outermost middleware. The innermost one is `dispatcher`, which calls `own_layers`.
+        outer_middleware: Gets every request. The innermost middleware is `dispatcher`, which calls `call_fastapi`.
         dispatcher: Also gets the lines of batches, without the outer middleware.
         metrics_app: The application of --metrics-port; None without that port.
     """
 
-    layers: RequestMiddleware
+    outer_middleware: RequestMiddleware
     dispatcher: JsonDispatcher
     metrics_app: Application | None = None
     keys: Sequence[ApiKeyStore] = ()
@@ -269,13 +269,13 @@ class Application(DocumentedApp):
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, scope: Scope, receive: Receive, send: Send
     ) -> Coroutine[Any, Any, None]:
-        """Handles a request with `layers`, and the lifespan with FastAPI."""
+        """Handles a request with `outer_middleware`, and the lifespan with FastAPI."""
         if scope["type"] != "http":
-            return self.own_layers(scope, receive, send)
+            return self.call_fastapi(scope, receive, send)
         scope["app"] = self
-        return self.layers(scope, receive, send)
+        return self.outer_middleware(scope, receive, send)
 
     @property
-    def own_layers(self) -> Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]:
+    def call_fastapi(self) -> Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]:
         """FastAPI's own handling of a request."""
         return super().__call__

@@ -214,7 +214,7 @@ class BenchTarget:
         reply = self.server.request("POST", self.path, self._body(texts, query))
         if reply.status != 200:
             listed = f"; the server lists {', '.join(self.model.listed_names)}" if self.model.listed_names else ""
-            failure = self.server.failure(request, reply)
+            failure = self.server.rejection_error(request, reply)
             raise CommandError(f"{failure}{listed}") if reply.status == 404 else failure
         if (count := _num_results(reply.body)) != len(texts):
             raise CommandError(f"{self.server.url}: {request} returned {count} results for {len(texts)} texts")

@@ -115,7 +115,7 @@ class Certificate:
         """Makes the connections of a context use the current certificate."""
         context.sni_callback = self._select
 
-    def poll(self) -> None:
+    def reload_if_changed(self) -> None:
         """Reads the files again if they have changed. Call it about once per second.
 
         The files are read when two calls in a row see the same change, because a tool may still write the second one.
@@ -243,7 +243,7 @@ class HttpServer(uvicorn.Server):
             if self._certificate is not None:
                 self._certificate.reload()
         elif self._certificate is not None:
-            self._certificate.poll()
+            self._certificate.reload_if_changed()
 
     def _collect_if_idle(self, now_s: float) -> None:
         """Runs a full garbage collection if requests have finished since the last one and none is running.

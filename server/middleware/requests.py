@@ -204,7 +204,7 @@ class JsonDispatcher:
     Args:
         app: Handles all other requests.
         error_handlers: Maps an exception class to a function that builds the response.
-        counted: Counts a request of a client that runs a model while its function runs; see LiveTraffic.
+        counted: Counts a request of a client that runs a model while its function runs; see ClientTraffic.
     """
 
     def __init__(

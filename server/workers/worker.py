@@ -34,7 +34,7 @@ from ..admission import ServerRejectionReason
 from ..app import SharedState, create_app
 from ..http.connection_limits import TransferLimits
 from ..http.http_server import freeze_gc, raise_file_limit, uvicorn_config
-from ..models import manager
+from ..models import model_manager
 from ..observability.metrics import ConnectionMetrics, Metrics
 from ..settings import UsageError
 from .handover import PassedConnectionServer
@@ -197,7 +197,7 @@ def main() -> None:
     worker_config = WorkerConfig.receive(control)
     settings = worker_config.settings
     configure_logging(settings.log_level, settings.log_format)
-    for name in (manager.__name__, "uvicorn.error"):  # the supervising process logs loads, start and end
+    for name in (model_manager.__name__, "uvicorn.error"):  # the supervising process logs loads, start and end
         logging.getLogger(name).setLevel(max(logging.getLogger().level, logging.WARNING))
     raise_file_limit()
 

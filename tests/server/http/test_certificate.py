@@ -45,20 +45,20 @@ def test_changed_files_are_read_when_they_are_complete(
         return "first" if served == ssl.PEM_cert_to_DER_cert(first[0].read_text()) else "second"
 
     for _ in range(3):
-        watched.poll()
+        watched.reload_if_changed()
     assert (name(), caplog.messages) == ("first", [])
     shutil.copy(second[0], files[0])
-    watched.poll()
+    watched.reload_if_changed()
     shutil.copy(second[1], files[1])
-    watched.poll()
+    watched.reload_if_changed()
     assert name() == "first"  # the files have changed since the last call
-    watched.poll()
+    watched.reload_if_changed()
     assert name() == "second"
     assert [record.levelname for record in caplog.records] == ["INFO"]
     files[1].unlink()
     shutil.copy(first[0], files[0])
     for _ in range(4):
-        watched.poll()
+        watched.reload_if_changed()
     assert name() == "second"
     (record,) = caplog.records[1:]
     assert (record.levelname, "the previous certificate stays in use" in record.getMessage()) == ("ERROR", True)
