@@ -64,13 +64,13 @@ class SharedState:
     Attributes:
         salt: Salt of client identities; None: a random salt.
         started_s: Unix time of the start.
-        gather: Returns the metrics of all processes.
+        gather_metrics: Returns the metrics of all processes.
         num_processes: Number of processes. Each enforces 1/num_processes of the limits.
     """
 
     salt: bytes | None = None
     started_s: int = field(default_factory=lambda: int(time.time()))
-    gather: GatherMetrics | None = None
+    gather_metrics: GatherMetrics | None = None
     num_processes: int = 1
 
 
@@ -189,7 +189,7 @@ def _build_context(
     batches: BatchService | None,
 ) -> ServerContext:
     """Returns the state of the application, with the metrics of models, cache and batches."""
-    metrics = Metrics(table.named_engines, shared.gather)
+    metrics = Metrics(table.named_engines, shared.gather_metrics)
     metrics.register(ModelMetrics(table.entries))
     if cache is not None:
         metrics.register(VectorCacheMetrics(cache, table.named_engines))

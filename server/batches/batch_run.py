@@ -70,9 +70,9 @@ class RunContext:
 
     Attributes:
         num_lines: Lines with a response ("completed") and with an error ("failed") since the start.
-        reading_file: Lock for checking a file or reading its custom ids: one file at a time.
-        lone_line: Lock: one suspected line or file check at a time. A line or check is suspected if it ran when the
-            engine or the server died. If it dies again, the line or check is the cause.
+        file_lock: Lock for checking a file or reading its custom ids: one file at a time.
+        isolation_lock: Lock: one suspected line or file check at a time. A line or check is suspected if it ran when
+            the engine or the server died. If it dies again, the line or check is the cause.
         now: Unix time.
         retry_s: Seconds between two attempts to use a failing disk.
     """
@@ -82,8 +82,8 @@ class RunContext:
     send: SendRequest
     limiter: LineLimiter
     num_lines: Counter[str] = field(default_factory=Counter)
-    reading_file: asyncio.Lock = field(default_factory=asyncio.Lock)
-    lone_line: asyncio.Lock = field(default_factory=asyncio.Lock)
+    file_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    isolation_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     now: Callable[[], float] = time.time
     retry_s: float = RETRY_S
 
@@ -198,7 +198,7 @@ class BatchRun:
         return BatchStatus.COMPLETED
 
     async def _check(self) -> CheckResult:
-        """Checks the input file. If the server was killed during an earlier check, holds `lone_line`.
+        """Checks the input file. If the server was killed during an earlier check, holds `isolation_lock`.
 
         Raises OSError or StorageError. Other files are checked before the next try.
         """
@@ -206,7 +206,7 @@ class BatchRun:
         if num_crashes >= MAX_CRASHES:
             message = f"The server was killed {MAX_CRASHES} times while it checked this file; send shorter lines."
             return CheckResult(0, [LineError("server_crashed", message)])
-        async with self._context.lone_line if num_crashes else contextlib.nullcontext(), self._context.reading_file:
+        async with self._context.isolation_lock if num_crashes else contextlib.nullcontext(), self._context.file_lock:
             await self._set_lone_line(CHECK_LINE)
             try:
                 result = await asyncio.to_thread(self._input.check)
@@ -317,7 +317,7 @@ class BatchRun:
         may_kill_engine = False
         with contextlib.ExitStack() as rejected:
             while True:
-                async with self._context.lone_line if runs_alone or may_kill_engine else contextlib.nullcontext():
+                async with self._context.isolation_lock if runs_alone or may_kill_engine else contextlib.nullcontext():
                     result = await self._send(span, runs_alone=runs_alone)
                 wait_s = self._context.retry_s
                 if result is not None:
@@ -387,7 +387,7 @@ class BatchRun:
 
     async def _custom_ids(self, spans: list[LineSpan]) -> list[tuple[int, str]]:
         """Reads numbers and custom ids of lines. Only one line of all batches is in memory at a time."""
-        async with self._context.reading_file:
+        async with self._context.file_lock:
             return await _on_thread(lambda: self._input.custom_ids(spans))
 
     async def _finish(self, status: BatchStatus) -> None:

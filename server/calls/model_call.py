@@ -155,7 +155,7 @@ class ModelCall:
         began_s, context = time.perf_counter(), context_of(request)
         target = context.models.find(model, request.scope, kinds)
         if target is None:
-            target = await context.models.load(model, request.scope, kinds)
+            target = await context.models.find_or_load(model, request.scope, kinds)
         return cls(request, context, target, began_s)
 
     def reserve(self, size: ResponseSize, *, param: str = "input", remedy: str = FEWER_INPUTS) -> None:

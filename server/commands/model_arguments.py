@@ -131,12 +131,12 @@ def settings_and_models(arguments: dict[str, Any], kind: type[Settings]) -> tupl
     if settings.env_compat is not None:
         variables = read_compat_variables(settings.env_compat, kind, {*arguments, *(["model"] if words else [])})
         settings = replace(
-            load_settings(kind, arguments, compat=variables.values, **sources), env_notes=tuple(variables.notes)
+            load_settings(kind, arguments, compat=variables.settings, **sources), env_notes=tuple(variables.notes)
         )
-        if variables.tables and (tables or words):
+        if variables.model_tables and (tables or words):
             raise UsageError("INFINITY_MODEL_ID: names several models; name all models in one place")
-        if variables.tables:
-            tables, location = tuple(variables.tables), "INFINITY_MODEL_ID: models"
+        if variables.model_tables:
+            tables, location = tuple(variables.model_tables), "INFINITY_MODEL_ID: models"
     return settings, models_to_serve(settings, words, tables, location)
 
 

@@ -93,7 +93,7 @@ class ModelTable:
             kinds: Kinds of models for a request without a name; see `entry`.
 
         Returns:
-            The target; None if the model must be loaded with `load` first.
+            The target; None if the model must be loaded with `find_or_load` first.
 
         Raises:
             EngineUnavailableError: The server has not started yet.
@@ -108,7 +108,7 @@ class ModelTable:
         entry.acquire()
         return self._target(entry, name, scope)
 
-    async def load(self, name: str | None, scope: Scope, kinds: Collection[ModelKind] = ()) -> ModelTarget:
+    async def find_or_load(self, name: str | None, scope: Scope, kinds: Collection[ModelKind] = ()) -> ModelTarget:
         """Loads the model of a request and returns the target. Raises the errors of `find` and ModelManager.acquire."""
         entry = self.entry(name, kinds)
         await self._manager.acquire(entry, is_background=state_of(scope).is_batch_line)
@@ -187,7 +187,7 @@ class ModelTable:
 
     def describe_all(self) -> list[ModelDescription]:
         """Describes every model and then its adapters. Raises EngineUnavailableError while all are loading."""
-        if self._manager.is_starting and not self.engines():
+        if self._manager.is_starting and not self.loaded_targets():
             raise _starting()
         descriptions = []
         for entry in self.entries:
@@ -197,7 +197,7 @@ class ModelTable:
                 descriptions.append(ModelDescription(entry, name, entry.info, entry.name))
         return descriptions
 
-    def engines(self) -> list[ModelTarget]:
+    def loaded_targets(self) -> list[ModelTarget]:
         """Returns the targets of all loaded models."""
         return [
             ModelTarget(cast("AsyncEngine", entry.engine), entry.name, entry.model.default_prompt_name)
@@ -207,7 +207,7 @@ class ModelTable:
 
     def named_engines(self) -> list[tuple[AsyncEngine, str]]:
         """Returns engine and shown name of all loaded models."""
-        return [(target.engine, target.name) for target in self.engines()]
+        return [(target.engine, target.name) for target in self.loaded_targets()]
 
     @property
     def only_engine(self) -> AsyncEngine | None:

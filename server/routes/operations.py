@@ -192,7 +192,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     reject_other_origins(request)
     models = context_of(request).models
     models.describe_all()  # raises an error while all models are loading
-    targets = models.engines()
+    targets = models.loaded_targets()
     cleared = await asyncio.gather(*(target.engine.reset_prefix_cache() for target in targets))
     answer = {
         target.name: {"prefix_caching": count is not None, "cleared_blocks": count or 0}

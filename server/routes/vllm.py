@@ -250,7 +250,7 @@ async def pooling(body: PoolingRequest, request: Request) -> Response:
 @router.get("/load", response_model=ServerLoad)
 async def load(request: Request) -> Response:
     """Returns the number of requests in the engines."""
-    engines = context_of(request).models.engines()
+    engines = context_of(request).models.loaded_targets()
     return json_response({"server_load": sum(target.engine.stats().num_requests for target in engines)})
 
 

@@ -42,13 +42,13 @@ class CompatVariables:
     """The variables of another server that are set.
 
     Attributes:
-        values: Setting to variable and value.
-        tables: With several models, one for each: keys and values of a [[models]] table.
+        settings: Setting to variable and value.
+        model_tables: With several models, one for each: keys and values of a [[models]] table.
         notes: One log line for each variable.
     """
 
-    values: dict[str, tuple[str, Any]] = field(default_factory=dict)
-    tables: list[dict[str, Any]] = field(default_factory=list)
+    settings: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    model_tables: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -67,7 +67,7 @@ def read_compat_variables(server: str, kind: type, given: Collection[str]) -> Co
     fixed = {name for name in declared if name in given or is_set(environment_variable(name), declared[name])}
     rules = _TEI if server == "tei" else _INFINITY | _INFINITY_MODELS
     num_models = max(len(_parts(_MODELS, os.environ.get(_MODELS, ""))), 1) if server == "infinity" else 1
-    found = CompatVariables(tables=[{} for _ in range(num_models if num_models > 1 else 0)])
+    found = CompatVariables(model_tables=[{} for _ in range(num_models if num_models > 1 else 0)])
     for variable, rule in rules.items():
         if text := os.environ.get(variable):
             parts = _parts(variable, text)
@@ -118,13 +118,13 @@ def _add(found: CompatVariables, variable: str, text: str, outcomes: Sequence[Ou
     if name in fixed:
         found.notes.append(f"{shown} has no effect: {flag_of(name)} or {environment_variable(name)} has precedence")
         return
-    if name in found.values:
-        raise UsageError(f"{variable}: {found.values[name][0]} also sets {flag_of(name)}; unset one of them")
+    if name in found.settings:
+        raise UsageError(f"{variable}: {found.settings[name][0]} also sets {flag_of(name)}; unset one of them")
     found.notes.append(f"{shown} sets {'MODEL' if name == 'model' else flag_of(name)}")
-    if not found.tables or variable not in _INFINITY_MODELS:
-        found.values[name] = (variable, next(o[name] for o in outcomes if not isinstance(o, str)))
+    if not found.model_tables or variable not in _INFINITY_MODELS:
+        found.settings[name] = (variable, next(o[name] for o in outcomes if not isinstance(o, str)))
         return
-    for table, outcome in zip(found.tables, itertools.cycle(outcomes), strict=False):
+    for table, outcome in zip(found.model_tables, itertools.cycle(outcomes), strict=False):
         if isinstance(outcome, str):
             continue
         if name == "served_model_name":

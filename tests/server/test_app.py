@@ -121,10 +121,11 @@ async def test_loading_model_gets_503_with_retry_after(engine) -> None:
 
 
 async def test_shutdown_cancels_the_loading_of_a_model() -> None:
-    was_cancelled = False
+    has_begun, was_cancelled = asyncio.Event(), False
 
     async def start():
         nonlocal was_cancelled
+        has_begun.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -132,5 +133,5 @@ async def test_shutdown_cancels_the_loading_of_a_model() -> None:
 
     app = create_app([ServedModel(("a",), start)], ServerSettings())
     async with app.router.lifespan_context(app):
-        await asyncio.sleep(0)
+        await has_begun.wait()
     assert was_cancelled
