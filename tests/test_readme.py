@@ -14,7 +14,7 @@ import pytest
 from penstock.engine.families.registry import FAMILIES
 from penstock.server.cluster.ray_settings import RayEmbedSettings, RayServeSettings
 from penstock.server.commands.cli import _parser, main
-from penstock.server.commands.flags import translated
+from penstock.server.commands.flags import translate_vllm_flags
 from penstock.server.commands.known_models import find_models
 from penstock.server.settings import (
     BenchSettings,
@@ -138,7 +138,7 @@ def test_every_document_is_listed_once(name: str, line: str) -> None:
 def test_penstock_commands_parse(document: Path) -> None:
     text = re.sub(r"\\\n\s*", "", text_of(document))
     for line in re.findall(r"^    (penstock [^\n>|]*)", text, re.MULTILINE):
-        words, _ = translated(shlex.split(line, comments=True)[1:])
+        words, _ = translate_vllm_flags(shlex.split(line, comments=True)[1:])
         assert _parser().parse_args(words).run, line
 
 

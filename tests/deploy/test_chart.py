@@ -9,7 +9,7 @@ import pytest
 
 from penstock.server.app import create_app
 from penstock.server.routing import Access
-from penstock.server.settings import ServerSettings, declared_settings, environment_variable, load
+from penstock.server.settings import ServerSettings, declared_settings, environment_variable, load_settings
 
 helm = pytest.importorskip("helm_python", reason="`make test-deploy` installs Helm")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make test-deploy` installs its schemas")
@@ -82,7 +82,7 @@ def test_values_are_settings_of_the_server(render: Render, monkeypatch: pytest.M
     for model in ("minilm", "reranker"):
         names = variables_of(pod_of(rendered, model))
         assert {name for name in names if name.startswith("PENSTOCK_")} <= SETTINGS
-    settings = load(ServerSettings, {})
+    settings = load_settings(ServerSettings, {})
     assert settings.model == "BAAI/bge-reranker-v2-m3"
     assert settings.engine.scheduler.max_queued_tokens == 64_000_000
     assert settings.access_log is True

@@ -35,7 +35,7 @@ from penstock.engine.protocol.templates import ChatOptions, ChatTemplate
 from penstock.engine.tokenization.chat_renderer import ChatRenderer
 from penstock.server.app import Application, create_app
 from penstock.server.models.served_model import ServedModel
-from penstock.server.settings import ServerSettings, load
+from penstock.server.settings import ServerSettings, load_settings
 
 from .fake_server import Serve, serving as serving_fakes
 
@@ -331,7 +331,7 @@ def serving() -> Serving:
             return engine
 
         default_prompt_name = settings.pop("default_prompt_name", None)
-        loaded = load(ServerSettings, settings)
+        loaded = load_settings(ServerSettings, settings)
         app = create_app([ServedModel(names, start, default_prompt_name, loaded.engine)], loaded)
         async with client_of(app) as client:
             await app.state.model_manager.wait_until_started()

@@ -13,7 +13,7 @@ from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
-from penstock.server.settings import ServerSettings, load
+from penstock.server.settings import ServerSettings, load_settings
 
 from .bodies import table
 
@@ -22,7 +22,7 @@ WITHOUT_FORWARD = {"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize",
 
 
 def document_of(**settings: object) -> dict:
-    return create_app([ServedModel(("served", "other"), None)], load(ServerSettings, settings)).openapi()
+    return create_app([ServedModel(("served", "other"), None)], load_settings(ServerSettings, settings)).openapi()
 
 
 DOCUMENT = document_of()

@@ -193,7 +193,7 @@ def test_silent_server_ends_at_the_timeout(scheme: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"{scheme}://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(CommandError, match=f"{url} cannot be reached: .*timed out"):
-            TargetServer(url, TargetSettings(), 0.05).exchange("GET", "/")
+            TargetServer(url, TargetSettings(), 0.05).request("GET", "/")
 
 
 def test_unreachable_server_is_named(serve: Serve) -> None:

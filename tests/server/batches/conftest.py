@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.server.batches.service import BatchService
-from penstock.server.settings import ServerSettings, load
+from penstock.server.settings import ServerSettings, load_settings
 
 from ...clock import Clock
 from .helpers import Routes
@@ -26,7 +26,7 @@ def running(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch):
 
     @asynccontextmanager
     async def run(routes: Routes, folder: Path = tmp_path / "data", **settings: object) -> AsyncIterator[BatchService]:
-        batches = BatchService(load(ServerSettings, {"data_dir": folder, **settings}), now=clock, retry_s=0.05)
+        batches = BatchService(load_settings(ServerSettings, {"data_dir": folder, **settings}), now=clock, retry_s=0.05)
         async with batches.running(routes):
             yield batches
 

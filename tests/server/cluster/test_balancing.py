@@ -5,7 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.server.cluster.balancing import BUSY, QUEUE_S, LoadReport, QueueAutoscalingPolicy, ReplicaLoads, replicas_for
+from penstock.server.cluster.balancing import (
+    BUSY,
+    QUEUE_S,
+    LoadReport,
+    QueueAutoscalingPolicy,
+    ReplicaLoads,
+    replicas_for,
+)
 
 
 def choose(loads: ReplicaLoads, reports: dict[str, LoadReport], num_requests: int) -> str:

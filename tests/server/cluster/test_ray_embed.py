@@ -20,7 +20,7 @@ from penstock.engine import LLM, EngineConfig, PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.server.cluster.ray_settings import RayEmbedSettings
 from penstock.server.embed_jobs.job_folder import JobFolder, Shard
-from penstock.server.settings import CommandError, UsageError, load
+from penstock.server.settings import CommandError, UsageError, load_settings
 
 from ...waiting import wait_until
 from .conftest import Nodes, Starting, ended
@@ -161,7 +161,7 @@ def test_job_embeds_its_unfinished_shards_until_a_bad_row(embedder_class: Any, t
     job = JobFolder(tmp_path / "out", ".parquet", "--overwrite")
     config = module.EmbedderConfig(EngineConfig(model="m"), "text", False, PoolingParams(), "query", job, "info", "x")
     given = {"output": "out", "address": "a:1", "min_replicas": 3, "max_replicas": 4, "replica_cpus": 2.5}
-    settings = load(RayEmbedSettings, given)
+    settings = load_settings(RayEmbedSettings, given)
     module.ray.init = Mock(side_effect=lambda *_, **__: folders.append(Path.cwd()))
     datasets: list[Dataset] = []
 

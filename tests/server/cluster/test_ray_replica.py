@@ -133,7 +133,9 @@ def test_single_model_is_mounted_at_the_root() -> None:
 
 
 def test_several_models_are_mounted_below_their_names() -> None:
-    applications = applications_of([model("owner/bge m3", "owner/bge m3", "x", prompt_name="query"), model("b", "/models/b/")])
+    applications = applications_of(
+        [model("owner/bge m3", "owner/bge m3", "x", prompt_name="query"), model("b", "/models/b/")]
+    )
     assert [application.prefix for application in applications] == ["/bge-m3", "/b"]
     assert applications[0].names == ("owner/bge m3", "x")
     assert applications[0].default_prompt_name == "query"

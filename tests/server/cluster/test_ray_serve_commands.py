@@ -16,7 +16,7 @@ from penstock.engine import EngineConfig
 from penstock.server.cluster.ray_replica import applications_of
 from penstock.server.cluster.ray_settings import RayServeSettings
 from penstock.server.http.http_server import KEEP_ALIVE_S
-from penstock.server.settings import CommandError, UsageError, load
+from penstock.server.settings import CommandError, UsageError, load_settings
 
 from ...waiting import wait_until
 
@@ -93,7 +93,7 @@ def serve_models(ray_serve: Serve):
 
     def run(*names: str, **settings: Any) -> None:
         applications = applications_of([(EngineConfig(model=name), (name,), None) for name in names])
-        module.serve_on_ray(applications, load(RayServeSettings, settings))
+        module.serve_on_ray(applications, load_settings(RayServeSettings, settings))
 
     return run
 

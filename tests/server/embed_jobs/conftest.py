@@ -8,7 +8,7 @@ import pytest
 
 from penstock.server.embed_jobs import run as run_module
 from penstock.server.embed_jobs.run import embed_file
-from penstock.server.settings import EmbedSettings, load
+from penstock.server.settings import EmbedSettings, load_settings
 
 
 @pytest.fixture
@@ -41,6 +41,6 @@ def run(fake) -> Callable[..., None]:
 
     def embed(source: Path, output: Path, **settings: object) -> None:
         settings = {"output": str(output), "batch_size": 4, **settings}
-        embed_file(str(source), load(EmbedSettings, settings), "fake-model")
+        embed_file(str(source), load_settings(EmbedSettings, settings), "fake-model")
 
     return embed

@@ -16,7 +16,7 @@ from penstock.server.app import create_app
 from penstock.server.http.connection import Connection
 from penstock.server.http.http_server import HttpServer
 from penstock.server.models.served_model import ServedModel
-from penstock.server.settings import ServerSettings, load
+from penstock.server.settings import ServerSettings, load_settings
 
 from ...waiting import until
 from ..conftest import FakeEngine
@@ -91,7 +91,7 @@ async def served(
             return engine
 
         models.append(ServedModel((f"fake-model-{index}" if index else "fake-model",), start))
-    app = create_app(models, load(ServerSettings, settings))
+    app = create_app(models, load_settings(ServerSettings, settings))
     async with running(app, lifespan="on", **(options or {})) as (server, port):
         await app.state.model_manager.wait_until_started()
         yield server, port

@@ -9,7 +9,7 @@ import pytest
 from penstock.engine import EngineConfig
 from penstock.engine.protocol.config import SchedulerConfig
 from penstock.server.models.served_model import ServedModel
-from penstock.server.settings import ServerSettings, load
+from penstock.server.settings import ServerSettings, load_settings
 from penstock.server.workers.messages import (
     Channel,
     FromWorker,
@@ -86,7 +86,7 @@ def worker_config(**settings: object) -> WorkerConfig:
     model = ServedModel(
         ("a", "b"), config=EngineConfig(model="/models/a", max_queued_chars=1_000, image_memory=2_000, scheduler=limits)
     )
-    return WorkerConfig(load(ServerSettings, settings), (model,), 4, 11, b"salt", 1_700_000_000)
+    return WorkerConfig(load_settings(ServerSettings, settings), (model,), 4, 11, b"salt", 1_700_000_000)
 
 
 def test_plan_is_received_as_sent(monkeypatch: pytest.MonkeyPatch) -> None:
