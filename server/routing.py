@@ -111,7 +111,7 @@ class Route(APIRoute):
 
 
 async def respond_as(endpoint: Endpoint, schema: type[JsonBody], content: dict[str, Any], request: Request) -> Response:
-    """Validates a body with the schema of another route and returns that route's response; see `parsed`."""
+    """Validates a body with the schema of another route and returns that route's response; see `parse_as`."""
     body = parse_as(schema, content, request.scope)
     if (request_id := body.body_request_id()) is not None:
         state_of(request.scope).request_id = request_id

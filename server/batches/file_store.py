@@ -99,7 +99,9 @@ class FileStore:
         max_files: Maximum number of files of one owner.
     """
 
-    def __init__(self, data: DataDir, store: BatchDatabase, max_bytes: int, now: Callable[[], float], max_files: int) -> None:
+    def __init__(
+        self, data: DataDir, store: BatchDatabase, max_bytes: int, now: Callable[[], float], max_files: int
+    ) -> None:
         self._folder = data.files
         self._store = store
         self.max_bytes = max_bytes

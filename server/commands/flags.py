@@ -65,7 +65,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: type, *, positional: str = "", nargs: str = "?") -> None:
-    """Adds one flag for every setting of a command. Values stay strings; `load` converts and checks them.
+    """Adds one flag for every setting of a command. Values stay strings; `load_settings` converts and checks them.
 
     Args:
         parser: Parser of the command.

@@ -287,7 +287,7 @@ def _note_unknown_keys(body: JsonBody, sent: Any, scope: Scope) -> None:
 
 
 def parse_as(schema: type[Body], body: object, scope: Scope) -> Body:
-    """Returns a body as `schema`. Raises RequestValidationError; see `invalid_body` and `JsonBody.check_keys`."""
+    """Returns a body as `schema`. Raises RequestValidationError; see `invalid_body_error` and `JsonBody.check_keys`."""
     try:
         checked = schema.model_validate(body)
     except ValidationError as error:
@@ -315,7 +315,7 @@ class BodyParser:
         self.field_keys = frozenset(key for schema in _schemas(annotation) for key in schema.field_keys())
 
     def parse(self, value: Any, scope: Scope) -> Any:
-        """Returns a body, or a dict if there is no schema. Raises RequestValidationError; see `parsed`."""
+        """Returns a body, or a dict if there is no schema. Raises RequestValidationError; see `parse_as`."""
         try:
             body = self._validate(value)
         except ValidationError as error:

@@ -54,7 +54,7 @@ class ModelEntry:
     Attributes:
         engine: Engine of the loaded model, else None.
         info: Facts from its last load or from its files; None if nothing is known yet.
-        num_in_use: Requests that use its engine.
+        num_requests: Requests that use its engine.
         waiters: One future per waiting request. The result is the engine, which the request then uses, or None if the
             model could not be loaded.
         ttl_s: Seconds without a request after which it is unloaded; infinity: never.

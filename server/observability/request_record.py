@@ -1,6 +1,6 @@
 """The record of a request, and its observers after the response: traces, metrics and access log.
 
-The record has the times, model and status of the request. REQUEST holds the record of the current task.
+The record has the times, model and status of the request. CURRENT_RECORD holds the record of the current task.
 """
 
 from __future__ import annotations

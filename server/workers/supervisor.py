@@ -68,7 +68,7 @@ class SupervisedModels:
         on_failure: Called with the first error if no model can be loaded.
 
     Attributes:
-        planned: The models without `start`, for the HTTP processes.
+        configured_models: The models without `start`, for the HTTP processes.
         manager: Starts and stops the models.
     """
 
@@ -86,7 +86,7 @@ class SupervisedModels:
         self._first_process = process
         self._send_all = send_all
         self._engines: list[EngineServer | None] = [None for _ in models]
-        self.planned = tuple(replace(model, start=None) for model in models)
+        self.configured_models = tuple(replace(model, start=None) for model in models)
         started = [replace(model, start=self._starter(number)) for number, model in enumerate(models)]
         limits = ModelLimits(drain_timeout_s=settings.drain_timeout_s)
         self.manager = ModelManager(started, limits, on_ready, on_failure)
@@ -113,7 +113,7 @@ class SupervisedModels:
             if number == 0:
                 process, self._first_process = self._first_process, None
             engine = self._engines[number] = EngineServer(
-                self.planned[number].config,
+                self.configured_models[number].config,
                 lambda status: self._send_all(EngineChanged(number, status)),
                 log_level=self._settings.log_level.upper(),
                 log_format=self._settings.log_format,
@@ -237,8 +237,8 @@ class WorkerSupervisor:
             self._announce(self._models.manager.entries)
 
     def _worker_config(self) -> WorkerConfig:
-        settings, number = self._settings, next(self._connection_numbers)
-        return WorkerConfig(settings, self._models.planned, settings.api_workers, number, self._salt, self._started_s)
+        settings, models, number = self._settings, self._models.configured_models, next(self._connection_numbers)
+        return WorkerConfig(settings, models, settings.api_workers, number, self._salt, self._started_s)
 
     def _handle(self, worker: HttpProcess, message: FromWorker) -> None:
         match message:

@@ -108,15 +108,15 @@ class SupervisorConnection:
         Raises:
             EngineError: It could not be loaded.
         """
-        planned = self._worker_config.models[model]
-        config = self._worker_config.config_with_share(planned)
+        configured_model = self._worker_config.models[model]
+        config = self._worker_config.config_with_share(configured_model)
         loading = self._loading[model] = asyncio.get_running_loop().create_future()
         self._channel.send(GetModel(model))
         ready = await loading
         dispatcher = Dispatcher(
             config.scheduler.max_queued_tokens,
             config.scheduler.max_queue_s,
-            max_request_tokens=planned.config.scheduler.max_queued_tokens,
+            max_request_tokens=configured_model.config.scheduler.max_queued_tokens,
             first_id=first_request_id(self._worker_config.connection_number),
         )
         client = self._clients[model] = EngineClient(self._worker_config.connection_number, dispatcher, self._on_end)

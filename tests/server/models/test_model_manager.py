@@ -399,7 +399,7 @@ async def test_model_in_use_stays_loaded_for_a_minimum_time(engines: Engines, mo
     assert a.status is ModelStatus.LOADED
     passed_s = 101.0
     with later(101.0):
-        await until(lambda: a.status is ModelStatus.LEAVING)
+        await until(lambda: a.status is ModelStatus.UNLOADING)
     a.release(time.monotonic())
     assert await for_b is None
 
