@@ -44,7 +44,7 @@ async def test_errors_of_the_metrics_port_are_json(monkeypatch: pytest.MonkeyPat
 def test_process_without_others_has_all_of_the_memory() -> None:
     app, settings = create_app([], ServerSettings()), ServerSettings()
     assert app.state.context.admission.bodies.limit == 32 * settings.max_body_bytes
-    assert app.layers.rejections._max_waiting == file_limit() // 2
+    assert app.outer_middleware.rejections._max_waiting == file_limit() // 2
 
 
 def test_processes_with_one_salt_know_clients_by_the_same_names() -> None:

@@ -29,11 +29,11 @@ from .helpers import (
     killed,
     lines,
     numbers,
+    output_files,
     record,
     until_completed,
     until_status,
     upload,
-    written,
 )
 
 
@@ -49,7 +49,7 @@ async def test_unanswered_lines_fail_when_the_window_ends(running, clock, second
     clock.now_s += seconds
     async with running(routes) as batches:
         batch = await until_status(batches, batch, BatchStatus.EXPIRED)
-        output, errors = written(batches, batch)
+        output, errors = output_files(batches, batch)
         assert (numbers(output), numbers(errors)) == (list(range(5)), list(range(5, 120)))
         assert (batch.num_completed, batch.num_failed, batch.expired_at) == (5, 115, int(clock.now_s))
         assert (errors[0]["error"]["code"], errors[0]["response"]) == ("batch_expired", None)
@@ -125,7 +125,7 @@ async def test_restarted_batch_runs_only_unanswered_lines(running, tmp_path: Pat
     async with running(routes) as batches:
         batch = await until_status(batches, batch, BatchStatus.COMPLETED)
         assert set(routes.received) == set(range(5, 10))
-        assert numbers(written(batches, batch)[0]) == list(range(10))
+        assert numbers(output_files(batches, batch)[0]) == list(range(10))
         assert (batch.num_completed, batch.num_tokens, batch.model) == (10, 30, "m")
         assert {path.name for path in files.iterdir()} == {batch.input_file_id, batch.output_id}
 
@@ -159,7 +159,7 @@ async def test_batch_killed_before_its_end_ends_after_a_restart(running, tmp_pat
         assert (restarted.num_completed, restarted.num_failed) == (batch.num_completed, batch.num_failed)
         assert restarted.to_openai()["usage"] == batch.to_openai()["usage"]
         assert restarted.to_openai()["usage"]["total_tokens"] == batch.num_tokens
-        assert written(batches, restarted) == written(batches, batch)
+        assert output_files(batches, restarted) == output_files(batches, batch)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ async def test_only_the_line_that_kills_its_engine_fails(running, monkeypatch) -
     async with running(routes) as batches:
         batch = await until_status(batches, await begin(batches, lines(range(40))), BatchStatus.COMPLETED)
         assert (batch.num_completed, batch.num_failed, num_deaths) == (39, 1, 3)
-        (error,) = written(batches, batch)[1]
+        (error,) = output_files(batches, batch)[1]
         assert (error["custom_id"], error["response"]["status_code"]) == ("7", 503)
 
 
@@ -240,7 +240,7 @@ async def test_short_disk_failure_fails_no_batch(running, monkeypatch, owner: ty
     routes = Routes()
     async with running(routes) as batches:
         batch = await until_status(batches, await begin(batches, lines(range(250))), BatchStatus.COMPLETED)
-        assert numbers(written(batches, batch)[0]) == list(range(250))
+        assert numbers(output_files(batches, batch)[0]) == list(range(250))
         assert (batch.num_completed, routes.received.total(), next(fails, None)) == (250, 250, None)
 
 
@@ -366,7 +366,7 @@ async def test_line_that_ran_alone_in_two_kills_fails(running, tmp_path: Path) -
         routes.max_at_once = 0
     async with running(routes, folder) as batches:
         batch = await until_status(batches, batch, BatchStatus.COMPLETED)
-        output, (error,) = written(batches, batch)
+        output, (error,) = output_files(batches, batch)
         assert numbers(output) == [number for number in range(40) if number != 7]
         assert (error["custom_id"], error["error"]["code"]) == ("7", "server_crashed")
         assert not routes.received[7]

@@ -38,10 +38,10 @@ async def test_no_task_remains_after_a_request() -> None:
 async def test_ended_watch_leaves_nothing_on_the_connection() -> None:
     request = request_of(asyncio.Queue())
     lost = state_of(request.scope).connection_lost = asyncio.get_running_loop().create_future()
-    with context.ClientWatch(request):
+    with context.DisconnectMonitor(request):
         await until(lambda: lost._callbacks)
     assert not lost._callbacks
-    with context.ClientWatch(request):
+    with context.DisconnectMonitor(request):
         pass
     await loop_iterations()
     assert not lost._callbacks

@@ -26,7 +26,7 @@ def info(make_engine, tmp_path: Path) -> ModelInfo:
 def announced(info: ModelInfo, *ports: int, placements: Sequence[str] = (), **settings: Any) -> list[str]:
     loaded = load_settings(ServerSettings, settings)
     entry = ModelEntry(ServedModel(("a-model",), config=loaded.engine), lambda _: None)
-    entry.loaded(SimpleNamespace(info=info, replicas=[SimpleNamespace(placement=p) for p in placements]), 0.1, 0.0)
+    entry.set_loaded(SimpleNamespace(info=info, replicas=[SimpleNamespace(placement=p) for p in placements]), 0.1, 0.0)
     return announcement([entry], loaded, ports or (8000,)).splitlines()
 
 

@@ -47,7 +47,7 @@ def _restored_signals() -> Iterator[None]:
 def test_failed_engine_start_is_one_line_and_a_code(model, failure, line: str, code: int, monkeypatch, caplog) -> None:
     monkeypatch.setattr(AsyncEngine, "start", AsyncMock(side_effect=failure))
     monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(serve, "resolved", lambda *_: None)
+    monkeypatch.setattr(serve, "resolve_local_model", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve", model, "--host", "127.0.0.1", "--port", "0"])
     assert ended.value.code == code
@@ -100,7 +100,7 @@ def test_one_device_is_used_by_several_processes(given: dict[str, Any], device: 
     served = Mock()
     monkeypatch.setattr(serve, "_serve_by_workers", served)
     monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(serve, "resolved", lambda *_: None)
+    monkeypatch.setattr(serve, "resolve_local_model", lambda *_: None)
     plan = ServedModel(("a",), config=EngineConfig(model="/models/a", **given), is_pinned=True, ttl_s=math.inf)
     serve.serve(ServerSettings(api_workers=2, host="127.0.0.1", port=0, env_notes=("PORT=0 sets --port",)), [plan])
     assert "PORT=0 sets --port" in caplog.messages

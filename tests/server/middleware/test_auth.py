@@ -195,7 +195,7 @@ def test_invalid_file_keeps_the_keys(text: str | None, tmp_path: Path, caplog: p
 def test_changed_file_is_read_again_after_an_error_of_the_disk(tmp_path: Path, monkeypatch, caplog) -> None:
     file, clock = tmp_path / "keys", TickingClock()
     write(file, "a-key\n")
-    keys = ApiKeys((), file, clock_s=clock)
+    keys = ApiKeyStore((), file, clock_s=clock)
     write(file, "b-key\nc-key\n")
     with monkeypatch.context() as patched:
         patched.setattr(Path, "read_text", Mock(side_effect=OSError(24, "Too many open files")))

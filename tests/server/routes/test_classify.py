@@ -94,12 +94,6 @@ async def test_raw_scores_get_the_response_of_infinity(serving, make_engine, raw
     assert (params.use_activation, params.truncate_prompt_tokens) == (not raw_scores, -1)
 
 
-async def test_use_activation_wins_over_raw_scores(serving: Serving, make_engine) -> None:
-    engine = make_engine("sequence_classifier", LABELS)
-    await classify(serving, engine, input="a", raw_scores=True, use_activation=True)
-    assert engine.calls[-1][1][1].use_activation is True
-
-
 async def test_examples_make_an_embedding_model_classify(serving: Serving, engine: FakeEngine) -> None:
     answer = await classify(serving, engine, "/v1/classify", inputs=["hello", "you"], examples=EXAMPLES)
     check_cohere_answer(answer, ["hello", "you"], ["shipping", "refund"])
