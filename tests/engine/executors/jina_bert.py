@@ -5,24 +5,9 @@ import math
 import torch
 import torch.nn.functional as F
 
-CODE = "jinaai/jina-bert-implementation--modeling_bert"
-HUB = {
-    "architectures": ["JinaBertForMaskedLM"],
-    "auto_map": {"AutoModel": f"{CODE}.JinaBertModel", "AutoModelForMaskedLM": f"{CODE}.JinaBertForMaskedLM"},
-    "emb_pooler": "mean",
-    "feed_forward_type": "geglu",
-    "hidden_act": "gelu",
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "layer_norm_eps": 1e-12,
-    "max_position_embeddings": 160,
-    "model_type": "bert",
-    "num_attention_heads": 6,
-    "num_hidden_layers": 3,
-    "position_embedding_type": "alibi",
-    "type_vocab_size": 2,
-    "vocab_size": 200,
-}
+from ...tables import table
+
+HUB = table(__file__, "config.json of jina-bert on the hub")
 D, I, H = HUB["hidden_size"], HUB["intermediate_size"], HUB["num_attention_heads"]  # noqa: E741
 
 

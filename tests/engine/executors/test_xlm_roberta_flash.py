@@ -13,25 +13,9 @@ from penstock.engine.protocol.tasks import PoolingType
 from ...tables import table
 from .families import ENCODER_SIZES, assert_close, first_row_logits, logits_of, relative_error, rows_of
 
-CODE = "jinaai/xlm-roberta-flash-implementation"
 TASKS = ["retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"]
 SIZES = ENCODER_SIZES | {"type_vocab_size": 1, "pad_token_id": 1, "layer_norm_eps": 1e-5}
-HUB = SIZES | {
-    "architectures": ["XLMRobertaModel"],
-    "auto_map": {
-        "AutoConfig": f"{CODE}--configuration_xlm_roberta.XLMRobertaFlashConfig",
-        "AutoModel": f"{CODE}--modeling_lora.XLMRobertaLoRA",
-    },
-    "hidden_act": "gelu",
-    "load_trained_adapters": True,
-    "lora_adaptations": TASKS,
-    "lora_alpha": 1,
-    "lora_rank": 4,
-    "model_type": "xlm-roberta",
-    "position_embedding_type": "rotary",
-    "rotary_emb_base": 500.0,
-    "use_flash_attn": True,
-}
+HUB = SIZES | table(__file__, "config.json of xlm-roberta-flash on the hub")
 RERANKER = table(__file__, "xlm-roberta flash reranker")
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 EXECUTORS = pytest.mark.parametrize("executor", ["torch", "cpu"])

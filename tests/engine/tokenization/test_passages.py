@@ -13,6 +13,7 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.results import ScoreResult
 from penstock.engine.tokenization.long_text import MIN_PASSAGE_TOKENS, Passages, split_text
 
+from ...tables import table
 from ..engines import running
 
 
@@ -50,12 +51,7 @@ def test_best_passage_scores_for_its_document() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "limit", "spare", "num_pieces", "truncated"),
-    [
-        ([20, 40], 2, 0, 3, []),
-        ([20, 40, 41, 90], 2, 0, 7, [2, 3]),
-        ([20, 40, 41], 3, 4, 7, []),  # a document that fits alone is not split because of `spare`
-        ([20, 49], 3, 4, 4, [1]),
-    ],
+    table(__file__, "documents with too many passages"),
 )
 def test_documents_above_the_passage_limit_are_named(
     lengths: list[int], limit: int, spare: int, num_pieces: int, truncated: list[int]

@@ -13,17 +13,10 @@ from penstock.engine.core.loading.weights_loader import load_dense, load_model
 from penstock.engine.protocol.errors import UnsupportedModelError, WeightError
 from penstock.engine.protocol.model_info import DenseSpec
 
+from ....tables import table
 from ..families import assert_close, rows_of
 
-SIZES = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 40,
-    "num_labels": 3,
-}
+SIZES = table(__file__, "sizes of loaded models")
 SEQUENCES = [[5, 6, 7], [8, 9, 10, 11, 12]]
 INDEX = "model.safetensors.index.json"
 

@@ -13,18 +13,10 @@ from penstock.engine.executors.torch.transformers.model import TransformersModel
 from penstock.engine.executors.torch.transformers.network import Network
 from penstock.engine.protocol.errors import UnsupportedModelError, UnsupportedTaskError, WeightError
 
+from ....tables import table
 from ..families import assert_close, logits_of, relative_error, rows_of
 
-SIZES = {
-    "vocab_size": 200,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 80,
-    "max_position_embeddings": 160,
-    "num_labels": 3,
-    "pad_token_id": 0,
-}
+SIZES = table(__file__, "sizes of unpacked models")
 ALBERT = SIZES | {"embedding_size": 16}
 GPT2 = {"vocab_size": 200, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 160, "num_labels": 3}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
