@@ -1,13 +1,20 @@
 """Request ids, body limits, and disconnects."""
 
+import asyncio
+import re
 from collections.abc import AsyncIterator
+from unittest.mock import AsyncMock
 
 import httpx
 import orjson
 import pytest
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
-from penstock.server.middleware.requests import _send_in_parts
+from penstock.server.app import create_app
+from penstock.server.middleware.requests import UnexpectedErrorMiddleware, _send_in_parts
+from penstock.server.settings import ServerSettings
+
+from ..bodies import http_scope
 
 
 @pytest.mark.parametrize("given", [None, "", "two words", "x" * 200])
@@ -15,7 +22,20 @@ async def test_missing_or_invalid_request_id_is_replaced(client: httpx.AsyncClie
     headers = {} if given is None else {"x-request-id": given}
     ids = {(await client.get("/health", headers=headers)).headers["x-request-id"] for _ in range(2)}
     assert len(ids) == 2
-    assert given not in ids
+    assert all(re.fullmatch("[0-9a-f]{32}", each) for each in ids)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), asyncio.CancelledError()])
+async def test_started_response_gets_no_second_one(error: BaseException) -> None:
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        raise error
+
+    layers, send = create_app([], ServerSettings()).layers, AsyncMock()
+    layers.app = UnexpectedErrorMiddleware(respond)
+    with pytest.raises(type(error)):
+        await layers(http_scope("/v1/embeddings", {}), AsyncMock(), send)
+    assert [call.args[0]["status"] for call in send.await_args_list] == [200]
 
 
 async def test_large_body_is_sent_in_parts_of_64_kib() -> None:
