@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.server.bench.load_generator import UNSENT, Round, run_round
+from penstock.server.bench.load_generator import UNSENT, Round, _num_tokens, run_round
 from penstock.server.bench.report import LoadPoint, LoadTestResult, check_plot, ratios
 from penstock.server.bench.sweep import Sweep
 from penstock.server.bench.workload import BUILT_IN_WORKLOADS, Workload
@@ -254,6 +254,12 @@ async def test_failed_requests_are_counted_by_kind(reply: bytes | str | None, er
     assert kind.startswith(error)
     assert not isinstance(reply, bytes) or found.errors.total() == num_requests - 1
     assert kind == "status 503" or found.errors.total() <= 4, "a pause follows a lost connection"
+
+
+def test_usage_at_either_end_of_a_response_is_read() -> None:
+    usage, vectors = b'"usage": {"total_tokens" : 7}', b"0.5," * 2000
+    bodies = usage + vectors, vectors + usage, vectors + usage + vectors, usage
+    assert [_num_tokens(body) for body in bodies] == [7, 7, 0, 7]
 
 
 DIGESTS = {"queries": "d6b9fc1306b2df4f", "documents": "78e74a3d94c26435", "mixed": "3293d8831d3424f8"}
