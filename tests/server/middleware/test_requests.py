@@ -31,10 +31,10 @@ async def test_started_response_gets_no_second_one(error: BaseException) -> None
         await send({"type": "http.response.start", "status": 200})
         raise error
 
-    layers, send = create_app([], ServerSettings()).layers, AsyncMock()
-    layers.app = UnexpectedErrorMiddleware(respond)
+    middleware, send = create_app([], ServerSettings()).outer_middleware, AsyncMock()
+    middleware.app = UnexpectedErrorMiddleware(respond)
     with pytest.raises(type(error)):
-        await layers(http_scope("/v1/embeddings", {}), AsyncMock(), send)
+        await middleware(http_scope("/v1/embeddings", {}), AsyncMock(), send)
     assert [call.args[0]["status"] for call in send.await_args_list] == [200]
 
 
