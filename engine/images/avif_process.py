@@ -18,6 +18,7 @@ from typing import Final
 
 from PIL import AvifImagePlugin, Image, ImageOps, UnidentifiedImageError
 
+from ..protocol.errors import EngineUnavailableError
 from .header import ImageError
 
 _BYTES_PER_PIXEL: Final = 40
@@ -30,6 +31,7 @@ _S_PER_BYTE: Final = 2e-7
 _HEAD: Final = struct.Struct("<II4s")
 """Width, height and Pillow's mode of the pixels that follow."""
 _BAND_ROWS: Final = 256
+_FLAGS: Final = ("-P", "-m", __name__)
 
 
 def decode_avif(data: bytes, width: int, height: int) -> Image.Image:
@@ -42,18 +44,22 @@ def decode_avif(data: bytes, width: int, height: int) -> Image.Image:
 
     Raises:
         ImageError: The file is corrupt, larger than its header, or takes too long.
+        EngineUnavailableError: The process cannot be started, or was killed.
     """
     if sys.platform != "linux":
         raise ImageError("is an AVIF image, which penstock reads on Linux only; send PNG or JPEG")
     num_bytes = _SLACK + width * height * _BYTES_PER_PIXEL
     seconds = _START_S + width * height * _S_PER_PIXEL + len(data) * _S_PER_BYTE
-    command = (sys.executable, "-P", "-m", __name__, *map(str, (width, height, num_bytes, seconds)))
+    command = (sys.executable, *_FLAGS, *map(str, (width, height, num_bytes, seconds)))
     with os.fdopen(os.memfd_create("image"), "wb+") as file:
         file.write(data)
         file.seek(0)
-        process = subprocess.Popen(  # noqa: S603 - the arguments are numbers
-            command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
+        try:
+            process = subprocess.Popen(  # noqa: S603 - the arguments are numbers
+                command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            )
+        except OSError as error:
+            raise EngineUnavailableError(f"The server cannot decode AVIF images at the moment: {error}.") from error
     with process:
         assert isinstance(process.stdout, io.BufferedReader), "it is a pipe"
         assert process.stderr is not None, "it is a pipe"
@@ -67,6 +73,8 @@ def decode_avif(data: bytes, width: int, height: int) -> Image.Image:
         reason = process.stderr.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
     if process.returncode == -signal.SIGPROF:
         raise ImageError("is an AVIF file that takes too long to decode; save it as PNG or JPEG")
+    if process.returncode == -signal.SIGKILL:
+        raise EngineUnavailableError("The process that decoded an AVIF image was killed. Please try again later.")
     raise ImageError(f"is a truncated or corrupt AVIF file ({reason or 'its decoder ended'})")
 
 

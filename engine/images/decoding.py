@@ -22,6 +22,7 @@ from PIL import (
     features,
 )
 
+from ..protocol.errors import EngineUnavailableError
 from .avif_process import decode_avif
 from .header import ImageError
 from .image_file import ImageFile
@@ -48,6 +49,7 @@ def decode(file: ImageFile) -> Image.Image:
 
     Raises:
         ImageError: The file is corrupt, truncated, or has a colour mode that cannot be converted to RGB.
+        EngineUnavailableError: No process can be started for an AVIF file.
     """
     if file.format in _OPTIONAL and not features.check(file.format.lower()):
         raise ImageError(f"is a {file.format} image, which this server's Pillow cannot read; send PNG or JPEG")
@@ -55,7 +57,7 @@ def decode(file: ImageFile) -> Image.Image:
         rgb = _load(file)  # the decoder's memory is free again
         transpose = _TRANSPOSES.get(file.orientation)
         return rgb if transpose is None else rgb.transpose(transpose)
-    except ImageError:
+    except (ImageError, EngineUnavailableError):
         raise
     except Exception as error:  # noqa: BLE001 - Pillow raises errors of many types for corrupt files
         raise ImageError(f"is a truncated or corrupt {file.format} file ({_reason(error)})") from None

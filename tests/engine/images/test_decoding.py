@@ -15,6 +15,7 @@ from penstock.engine.images.decoding import decode
 from penstock.engine.images.header import ImageError
 from penstock.engine.images.image_file import ImageLimits, read_image_file
 from penstock.engine.images.tiff import read_orientation
+from penstock.engine.protocol.errors import EngineUnavailableError
 
 from .pictures import encoded, picture
 
@@ -72,6 +73,11 @@ def test_avif_equals_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"penstock.engine.images.avif_process.{name}", 1e-12)
     with pytest.raises(ImageError, match="takes too long to decode"):
         _decoded(encoded(picture("RGB", 1_500, 1_000), "AVIF", speed=10))
+    for command, message in (("/nowhere/python", "at the moment: .*No such file"), ("/bin/sh", "was killed")):
+        monkeypatch.setattr("sys.executable", command)
+        monkeypatch.setattr("penstock.engine.images.avif_process._FLAGS", ("-c", "kill -9 $$"))
+        with pytest.raises(EngineUnavailableError, match=message):
+            _decoded(data)
 
 
 @pytest.mark.parametrize("num_missing", [12, 6])
