@@ -56,7 +56,7 @@ def test_processes_with_one_salt_know_clients_by_the_same_names() -> None:
 
 
 async def test_unknown_default_prompt_is_a_load_error(serving, engine) -> None:
-    with pytest.raises(ModelLoadError, match=r"--default-prompt-name.*'passage'"):
+    with pytest.raises(ModelLoadError, match=r"^--default-prompt-name: .* has no prompt 'passage'; it has: query\."):
         async with serving(engine, default_prompt_name="passage"):
             pass
     assert engine.is_closed

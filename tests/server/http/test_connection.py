@@ -200,6 +200,7 @@ async def test_idle_tls_connections_do_not_delay_shutdown(
     certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "_TLS_CLOSE_S", 0.05)
+    monkeypatch.setattr(asyncio.constants, "SSL_SHUTDOWN_TIMEOUT", 3600.0)
     context = ssl.create_default_context(cafile=str(certificate[0]))
     context.check_hostname = False
     files = {"ssl_certfile": str(certificate[0]), "ssl_keyfile": str(certificate[1])}

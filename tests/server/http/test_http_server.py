@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import resource
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -134,7 +135,10 @@ def test_idle_server_collects_garbage_after_requests(monkeypatch: pytest.MonkeyP
 
 
 def test_both_ports_trust_no_header_of_a_proxy_and_keep_connections_open() -> None:
-    main = http_server.uvicorn_config(app, ServerSettings(drain_timeout_s=1.2))
+    files = (Path("cert.pem"), Path("key.pem"))
+    settings = ServerSettings(drain_timeout_s=1.2, ssl_certfile=files[0], ssl_keyfile=files[1])
+    main = http_server.uvicorn_config(app, settings)
+    assert (main.ssl_certfile, main.ssl_keyfile) == files
     for config in (main, http_server.plain_config(app)):
         assert (config.proxy_headers, config.server_header, config.access_log, config.log_config) == (
             *[False] * 3,
