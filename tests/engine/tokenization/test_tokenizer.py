@@ -52,6 +52,8 @@ async def pool(reference: Any) -> AsyncIterator[TokenizerPool]:
 def with_template(reference: Any, template: str) -> Tokenizer:
     """The default tokenizer with special tokens at other places."""
     backend = Tokenizer.from_str(reference.backend_tokenizer.to_str())
+    backend.no_padding()
+    backend.no_truncation()
     backend.post_processor = TemplateProcessing(single=template, special_tokens=[("[CLS]", 101), ("[SEP]", 102)])
     return backend
 
