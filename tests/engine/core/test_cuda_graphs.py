@@ -29,6 +29,7 @@ from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.model_info import ModelInfo
 
 from ...kernels.attention_reference import attention_reference
+from ...tables import table
 from .conftest import SaveFolder
 
 # BucketTable
@@ -58,13 +59,8 @@ def test_bucket_limits_tokens_sequences_and_length(
 # Recordings
 
 CPU = torch.device("cpu")
-FAMILIES = {
-    "BertModel": {},
-    "RobertaModel": {"type_vocab_size": 1},  # positions depend on padding ids
-    "DistilBertModel": {"dim": 16, "n_heads": 2, "n_layers": 2, "hidden_dim": 24},
-    "MPNetModel": {},  # attention bias
-    "ModernBertModel": {"local_attention": 16, "global_attn_every_n_layers": 2},
-}
+# Positions of RoBERTa depend on padding ids; MPNet has an attention bias.
+FAMILIES = table(__file__, "families with cuda graphs")
 
 
 class FakeRecorder(CudaRecorder):
