@@ -73,7 +73,7 @@ def test_unreadable_images_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("penstock.engine.images.values._MAX_FILE_BYTES", limit)
         (found,) = open_input(tmp_path, "").rows()
         assert type(found) is kind
-    assert "'a.png', which is larger than 256 MiB" in str(found)
+    assert "'a.png', which is larger than 0 MiB" in str(found)
     read_image_value = "penstock.server.embed_jobs.input_file.read_image_value"
     monkeypatch.setattr(read_image_value, lambda name, folder: folder / "b.png")  # removed after its check
     (found,) = open_input(tmp_path, "").rows()
