@@ -16,15 +16,7 @@ from penstock.server.settings import ServerSettings
 from ..bodies import table
 
 
-@pytest.mark.parametrize(
-    ("value", "num_values"),
-    [
-        ('a "quoted" \\ text, [{}]: \\\\', WEIGHT),
-        ([7, None, True], WEIGHT + 2),
-        ([], WEIGHT),
-        ([[], {"é": "😀", "b": [0.5]}], WEIGHT + 1 + WEIGHT + 3 * WEIGHT + 3 + WEIGHT + WEIGHT),
-    ],
-)
+@pytest.mark.parametrize(("value", "num_values"), table("http_cases", "weights of values"))
 @pytest.mark.parametrize("is_ascii", [False, True])
 def test_count_does_not_depend_on_the_slices(value: Any, num_values: int, is_ascii: bool) -> None:
     text = json.dumps(value, ensure_ascii=is_ascii, indent=1).encode()

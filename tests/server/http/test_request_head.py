@@ -139,11 +139,7 @@ async def test_time_before_the_engine_counts_for_the_deadline(serving, engine) -
         "/rerank": {"query": "a", "documents": ["b"], "max_tokens_per_doc": 2},
         "/score": {"text_1": "a", "text_2": "b", "max_tokens_per_query": 2},
     }
-    for settings, headers, status in (
-        ({}, {"x-request-timeout": "0.1"}, 408),
-        ({"request_timeout_s": 0.1}, {}, 504),
-        ({"request_timeout_s": 0.1}, {"x-request-timeout": "60"}, 504),
-    ):
+    for settings, headers, status in table("http_cases", "time before the engine"):
         async with serving(engine, **settings) as client:
             for path, body in bodies.items():
                 response = await client.post(path, json=body, headers=headers)

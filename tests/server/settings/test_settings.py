@@ -72,24 +72,11 @@ def test_transfer_limits_are_read_from_settings() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
-    [
-        ("revision", "main", "main"),
-        ("max_model_len", "128", 128),
-        ("cuda_graphs", False, False),
-        ("devices", ["cuda:0,cuda:2", "cuda:1"], ("cuda:0", "cuda:2", "cuda:1")),
-        ("devices", "cpu,cpu", ("cpu", "cpu")),
-        ("adapter", "legal=/models/a=b,tax=/models/b", ("legal=/models/a=b", "tax=/models/b")),
-        ("chat_template", "{{ messages }}", "{{ messages }}"),
-        ("scheduler.max_queue_s", "0.001", 0.001),
-        ("cache.cache_memory_fraction", "1", 1.0),
-        ("scheduler.max_queue_s", "2.5", 2.5),
-        ("scheduler.max_queue_s", "0", math.inf),
-        ("scheduler.enable_chunked_prefill", False, False),
-        ("cache.kv_cache_memory", "2GiB", 2 * 1024**3),
-    ],
+    [*table("settings_cases", "value reaches the engine"), ("scheduler.max_queue_s", "0", math.inf)],
 )
 def test_value_reaches_the_engine(field: str, value: object, expected: object) -> None:
     group, _, name = field.rpartition(".")
+    expected = tuple(expected) if isinstance(expected, list) else expected
     config = load_settings(ServerSettings, {name: value}).engine_config("some/model", "shown")
     found = getattr(getattr(config, group) if group else config, name)
     assert (found, type(found)) == (expected, type(expected))
