@@ -16,8 +16,7 @@ from penstock.engine.protocol.model_info import ModelKind
 
 from ...tables import table
 from .families import (
-    DEBERTA,
-    ENCODER_SIZES,
+    BASES,
     assert_close,
     first_row_logits,
     logits_of,
@@ -27,15 +26,7 @@ from .families import (
 
 EXECUTORS = pytest.mark.parametrize("executor", ["torch", "cpu"])
 # Values of mixedbread-ai/mxbai-rerank-base-v1, in small.
-HUB = ENCODER_SIZES | DEBERTA
-HUB |= {
-    "hidden_size": 128,
-    "pooler_hidden_size": 128,
-    "num_attention_heads": 2,
-    "position_buckets": 64,
-    "max_relative_positions": -1,
-}
-HUB |= {"max_position_embeddings": 512, "vocab_size": 300, "layer_norm_eps": 1e-7, "num_labels": 1}
+HUB = BASES["deberta on the hub"]
 
 
 @EXECUTORS

@@ -11,26 +11,21 @@ from penstock.engine.protocol.errors import UnsupportedModelError, WeightError
 from penstock.engine.protocol.model_info import ClassifierMethod, ModelKind
 from penstock.engine.scheduling import CacheSpec, KvLayerSpec
 
+from ...tables import table
 from .families import (
     CAUSAL,
     DECODER_SIZES as SIZES,
     GEMMA2,
-    GEMMA3,
-    LLAMA3,
     NOT_ON_CPU,
-    ORIGINAL,
-    PHI_FACTORS,
-    PHI_LONGROPE,
     PLAIN,
     TWO_WAY,
     WIDE,
-    YARN,
     assert_close,
     chosen,
     logits_of,
+    models,
     on_executors,
     relative_error,
-    rope,
     rows_of,
 )
 
@@ -110,35 +105,7 @@ def test_attention_weights_equal_transformers(family, config, load_on_torch, sav
     assert_close(output.attention_weights, torch.cat([m[:, row].t() for m in maps]))
 
 
-GEMMA3_ROPE = {
-    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-}
-OLDER_CONFIGS = [
-    pytest.param(
-        "Llama",
-        rope(LLAMA3 | ORIGINAL),
-        {"rope_theta": 500.0, "rope_scaling": {**LLAMA3, **ORIGINAL, "rope_theta": None}},
-        id="llama",
-    ),
-    pytest.param(
-        "Qwen2",
-        rope(YARN | ORIGINAL),
-        {"rope_theta": 500.0, "rope_scaling": {"type": "yarn", "factor": 4.0, **ORIGINAL}},
-        id="qwen2",
-    ),
-    pytest.param(
-        "Gemma3Text",
-        rope(GEMMA3_ROPE, GEMMA3),
-        {"rope_theta": 500.0, "rope_local_base_freq": 50.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-        id="gemma3",
-    ),
-    pytest.param("Gemma", rope({"rope_theta": 500.0}, WIDE), {"rope_theta": 500.0, "hidden_act": "gelu"}, id="gemma"),
-    pytest.param("Phi3", PHI_LONGROPE, {"rope_scaling": {"type": "su", **PHI_FACTORS}}, id="phi3"),
-]
-
-
-@pytest.mark.parametrize(("family", "config", "older"), OLDER_CONFIGS)
+@pytest.mark.parametrize(("family", "config", "older"), models("older configs of decoders"))
 def test_older_config_equals_transformers(family, config, older, load_on_torch, save_model, resolve, pack, sequences):
     folder, reference = save_model(f"{family}Model", **config)
     info = resolve(folder, hf_overrides={"rope_parameters": None, "transformers_version": "4.50.0", **older})
@@ -152,17 +119,7 @@ def test_gemma3_layers_follow_the_older_pattern(load_on_torch, save_model, resol
         assert_close(model.forward(pack(sequences)).hidden_states, rows_of(reference, sequences))
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ({"rope_parameters": {"rope_type": "spiral"}}, "'spiral'"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "'factor'"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "'short_factor'"),
-        ({"layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
-        ({"layer_types": ["full_attention"]}, "it must be 3 of"),
-        ({"hidden_act": "swiglu"}, "'swiglu'"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), table(__file__, "decoders: unknown option is named"))
 def test_unknown_option_is_named(override, message, load_on_torch, save_model, resolve):
     folder, _ = save_model("Qwen2Model", **SIZES)
     with pytest.raises(UnsupportedModelError, match=message):

@@ -13,13 +13,13 @@ from .families import (
     DECODER_SIZES,
     ENCODER_SIZES as SIZES,
     ENCODERS,
-    EUROBERT,
     MODERNBERT,
     arguments,
     assert_close,
     boundaries_of,
     chosen,
     logits_of,
+    models,
     on_executors,
     relative_error,
     rows_of,
@@ -108,31 +108,10 @@ def test_unknown_option_is_named(class_name, config, override, message, load_on_
         load_on_torch(resolve(folder, hf_overrides=override))
 
 
-THETAS = {
-    "full_attention": {"rope_type": "default", "rope_theta": 900.0},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-}
-HUB = {"architectures": ["EuroBertModel"], "auto_map": {"AutoModel": "modeling_eurobert.EuroBertModel"}}
-
-
 @pytest.mark.parametrize("executor", ["torch", "cpu"])
-@pytest.mark.parametrize(
-    ("class_name", "config", "older"),
-    [
-        (
-            "ModernBertModel",
-            MODERNBERT | {"rope_parameters": THETAS},
-            {"global_rope_theta": 900, "local_rope_theta": 50},
-        ),
-        ("EuroBertModel", EUROBERT, {}),
-        ("EuroBertModel", EUROBERT, HUB | {"rope_theta": 250_000}),
-    ],
-    ids=["modernbert", "eurobert-default-theta", "eurobert-hub"],
-)
-def test_older_config_equals_transformers(
-    executor, class_name, config, older, load, save_model, resolve, pack, sequences
-):
-    folder, reference = save_model(class_name, **config)
+@pytest.mark.parametrize(("family", "config", "older"), models("older configs of encoders"))
+def test_older_config_equals_transformers(executor, family, config, older, load, save_model, resolve, pack, sequences):
+    folder, reference = save_model(f"{family}Model", **config)
     info = resolve(folder, hf_overrides={"rope_parameters": None, **older})
     hidden = load(info, trust_remote_code=True).forward(pack(sequences)).hidden_states
     assert_close(hidden, rows_of(reference, sequences))
