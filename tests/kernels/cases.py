@@ -6,8 +6,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 @dataclass(frozen=True)
 class PoolingCase:
@@ -17,16 +15,6 @@ class PoolingCase:
     seq_lens: tuple[int, ...]
     hidden_size: int
     is_quick: bool = False
-
-
-POOLING_CASES = (
-    PoolingCase("one_token", (1,), 1, is_quick=True),
-    PoolingCase("odd_with_empty", (0, 63, 0, 1, 5, 0), 60, is_quick=True),
-    PoolingCase("several_blocks", (300, 3, 257), 60),
-    PoolingCase("odd_width", (9, 1, 2), 1000, is_quick=True),
-    PoolingCase("one_long_many_short", (1000, *([3] * 200)), 384),
-    PoolingCase("all_empty", (0, 0), 60, is_quick=True),
-)
 
 
 @dataclass(frozen=True)
@@ -73,16 +61,6 @@ class AttentionCase:
     head_size: int = 32
 
 
-ATTENTION_CASES = (
-    AttentionCase("one_token", (1,)),
-    AttentionCase("odd_with_empty", (5, 1, 0, 7, 130, 12, 12, 60, 9, 1), 4, 4, 60),
-    AttentionCase("ascending", (1, 3, 8, 9, 17, 17, 31, 64, 65, 100), 3, 3, 8),
-    AttentionCase("grouped_heads", (2, 40, 41, 90), 6, 2, 16),
-    AttentionCase("one_head_for_all", (33, 7), 8, 1, 64),
-    AttentionCase("long", (300, 515), 2, 2, 64),
-)
-
-
 @dataclass(frozen=True)
 class AttentionInputs:
     q: Tensor
@@ -111,10 +89,6 @@ def make_attention_inputs(
     return AttentionInputs(q, k, v, make_cu_seqlens(case.seq_lens, device), bias)
 
 
-# Around the borders of chunks of 64, and sequences without rows.
-_BORDERS = (0, 1, 2, 63, 64, 65, 0, 130, 257, 0)
-
-
 @dataclass(frozen=True)
 class ConvCase:
     """A packed batch for the causal convolution. `is_quick` cases also run through triton's interpreter."""
@@ -124,17 +98,6 @@ class ConvCase:
     channels: int
     width: int = 4
     is_quick: bool = False
-
-
-CONV_CASES = (
-    ConvCase("borders", _BORDERS, 36),
-    ConvCase("shorter_than_width", (1, 2, 0, 3, 1, 1, 4), 130, is_quick=True),
-    ConvCase("width_2", (5, 33, 1), 7, 2, is_quick=True),
-    ConvCase("width_1", (3, 2), 5, 1, is_quick=True),
-    ConvCase("width_7", (3, 20, 6, 7), 5, 7),
-    ConvCase("over_a_tile", (131, 0, 128, 17), 5, is_quick=True),
-    ConvCase("all_empty", (0, 0), 8, is_quick=True),
-)
 
 
 @dataclass(frozen=True)
@@ -148,16 +111,6 @@ class ScanCase:
     is_quick: bool = False
 
 
-SCAN_CASES = (
-    ScanCase("borders", _BORDERS, 12),
-    ScanCase("one_token", (1,), 1, 1, is_quick=True),
-    ScanCase("odd_with_empty", (0, 5, 1, 0, 9), 37, 5, is_quick=True),
-    ScanCase("state_128", (17,), 6, 128),
-    ScanCase("one_sequence_a_group", (9, 10), 8200),
-    ScanCase("all_empty", (0, 0), 8, is_quick=True),
-)
-
-
 @dataclass(frozen=True)
 class SsdCase:
     """A packed batch for state space duality. `is_quick` cases also run through triton's interpreter."""
@@ -169,16 +122,6 @@ class SsdCase:
     num_groups: int
     state_size: int
     is_quick: bool = False
-
-
-SSD_CASES = (
-    SsdCase("borders", _BORDERS, 4, 8, 2, 16),
-    SsdCase("one_token", (1,), 1, 1, 1, 1, is_quick=True),
-    SsdCase("odd_with_empty", (0, 5, 33, 0), 3, 5, 3, 7, is_quick=True),
-    SsdCase("mamba2", (70, 3), 4, 64, 1, 128),
-    SsdCase("many_short", (3, 9, 17, 16, 1, 30) * 5, 2, 8, 1, 16),
-    SsdCase("all_empty", (0, 0), 2, 4, 1, 8, is_quick=True),
-)
 
 
 @dataclass(frozen=True)
@@ -281,17 +224,6 @@ class PagedCase:
     block_size: int = 4
     is_scattered: bool = True
     is_quick: bool = False
-
-
-PAGED_CASES = (
-    PagedCase("one_row", ((5, 1),), block_size=1, is_quick=True),
-    PagedCase("mixed", ((0, 3), (300, 1), (7, 7), (0, 0), (64, 64), (9, 0), (31, 33), (1, 1)), 6, 2),
-    PagedCase("quick", ((0, 3), (37, 1), (0, 0), (7, 14), (15, 17)), 6, 2, 16, is_quick=True),
-    PagedCase("neighbours", ((129, 40), (16, 16)), 2, 2, 64, 16, is_scattered=False),
-    PagedCase("one_head_for_all", ((70, 130), (255, 2)), 8, 1, 80, 16),
-    PagedCase("head_256", ((60, 9),), 2, 1, 256, 1, is_quick=True),
-    PagedCase("long", ((700, 300), (1500, 7)), 2, 2, 64, 16),
-)
 
 
 @dataclass(frozen=True)

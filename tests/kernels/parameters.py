@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ..interpreter import IS_INTERPRETED
+from ..tables import table
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -92,3 +93,13 @@ def name_of(value: object) -> str:
 def marks_of(target: object) -> list[pytest.MarkDecorator]:
     """Marks cases for a GPU."""
     return [pytest.mark.gpu] if isinstance(target, Target) and target.device == "cuda" else []
+
+
+def cases_of(kind: Callable[..., Any], name: str) -> list[Any]:
+    """Returns the cases of a table in cases.json. Lines: the name, the lengths and the other sizes of a case."""
+    return [kind(case, tupled(lengths), **sizes) for case, (lengths, sizes) in table(__file__, name).items()]
+
+
+def tupled(value: Any) -> Any:
+    """Returns tuples for the lists of a table."""
+    return tuple(map(tupled, value)) if isinstance(value, list) else value

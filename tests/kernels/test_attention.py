@@ -17,8 +17,6 @@ from ..interpreter import IS_INTERPRETED
 from .assertions import assert_close
 from .attention_reference import attention_paged_reference, attention_reference
 from .cases import (
-    ATTENTION_CASES,
-    PAGED_CASES,
     AttentionCase,
     AttentionInputs,
     PagedCase,
@@ -28,8 +26,9 @@ from .cases import (
     make_cu_seqlens,
     make_paged_inputs,
 )
-from .parameters import FLOAT_DTYPES, Target, every_pair, targets
+from .parameters import FLOAT_DTYPES, Target, cases_of, every_pair, targets
 
+ATTENTION_CASES, PAGED_CASES = cases_of(AttentionCase, "attention"), cases_of(PagedCase, "paged attention")
 # Shares of the largest absolute value of v.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 MASKS: dict[str, dict[str, Any]] = {
@@ -100,7 +99,12 @@ def is_supported(
 
 
 @every_pair(
-    is_supported, target=TARGETS, case=ATTENTION_CASES, mask=list(MASKS), bias=[False, True], dtype=FLOAT_DTYPES
+    is_supported,
+    target=TARGETS,
+    case=ATTENTION_CASES,
+    mask=list(MASKS),
+    bias=[False, True],
+    dtype=FLOAT_DTYPES,
 )
 def test_backend_equals_reference(
     target: Target, case: AttentionCase, mask: str, bias: bool, dtype: torch.dtype
@@ -240,7 +244,13 @@ def is_quick(dtype: torch.dtype, case: PagedCase | None = None, mask: str = "all
     return not IS_INTERPRETED or (is_exact and (case is None or case.is_quick))
 
 
-@every_pair(is_quick, target=PAGED_TARGETS, case=PAGED_CASES, mask=list(PAGED_MASKS), dtype=FLOAT_DTYPES)
+@every_pair(
+    is_quick,
+    target=PAGED_TARGETS,
+    case=PAGED_CASES,
+    mask=list(PAGED_MASKS),
+    dtype=FLOAT_DTYPES,
+)
 def test_paged_backend_equals_reference(target: Target, case: PagedCase, mask: str, dtype: torch.dtype) -> None:
     """Slots of no token hold NaN, and the tables end with invalid blocks."""
     inputs = make_paged_inputs(case, dtype, target.device)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ..interpreter import IS_INTERPRETED, needs_triton
+from ..tables import table
 
 pytestmark = [needs_triton, pytest.mark.skipif(IS_INTERPRETED, reason="interpreted kernels do not compile")]
 
@@ -139,58 +140,19 @@ def recurrent(_capability: int, name: str, kernel: str, dtype: str, state_size: 
 
 
 MMA = ("ssd", "_rows_kernel", "bf16")
-BIAS, CAP, CAUSAL, WINDOW = ("HAS_BIAS",), ("HAS_CAP",), ("HAS_RIGHT",), ("HAS_LEFT", "HAS_RIGHT")
-# These needed more registers than ptxas gave them.
-SLOW_ATTENTION = [
-    ("bf16", 80, 1, (*BIAS, *WINDOW)),
-    ("bf16", 128, 1, ("IS_PAGED", *WINDOW, *CAP)),
-    ("fp32", 32, 4, ("IS_PAGED", *CAUSAL, *CAP)),
-    ("fp32", 128, 1, (*CAUSAL, *CAP)),
-    ("fp32", 16, 4, BIAS),
-]
-QUICK: list[tuple[Any, ...]] = [
-    *((attention, "bf16", 64, 1, BIAS, num_rows) for num_rows in (40, 4096)),
-    *((rotary, *sizes) for sizes in (("bf16", 64, 32, False), ("bf16", 80, 16, True), ("fp32", 256, 128, True))),
-    (rows, "_norm_kernel", "bf16", 1024, {"IS_RMS": True}),
-    (rows, "_norm_kernel", "fp32", 8192, {}),
-    (rows, "_norm_kernel", "fp16", 1, {"IS_RMS": True}),
-    *((rows, "_embed_norm_kernel", dtype, width, {}) for dtype, width in (("bf16", 384), ("fp32", 8192))),
-    (rows, "_gated_kernel", "bf16", 1152, {"ACTIVATION": "gelu"}),
-    (rows, "_gated_kernel", "fp32", 63, {"ACTIVATION": "gelu_tanh"}),
-    *((rows, "_gated_norm_kernel", dtype, width, {}) for dtype, width in (("bf16", 5120), ("fp32", 8192))),
-    (pooling, "_pool_kernel", "bf16", "mean", 384),
-    (pooling, "_pool_kernel", "fp32", "weighted", 8192),
-    (pooling, "_pool_kernel", "fp32", "mean", 1),
-    (pooling, "_partial_kernel", "fp32", "max", 384),
-    (pooling, "_partial_kernel", "bf16", "weighted", 4096),
-    (pooling, "_combine_kernel", "bf16", "mean", 1024),
-    (recurrent, "causal_conv1d", "_convolve_kernel", "bf16", 0, 64),
-    (recurrent, "selective_scan", "_rows_kernel", "bf16", 16, 64),
-    (recurrent, "ssd", "_chunk_states_kernel", "bf16", 128, 64),
-    (recurrent, "ssd", "_rows_kernel", "bf16", 128, 64),
-    *((grouped_linear, dtype, 16, num_rows) for dtype in ("fp32", "bf16") for num_rows in (1, 100_000)),
-    (maxsim, "fp32", 32),
-]
-SLOW: list[tuple[Any, ...]] = [
-    *((attention, *case, num_rows) for case in SLOW_ATTENTION for num_rows in (40, 4096)),
-    (recurrent, "causal_conv1d", "_final_states_kernel", "fp32", 0, 64),
-    (recurrent, "selective_scan", "_chunk_states_kernel", "bf16", 16, 64),
-    (recurrent, "selective_scan", "_pass_states_kernel", "bf16", 16, 64),
-    (recurrent, "ssd", "_pass_states_kernel", "bf16", 128, 128),
-    (recurrent, "ssd", "_rows_kernel", "fp32", 256, 64),
-    *((grouped_linear, dtype, 128, num_rows) for dtype in ("fp32", "bf16") for num_rows in (1, 100_000)),
-]
+# The slow launches of attention needed more registers than ptxas gave them.
+LAUNCHES = {make.__name__: make for make in (attention, rotary, rows, pooling, maxsim, grouped_linear, recurrent)}
 
 
 def cases() -> list[Any]:
-    """Each launch for sm_80 and sm_90. The quick tests compile only QUICK, for sm_90."""
+    """Each launch for sm_80 and sm_90. The quick tests compile only the quick launches, for sm_90."""
     found = []
     for capability in (80, 90):
-        for launches in (QUICK, SLOW):
-            marks = [pytest.mark.slow] if capability == 80 or launches is SLOW else []
-            for make, *arguments in launches:
-                name = "-".join([make.__name__, *map(str, arguments), str(capability)])
-                found.append(pytest.param(make, (capability, *arguments), id=name, marks=marks))
+        for launches in ("quick launches", "slow launches"):
+            marks = [pytest.mark.slow] if capability == 80 or launches == "slow launches" else []
+            for name, *arguments in table(__file__, launches):
+                case = "-".join([name, *map(str, arguments), str(capability)])
+                found.append(pytest.param(LAUNCHES[name], (capability, *arguments), id=case, marks=marks))
     return found
 
 

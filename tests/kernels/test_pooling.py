@@ -14,8 +14,8 @@ from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, pool
 
 from ..interpreter import IS_INTERPRETED
 from .assertions import assert_close
-from .cases import POOLING_CASES, PoolingCase, PoolingInputs, make_cu_seqlens, make_pooling_inputs
-from .parameters import FLOAT_DTYPES, TARGETS, TRITON_TARGETS, Target, every_pair, every_target
+from .cases import PoolingCase, PoolingInputs, make_cu_seqlens, make_pooling_inputs
+from .parameters import FLOAT_DTYPES, TARGETS, TRITON_TARGETS, Target, cases_of, every_pair, every_target
 from .references import pool_reference
 
 # float32: sums in another order. Else one unit in the last target.
@@ -24,6 +24,7 @@ TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain")
 LIBRARY_TARGETS = [] if IS_INTERPRETED else [Target(isa, "cpu") for isa in ISAS]
+POOLING_CASES = [*cases_of(PoolingCase, "pooling"), PoolingCase("one_long_many_short", (1000, *([3] * 200)), 384)]
 # The instruction sets of the C library share the cases of one target.
 ALL_TARGETS = [*TARGETS, LIBRARY_TARGETS]
 

@@ -14,9 +14,6 @@ from penstock.kernels.ssd import ssd
 from ..interpreter import IS_INTERPRETED
 from .assertions import assert_close
 from .cases import (
-    CONV_CASES,
-    SCAN_CASES,
-    SSD_CASES,
     ConvCase,
     ScanCase,
     SsdCase,
@@ -25,7 +22,7 @@ from .cases import (
     make_scan_inputs,
     make_ssd_inputs,
 )
-from .parameters import FLOAT_DTYPES, TARGETS, TRITON_TARGETS, Target, every_pair
+from .parameters import FLOAT_DTYPES, TARGETS, TRITON_TARGETS, Target, cases_of, every_pair
 from .references import causal_conv1d_reference, selective_scan_reference, ssd_reference
 
 
@@ -45,7 +42,7 @@ class Kernel:
     function: Any
     reference: Any
     make: Any
-    cases: tuple[Any, ...]
+    cases: list[Any]
     case: Any
     tolerance: dict[torch.dtype, float]
     rows: tuple[str, ...]
@@ -89,7 +86,7 @@ CONV = Kernel(
     function=causal_conv1d,
     reference=causal_conv1d_reference,
     make=make_conv_inputs,
-    cases=CONV_CASES,
+    cases=cases_of(ConvCase, "causal_conv1d"),
     case=ConvCase("", (), 6),
     tolerance=ONE_UNIT | {torch.float32: 2e-6},
     rows=("x",),
@@ -101,7 +98,7 @@ SCAN = Kernel(
     function=selective_scan,
     reference=selective_scan_reference,
     make=make_scan_inputs,
-    cases=SCAN_CASES,
+    cases=cases_of(ScanCase, "selective_scan"),
     case=ScanCase("", (), 6, 8),
     tolerance=ONE_UNIT | {torch.float32: 5e-6},
     rows=("x", "dt", "b", "c"),
@@ -113,7 +110,7 @@ SSD = Kernel(
     function=ssd,
     reference=ssd_reference,
     make=make_ssd_inputs,
-    cases=SSD_CASES,
+    cases=cases_of(SsdCase, "ssd"),
     case=SsdCase("", (), 4, 8, 2, 16),
     tolerance={torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2},
     rows=("x", "dt", "b", "c"),

@@ -9,16 +9,11 @@ from penstock.kernels.rotary import HeadNorm, KvDestination, rotary
 
 from .assertions import assert_close
 from .cases import RotaryCase, RotaryInputs, make_rotary_inputs
-from .parameters import FLOAT_DTYPES, TRITON_TARGETS, Target, every_pair
+from .parameters import FLOAT_DTYPES, TRITON_TARGETS, Target, cases_of, every_pair
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
-CASES = (
-    RotaryCase("partial", 3, 3, 3, 20, 4),
-    RotaryCase("many_heads", 4, 20, 5, 128, 64),
-    RotaryCase("odd", 2, 7, 7, 80, 40),
-    RotaryCase("head_256", 3, 4, 1, 256, 128),
-)
+CASES = cases_of(RotaryCase, "rotary")
 
 
 def rotate(

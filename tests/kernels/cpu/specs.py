@@ -1,6 +1,8 @@
 """Random encoders, most with one layer, that cover every option of the C library."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,52 +68,19 @@ class Shape:
         return self.own_width or self.num_heads * self.head_size
 
 
-SHAPES = (
-    Shape(name="bert"),
-    Shape(name="bert_8", head_size=8, num_heads=3, inner=17),
-    Shape(name="minilm_24", head_size=24, num_heads=3, activation=ActivationCode.RELU),
-    Shape(name="bert_80", head_size=80, activation=ActivationCode.GELU_TANH),
-    Shape(name="electra_128", head_size=128, num_heads=1, embedding_width=24, activation=ActivationCode.QUICK_GELU),
-    Shape(name="wide_embedding", head_size=8, num_heads=2, embedding_width=400, inner=24),
-    Shape(name="mpnet_64", head_size=64, distance_bias=True),
-    Shape(name="modernbert_64", head_size=64, pre_norm=True, has_bias=False, gated=True, rotary=True, positions=False),
-    Shape(name="modernbert_window", pre_norm=True, has_bias=False, gated=True, rotary=True, window=(7, 7)),
-    Shape(name="one_sided_window", head_size=24, window=(40, 3), num_heads=1),
-    Shape(name="causal", window=(-1, 0), rms=True, activation=ActivationCode.SILU),
-    Shape(name="nomic_gated", gated=True, activation=ActivationCode.SILU, rotary=True, has_bias=False, inner=50),
-    Shape(name="jina_code_alibi", head_norms=True, after_norms=True, distance_bias=True, gated=True, positions=False),
-    Shape(name="deberta_64", head_size=64, distance_terms="kq", positions=False),
-    Shape(name="deberta_keys_24", head_size=24, num_heads=3, distance_terms="k"),
-    Shape(name="deberta_queries_rotary", head_size=8, distance_terms="q", rotary=True, num_layers=2),
-    Shape(name="two_layers_windows", num_layers=2, window=(64, 64), rotary=True, activation=ActivationCode.TANH),
-)
+def _shapes(name: str) -> tuple[Shape, ...]:
+    """Reads shapes and the options of all of them. fuzz.py and results.py run outside of the package of tables.py."""
+    shapes = json.loads(Path(__file__).with_name("cases.json").read_text("utf-8"))[name]
+    shared = shapes.pop("all", {})
+    found = []
+    for shape, own in shapes.items():
+        options = shared | own
+        activation, window = ActivationCode[options.pop("activation", "GELU")], options.pop("window", None)
+        found.append(Shape(name=shape, activation=activation, window=window and tuple(window), **options))
+    return tuple(found)
 
-_DECODER = {
-    "pre_norm": True,
-    "rms": True,
-    "has_bias": False,
-    "gated": True,
-    "activation": ActivationCode.SILU,
-    "rotary": True,
-    "positions": False,
-    "is_decoder": True,
-    "window": (-1, 0),
-    "num_layers": 2,
-}
-DECODERS = tuple(
-    Shape(**_DECODER | options)
-    for options in (
-        {"name": "llama", "num_heads": 4, "num_kv_heads": 2},
-        {"name": "llama_one_kv_head_80", "num_heads": 3, "num_kv_heads": 1, "head_size": 80, "own_width": 48},
-        {"name": "mistral_window", "num_heads": 2, "window": (40, 0), "head_size": 24},
-        {"name": "qwen2_128", "num_heads": 1, "has_bias": True, "head_size": 128, "own_width": 50},
-        {"name": "qwen3", "num_heads": 4, "num_kv_heads": 2, "head_norms": True, "head_size": 12, "own_width": 20},
-        {"name": "gemma2", "after_norms": True, "softcap": 3.0, "window": (7, 0)},
-        {"name": "gemma3_two_way", "after_norms": True, "head_norms": True, "window": (20, 20), "rotary": False},
-        {"name": "looks_both_ways", "window": None, "head_size": 18},
-    )
-)
 
+SHAPES, DECODERS = _shapes("shapes of encoders"), _shapes("shapes of decoders")
 VOCABULARY = 50
 LONGEST = 513
 

@@ -91,24 +91,9 @@ def test_missing_library_is_named(tmp_path: Path) -> None:
         CpuLibrary(1, path=tmp_path / "library.so")
 
 
-AVX2 = {"avx2", "fma"}
-AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-FLAGS = {
-    "avx2": AVX2,
-    "avx2vnni": AVX2 | {"avx_vnni"},
-    "avx512": AVX512,
-    "avx512vnni": AVX512 | {"avx512_vnni"},
-    "avx512bf16": AVX512 | {"avx512_vnni", "avx512_bf16"},
-    "amx": AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
-}
-FORMATS = {
-    "avx2": {Format.F32, Format.BF16},
-    "avx2vnni": {Format.F32, Format.BF16, Format.INT8},
-    "avx512": {Format.F32, Format.BF16},
-    "avx512vnni": {Format.F32, Format.BF16, Format.INT8},
-    "avx512bf16": set(Format),
-    "amx": set(Format),
-}
+INSTRUCTION_SETS = table(__file__, "instruction sets")
+FLAGS = {isa: set(flags) for isa, (flags, _) in INSTRUCTION_SETS.items()}
+FORMATS = {isa: {Format[name] for name in formats} for isa, (_, formats) in INSTRUCTION_SETS.items()}
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 processor")
