@@ -1,35 +1,18 @@
-"""Damaged model files: the model alone ends the server with exit code 2 or 3; beside others it gets 503."""
+"""A model with damaged files gets 503 beside other models."""
 
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-import pytest
-
-Damage = Callable[[Path], object]
-Copy = Callable[[Damage], Path]
 
 
-def write(name: str, content: bytes) -> Damage:
-    return lambda folder: (folder / name).write_bytes(content)
-
-
-@pytest.fixture
-def damaged(random_model: Callable[..., Path], tmp_path: Path) -> Copy:
-    """Damage a copy of a model."""
-
-    def copy(damage: Damage) -> Path:
-        folder = shutil.copytree(random_model("BertModel"), tmp_path / "damaged")
-        damage(folder)
-        return folder
-
-    return copy
-
-
-def test_damaged_model_gets_503_and_others_serve(damaged: Copy, default_model: Path, launch, tmp_path: Path) -> None:
+def test_damaged_model_gets_503_and_others_serve(
+    random_model: Callable[..., Path], default_model: Path, launch, tmp_path: Path
+) -> None:
     config = tmp_path / "penstock.toml"
-    bad = damaged(write("model.safetensors", b""))
+    bad = shutil.copytree(random_model("BertModel"), tmp_path / "damaged")
+    (bad / "model.safetensors").write_bytes(b"")
     config.write_text(
         f'[[models]]\nmodel = "{bad}"\nname = "bad"\n[[models]]\nmodel = "{default_model}"\nname = "good"\n'
     )

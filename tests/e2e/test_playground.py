@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ TASKS = ("embed", "rerank", "score", "classify", "multi", "tokenize")
 """Tasks of the default model."""
 LIST = {"id": "", "object": "list", "created": 0, "model": "m", "usage": {"prompt_tokens": 4, "total_tokens": 4}}
 """Fields of a response."""
+FIELDS = json.loads(Path(__file__).with_name("playground.json").read_text("utf-8"))
+"""Fields of a model of /v1/models, and of its facts."""
 
 
 def stub(page: Page, answers: dict[str, tuple[int, object]]) -> None:
@@ -47,31 +50,13 @@ def stub(page: Page, answers: dict[str, tuple[int, object]]) -> None:
 
 def card(**values: Any) -> dict[str, Any]:
     """A model of /v1/models."""
-    card = {
-        "id": "m",
-        "object": "model",
-        "created": 0,
-        "owned_by": "",
-        "parent": None,
-        "name": "m",
-        "aliases": [],
-        "endpoints": [],
-    }
-    card |= {"max_model_len": None, "context_length": None, "facts": None, **values}
+    card = FIELDS["card"] | values
     return ModelList.model_validate({"object": "list", "data": [card], "models": []}).model_dump(mode="json")
 
 
 def models(kind: str, tasks: tuple[str, ...], outputs: tuple[str, ...] = (), **facts: Any) -> dict[str, Any]:
     """The response of /v1/models for one model of a kind."""
-    own = {"kind": kind, "tasks": list(tasks), "outputs": list(outputs), "model_type": "bert", "dtype": "float32"}
-    own |= {
-        "modalities": ["text"],
-        "sequence_pooling": [],
-        "embedding_size": 8,
-        "is_matryoshka": False,
-        "matryoshka_dimensions": [],
-    }
-    own |= {"prompts": {}, "default_prompt_name": None, "num_labels": 0, **facts}
+    own = FIELDS["facts"] | {"kind": kind, "tasks": list(tasks), "outputs": list(outputs), **facts}
     status = {"value": "loaded", "state": "ready"}
     return {"/v1/models": (200, card(max_model_len=9, context_length=9, facts=own, status=status))}
 

@@ -1,12 +1,15 @@
 """litellm: its prefixes for embeddings and rerankers, each with its api_base."""
 
+import json
+from pathlib import Path
+
 import litellm
 import plain_http as http
 import pytest
 from plain_http import DOCUMENTS, MODEL, QUERY, RERANKER, RERANKER_URL, TEXTS, URL, assert_close, assert_ranks
 
-# litellm asks the hub for the task of a model without this.
-TASK = {"input_type": "feature-extraction"}
+# litellm asks the hub for the task of a model without `input_type`.
+CASES = json.loads(Path(__file__).with_name("cases.json").read_text())
 
 
 def embed(prefix: str, path: str, texts=TEXTS, *, url=URL, key="any", model=MODEL, **options):
@@ -23,21 +26,7 @@ def ranks(answer) -> list[tuple[int, float]]:
 
 
 # This version does not parse the lists of Cohere's /v1/embed.
-@pytest.mark.parametrize(
-    ("prefix", "path", "options"),
-    [
-        ("openai", "/v1", {}),
-        ("openai_like", "/v1", {}),
-        ("hosted_vllm", "/v1", {}),
-        ("hosted_vllm", "", {}),
-        ("infinity", "", {}),
-        ("jina_ai", "/v1", {}),
-        ("voyage", "/v1", {}),
-        ("cohere", "/v2/embed", {}),
-        ("huggingface", "/embed", TASK),
-        ("huggingface", "", TASK),
-    ],
-)
+@pytest.mark.parametrize(("prefix", "path", "options"), CASES["embeddings"])
 def test_embeddings_equal_plain_http(prefix, path, options):
     answer = embed(prefix, path, **options)
     assert_close(vectors(answer), http.embed(TEXTS))
@@ -51,19 +40,7 @@ def test_options_are_sent(encoding_format):
 
 
 # litellm parses Voyage's response only for requests with top_n.
-@pytest.mark.parametrize(
-    ("prefix", "path"),
-    [
-        ("cohere", ""),
-        ("cohere", "/v1/rerank"),
-        ("hosted_vllm", ""),
-        ("hosted_vllm", "/v1"),
-        ("hosted_vllm", "/v1/rerank"),
-        ("jina_ai", ""),
-        ("huggingface", ""),
-        ("voyage", "/v1"),
-    ],
-)
+@pytest.mark.parametrize(("prefix", "path"), CASES["ranks"])
 def test_ranks_equal_plain_http(prefix, path):
     arguments = {"api_base": RERANKER_URL + path, "api_key": "any", "query": QUERY, "documents": DOCUMENTS}
     answer = litellm.rerank(f"{prefix}/{RERANKER}", top_n=2, **arguments)

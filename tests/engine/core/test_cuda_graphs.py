@@ -34,25 +34,14 @@ from .conftest import SaveFolder
 
 # BucketTable
 
+BUCKETS = table(__file__, "bucket limits tokens sequences and length")
 
-@pytest.mark.parametrize(
-    ("max_model_len", "size", "bucket"),
-    [
-        (512, (64, 10, 6), Bucket(128, 32, 128)),
-        (512, (129, 33, 6), Bucket(512, 128, 128)),
-        (512, (120, 40, 3), None),  # the bucket would have four times as many tokens as the nearest size
-        (8192, (4096, 512, 128), Bucket(4096, 512, 128)),
-        (8192, (4000, 300, 129), None),  # buckets of many sequences have a short longest one
-        (8192, (4000, 2, 3990), Bucket(4096, 8, 4096)),
-        (8, (4000, 500, 8), Bucket(4096, 512, 8)),  # 512 sequences of 8 tokens fill the bucket
-        (8192, (4097, 2, 3990), None),
-        (8192, (4000, 513, 10), None),
-    ],
-)
+
+@pytest.mark.parametrize(("max_model_len", "size", "bucket"), BUCKETS.values(), ids=BUCKETS)
 def test_bucket_limits_tokens_sequences_and_length(
-    max_model_len: int, size: tuple[int, int, int], bucket: Bucket | None
+    max_model_len: int, size: list[int], bucket: list[int] | None
 ) -> None:
-    assert BucketTable(4096, max_model_len, 2048).find(*size) == bucket
+    assert BucketTable(4096, max_model_len, 2048).find(*size) == (bucket and Bucket(*bucket))
     assert BucketTable(63, max_model_len, 2048).find(*size) is None
 
 

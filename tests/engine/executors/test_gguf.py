@@ -11,32 +11,8 @@ from ...tables import table
 from .families import ENCODER_SIZES, WIDE, assert_close, rows_of
 from .jina_bert import HUB, Reference, make_weights
 
-EMBEDDINGS = {
-    "token_embd": "embeddings.word_embeddings",
-    "token_types": "embeddings.token_type_embeddings",
-    "token_embd_norm": "embeddings.LayerNorm",
-}
-WITH_POSITIONS = {**EMBEDDINGS, "position_embd": "embeddings.position_embeddings"}
-ATTENTION = {f"attn_{name[0]}": f"attention.self.{name}" for name in ("query", "key", "value")}
-ATTENTION |= {"attn_output": "attention.output.dense", "attn_output_norm": "attention.output.LayerNorm"}
-BERT = {"ffn_up": "intermediate.dense", "ffn_down": "output.dense", "layer_output_norm": "output.LayerNorm"}
-JINA = {"ffn_up": "mlp.gated_layers", "ffn_down": "mlp.wo", "layer_output_norm": "mlp.layernorm"}
-MLP = {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
-NOMIC = {
-    "attn_output": "self_attn.o_proj",
-    "attn_output_norm": "post_attention_layernorm",
-    "layer_output_norm": "post_mlp_layernorm",
-}
-QWEN3 = {f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"}
-QWEN3 |= {f"attn_{name}_norm": f"self_attn.{name}_norm" for name in "qk"}
-QWEN3 |= {"attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 # Architecture: names outside of the layers, prefix of the layers, names in a layer.
-NAMES = {
-    "bert": (WITH_POSITIONS, "encoder.layer", ATTENTION | BERT),
-    "jina-bert-v2": (EMBEDDINGS, "encoder.layer", ATTENTION | JINA),
-    "nomic-bert": (WITH_POSITIONS, "layers", MLP | NOMIC),
-    "qwen3": ({"token_embd": "embed_tokens", "output_norm": "norm"}, "layers", MLP | QWEN3),
-}
+NAMES = table(__file__, "names of gguf")
 SIZES = ENCODER_SIZES | {"hidden_size": 64, "intermediate_size": 96}
 DECODER = WIDE | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 EXECUTORS = pytest.mark.parametrize("executor", ["torch", "cpu"])

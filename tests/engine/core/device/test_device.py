@@ -93,6 +93,7 @@ def test_torch_errors_become_runner_errors() -> None:
 
 PYPI = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 """The targets of torch 2.13 from PyPI."""
+CODE = table(__file__, "code runs on compatible devices")
 
 
 @pytest.mark.parametrize(
@@ -135,26 +136,9 @@ def test_missing_device_is_rejected_with_a_remedy(
         resolve_device(EngineConfig(model="m", device=chosen))
 
 
-@pytest.mark.parametrize(
-    ("capability", "compiled", "expected"),
-    [
-        ((7, 0), PYPI, False),
-        ((8, 9), PYPI, True),  # runs the code for 8.6
-        ((8, 0), ("sm_86",), False),  # machine code does not run on an earlier minor version
-        ((8, 0), ("compute_75",), True),  # PTX runs on all later devices
-        ((7, 0), ("compute_75",), False),
-        ((9, 0), ("sm_90a",), True),
-        ((10, 0), ("compute_90a",), False),
-        ((10, 3), ("sm_100f",), True),
-        ((9, 0), ("gfx90a", "gfx942"), True),  # a build for AMD
-        ((9, 0), (), True),
-    ],
-    ids=str,
-)
-def test_code_runs_on_compatible_devices(
-    capability: tuple[int, int], compiled: tuple[str, ...], expected: bool
-) -> None:
-    assert has_code_for(capability, compiled) is expected
+@pytest.mark.parametrize(("capability", "compiled", "expected"), CODE.values(), ids=CODE)
+def test_code_runs_on_compatible_devices(capability: list[int], compiled: list[str], expected: bool) -> None:
+    assert has_code_for((capability[0], capability[1]), tuple(compiled)) is expected
 
 
 @pytest.mark.parametrize(("chosen", "index"), [("auto", 0), ("cuda:1", 1)])

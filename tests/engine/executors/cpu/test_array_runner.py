@@ -1,6 +1,6 @@
 """ArrayRunner gives the results of ModelRunner for each family, task, pooling type and parameter."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, Spars
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import InputSequence, PrefillChunk, Request
-from penstock.kernels.cpu import CpuKernelError, CpuLibrary, OutputRows
+from penstock.kernels.cpu import CpuLibrary, OutputRows
 
 from ....clock import Clock
 from ..families import ENCODER_SIZES as SIZES, ENCODERS, boundaries_of, chosen
@@ -38,14 +38,9 @@ EMBED, TOKEN_EMBED, SPARSE_EMBED = PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, P
 Batch = list[PrefillChunk]
 
 
-@pytest.fixture(scope="module")
-def library() -> Iterator[CpuLibrary]:
-    try:
-        opened = CpuLibrary(2)
-    except CpuKernelError as error:
-        pytest.skip(str(error))
-    with opened:
-        yield opened
+@pytest.fixture
+def library(three_lane_library: CpuLibrary) -> CpuLibrary:
+    return three_lane_library
 
 
 class Runners:

@@ -5,18 +5,15 @@ import pytest
 
 from penstock.engine.executors.cpu.image_layers import AttentionPool, PatchEmbedding, resized_grid
 from penstock.engine.protocol.images import ImagePatches, ImageResize, ImageSpec
-from penstock.kernels.cpu import ActivationCode, CpuKernelError, CpuLibrary, Format, LinearWeights, NormWeights
+from penstock.kernels.cpu import ActivationCode, CpuLibrary, Format, LinearWeights, NormWeights
 
 torch = pytest.importorskip("torch")
 NUMBERS = np.random.default_rng(0)
 
 
-@pytest.fixture(scope="module")
-def library() -> CpuLibrary:
-    try:
-        return CpuLibrary(1)
-    except CpuKernelError as error:
-        pytest.skip(str(error))
+@pytest.fixture
+def library(three_lane_library: CpuLibrary) -> CpuLibrary:
+    return three_lane_library
 
 
 def normal(*shape: int) -> np.ndarray:

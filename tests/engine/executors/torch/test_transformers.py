@@ -13,27 +13,11 @@ from penstock.engine.executors.torch.transformers.model import TransformersModel
 from penstock.engine.executors.torch.transformers.network import Network
 from penstock.engine.protocol.errors import UnsupportedModelError, UnsupportedTaskError, WeightError
 
-from ....tables import table
-from ..families import assert_close, logits_of, relative_error, rows_of
+from ..families import BASES, assert_close, logits_of, models, relative_error, rows_of
 
-SIZES = table(__file__, "sizes of unpacked models")
-ALBERT = SIZES | {"embedding_size": 16}
-GPT2 = {"vocab_size": 200, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 160, "num_labels": 3}
-GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
-DEBERTA = SIZES | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "type_vocab_size": 0}
-HELIUM = SIZES | {"num_key_value_heads": 2, "head_dim": 12}
-T5 = {"vocab_size": 200, "d_model": 48, "d_kv": 12, "d_ff": 80, "num_layers": 2, "num_heads": 4}
-CONVBERT = SIZES | {"embedding_size": 48, "head_ratio": 2, "conv_kernel_size": 5}
-EMBEDDERS = [
-    pytest.param("AlbertModel", ALBERT, True, id="albert"),
-    pytest.param("DebertaModel", DEBERTA, False, id="deberta-own-attention"),
-    pytest.param("GPT2Model", GPT2, True, id="gpt2"),
-    pytest.param("Starcoder2Model", HELIUM | {"sliding_window": 8}, True, id="starcoder2-window"),
-    pytest.param("VaultGemmaModel", HELIUM, False, id="vaultgemma-softcap"),
-    pytest.param("XLMRobertaXLModel", SIZES | {"pad_token_id": 1}, True, id="xlm-roberta-xl-position-offset"),
-    pytest.param("T5EncoderModel", T5, False, id="t5-encoder-without-positions"),
-    pytest.param("FNetModel", SIZES, False, id="fnet-without-mask"),
-]
+SIZES, ALBERT, HELIUM, CONVBERT = (BASES[name] for name in ("unpacked", "albert", "helium", "convbert"))
+GPT2, T5, DEBERTA = (BASES[name] for name in ("gpt2", "t5", "unpacked deberta"))
+EMBEDDERS = models("models without a family")
 
 
 @pytest.mark.parametrize(("class_name", "config", "is_packed"), EMBEDDERS)
