@@ -102,4 +102,6 @@ def cases_of(kind: Callable[..., Any], name: str) -> list[Any]:
 
 def tupled(value: Any) -> Any:
     """Returns tuples for the lists of a table."""
+    if isinstance(value, dict):
+        return {key: tupled(each) for key, each in value.items()}
     return tuple(map(tupled, value)) if isinstance(value, list) else value

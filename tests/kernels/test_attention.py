@@ -14,6 +14,7 @@ from penstock.kernels.attention import _torch, attention, attention_paged
 from penstock.kernels.attention._torch import has_flash_operator
 
 from ..interpreter import IS_INTERPRETED
+from ..tables import table
 from .assertions import assert_close
 from .attention_reference import attention_paged_reference, attention_reference
 from .cases import (
@@ -26,29 +27,13 @@ from .cases import (
     make_cu_seqlens,
     make_paged_inputs,
 )
-from .parameters import FLOAT_DTYPES, Target, cases_of, every_pair, targets
+from .parameters import FLOAT_DTYPES, Target, cases_of, every_pair, targets, tupled
 
 ATTENTION_CASES, PAGED_CASES = cases_of(AttentionCase, "attention"), cases_of(PagedCase, "paged attention")
 # Shares of the largest absolute value of v.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-MASKS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "causal": {"is_causal": True},
-    "narrow": {"window": (8, 8)},
-    "local": {"window": (64, 64)},
-    "left": {"window": (7, -1)},
-    "causal_local": {"window": (40, 40), "is_causal": True},
-    "capped": {"softcap": 3.0},
-    "capped_local": {"softcap": 3.0, "window": (40, 40), "is_causal": True},
-}
+MASKS, PAGED_MASKS = tupled(table(__file__, "masks")), tupled(table(__file__, "masks of paged attention"))
 UNCAPPED = [name for name, options in MASKS.items() if "softcap" not in options]
-PAGED_MASKS: dict[str, dict[str, Any]] = {
-    "all": {},
-    "narrow": {"window": (3, 3)},
-    "window": {"window": (100, -1)},
-    "capped": {"softcap": 5.0},
-    "capped_window": {"softcap": 5.0, "window": (40, 0)},
-}
 TARGETS = targets("sdpa", cuda=("sdpa", "varlen", "triton", None))
 PAGED_TARGETS = targets("sdpa", cuda=("sdpa", "triton", None))
 POISONS = [float("nan"), float("inf")]

@@ -17,15 +17,7 @@ from ..tables import table
 pytestmark = [needs_triton, pytest.mark.skipif(IS_INTERPRETED, reason="interpreted kernels do not compile")]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TYPES = {
-    **dict.fromkeys(("cu_seqlens_ptr", "context_lens_ptr", "block_tables_ptr", "ends_ptr"), "*i32"),
-    **dict.fromkeys(("dimensions_ptr", "skip_ptr"), "*i32"),
-    **dict.fromkeys(("rows_ptr", "slots_ptr", "ids_ptr", "positions_ptr", "types_ptr", "bounds_ptr"), "*i64"),
-    **dict.fromkeys(("cos_ptr", "sin_ptr", "position_table_ptr", "weights_ptr"), "*fp32"),
-    **dict.fromkeys(("block_total_ptr", "block_weight_ptr"), "*fp32"),
-    **dict.fromkeys(("scale", "cap", "eps", "log2_e"), "fp32"),
-    "normalize_ptr": "*u8",
-}
+TYPES = {name: kind for kind, names in table(__file__, "types of arguments").items() for name in names}
 SIZES = ("head_size", "width", "group_width", "hidden_size", "state_size", "num_channels", "num_in", "num_out")
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 

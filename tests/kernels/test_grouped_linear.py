@@ -8,16 +8,12 @@ from torch import Tensor
 
 from penstock.kernels.grouped_linear import grouped_linear
 
+from ..tables import table
 from .assertions import assert_close
 from .parameters import FLOAT_DTYPES, TARGETS, Target, every_pair
 from .references import grouped_linear_reference
 
-DIVISIONS = {
-    "one_group": [5],
-    "odd": [1, 130, 0, 7, 0, 0, 33],
-    "all_in_the_last": [0, 0, 0, 70],
-    "many_rows": [300, 1],
-}
+DIVISIONS = table(__file__, "divisions of rows")
 
 
 def make(sizes: list[int], num_in: int, num_out: int, dtype: torch.dtype, device: torch.device | str) -> list[Tensor]:

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from penstock.kernels.maxsim import maxsim
 
+from ..tables import table
 from .assertions import assert_close
-from .parameters import TARGETS, Target, every_pair
+from .parameters import TARGETS, Target, every_pair, tupled
 from .references import maxsim_reference
 
 TOLERANCE = 2e-6
@@ -20,12 +21,7 @@ def make(lengths: tuple[int, ...], width: int, dtype: torch.dtype, device: torch
 
 
 # Rows of the queries and of the documents, and the query of each document.
-BATCHES = {
-    "one": ((1,), (1,), (0,)),
-    "one_query": ((32,), (1, 150, 0, 65), (0,) * 4),
-    "own_queries": ((3, 70, 17), (5, 64, 66, 7), (2, 0, 0, 1)),
-    "no_rows": ((4, 2), (0, 0), (1, 0)),
-}
+BATCHES = tupled(table(__file__, "batches of maxsim"))
 
 
 @every_pair(target=TARGETS, batch=list(BATCHES), width=[1, 72], dtype=[torch.float32, torch.bfloat16])

@@ -42,6 +42,7 @@ def chosen(*names):
     return [known[name] for name in names]
 
 
+EXECUTORS = pytest.mark.parametrize("executor", ["torch", "cpu"])
 PLAIN = chosen("llama", "mistral-window", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
 """One config of each family of decoders."""
 

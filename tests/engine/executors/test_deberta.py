@@ -17,6 +17,7 @@ from penstock.engine.protocol.model_info import ModelKind
 from ...tables import table
 from .families import (
     BASES,
+    EXECUTORS,
     assert_close,
     first_row_logits,
     logits_of,
@@ -24,7 +25,6 @@ from .families import (
     rows_of,
 )
 
-EXECUTORS = pytest.mark.parametrize("executor", ["torch", "cpu"])
 # Values of mixedbread-ai/mxbai-rerank-base-v1, in small.
 HUB = BASES["deberta on the hub"]
 

@@ -8,14 +8,13 @@ from penstock.engine.protocol.tasks import PoolingType
 
 from ...gguf_files import write_gguf
 from ...tables import table
-from .families import ENCODER_SIZES, WIDE, assert_close, rows_of
+from .families import ENCODER_SIZES, EXECUTORS, WIDE, assert_close, rows_of
 from .jina_bert import HUB, Reference, make_weights
 
 # Architecture: names outside of the layers, prefix of the layers, names in a layer.
 NAMES = table(__file__, "names of gguf")
 SIZES = ENCODER_SIZES | {"hidden_size": 64, "intermediate_size": 96}
 DECODER = WIDE | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
-EXECUTORS = pytest.mark.parametrize("executor", ["torch", "cpu"])
 # Several types in one file; the other weights are F32.
 TYPES = {"attn_output.weight": "F16", "ffn_up.weight": "BF16", "position_embd.weight": "F32"}
 

@@ -12,14 +12,13 @@ from penstock.engine.protocol.errors import ModelLoadError
 
 from ...tables import table
 from .array_model import ArrayModel, load_model
-from .families import ENCODER_SIZES, assert_close, first_row_logits, logits_of, relative_error, rows_of
+from .families import ENCODER_SIZES, EXECUTORS, assert_close, first_row_logits, logits_of, relative_error, rows_of
 
 HUB = json.loads((Path(__file__).parent / "hub_configs.json").read_text())
 SIZE = ENCODER_SIZES["hidden_size"] // ENCODER_SIZES["num_attention_heads"]
-GEGLU = {"hidden_act": "gelu", "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+HUB_CONFIGS = table(__file__, "hub config equals transformers")
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}
 BOTH_LAYOUTS = pytest.mark.parametrize("is_original", [True, False], ids=["hub-names", "transformers-names"])
-EXECUTORS = pytest.mark.parametrize("executor", ["torch", "cpu"])
 
 
 @pytest.fixture
@@ -56,17 +55,7 @@ def save_nomic(save_model):
 
 @EXECUTORS
 @BOTH_LAYOUTS
-@pytest.mark.parametrize(
-    ("family", "changes", "config"),
-    [
-        ("gte", {"type_vocab_size": 0}, {"type_vocab_size": 0}),
-        ("gte", {"type_vocab_size": 2}, {"type_vocab_size": 2}),
-        ("nomic", {}, {}),
-        ("nomic", {"activation_function": "geglu", "rotary_emb_base": 50}, GEGLU),
-        ("nomic", {"type_vocab_size": 1}, {"type_vocab_size": 1}),
-    ],
-    ids=["gte-no-types", "gte-types", "nomic", "nomic-geglu", "nomic-one-type"],
-)
+@pytest.mark.parametrize(("family", "changes", "config"), HUB_CONFIGS.values(), ids=HUB_CONFIGS)
 def test_hub_config_equals_transformers(
     executor, is_original, family, changes, config, load, resolve, pack, sequences, request
 ):
@@ -148,10 +137,3 @@ def test_other_variant_is_rejected(family, change, resolve, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HUB[family] | change))
     with pytest.raises(ModelLoadError, match="unknown" if "unknown" in str(change) else next(iter(change))):
         read_spec(resolve(tmp_path))
-
-
-def test_default_theta_is_that_of_transformers(save_config, resolve):
-    spec = read_spec(resolve(save_config("GteModel", **ENCODER_SIZES)))
-    assert spec is not None
-    (kind,) = spec.kinds.values()
-    assert (kind.rope.theta, kind.rope.rope_type) == (160_000.0, "default")

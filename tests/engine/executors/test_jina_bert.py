@@ -11,10 +11,9 @@ from penstock.engine.executors.cpu.array_encoder import read_spec
 from penstock.engine.protocol.errors import ModelLoadError
 
 from ...tables import table
-from .families import assert_close, first_row_logits, relative_error
+from .families import EXECUTORS, assert_close, first_row_logits, relative_error
 from .jina_bert import HUB, D, Reference, make_weights
 
-EXECUTORS = pytest.mark.parametrize("executor", ["torch", "cpu"])
 BOTH_LAYOUTS = pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "qk-post-norm"])
 
 

@@ -10,36 +10,19 @@ from safetensors.torch import load_file, save_file
 from penstock.engine.protocol.errors import ModelLoadError
 
 from .adapters import save_adapter
-from .families import DECODER_SIZES, DISTILBERT, ENCODER_SIZES, MODERNBERT, assert_close, relative_error, rows_of
+from .families import ENCODER_SIZES, EXECUTORS, assert_close, models, relative_error, rows_of
 
-EXECUTORS = pytest.mark.parametrize("executor", ["torch", "cpu"])
-WIDE = DECODER_SIZES | {"head_dim": 16}
-GEMMA3 = WIDE | {"query_pre_attn_scalar": 24}
 EVERYTHING = r"(?!.*(pooler|position_|token_type)).*"
-CASES = [
-    pytest.param(
-        "BertModel",
-        ENCODER_SIZES | {"type_vocab_size": 1},
-        r"(?!.*(pooler|position_)).*",
-        r".*\.(query|value)",
-        id="bert",
-    ),
-    pytest.param("DistilBertModel", DISTILBERT, r".*(_lin|word_embeddings|lin1)", r".*ffn\.lin2", id="distilbert"),
-    pytest.param("ModernBertModel", MODERNBERT, r".*(Wqkv|Wi|Wo|tok_embeddings)", r"layers\.1\..*", id="modernbert"),
-    pytest.param("NomicBertModel", ENCODER_SIZES, r".*(q_proj|k_proj|up_proj|down_proj)", r".*gate_proj", id="nomic"),
-    pytest.param("Qwen3Model", WIDE, r".*_proj|embed_tokens", r".*(v_proj|gate_proj)", id="qwen3"),
-    pytest.param("Gemma3TextModel", GEMMA3, r".*_proj|embed_tokens", r".*o_proj", id="gemma3"),
-]
 NUMBERS = [0, -1, 1, 0, 1]
 
 
 @EXECUTORS
-@pytest.mark.parametrize(("name", "config", "first", "second"), CASES)
+@pytest.mark.parametrize(("name", "config", "first", "second"), models("adapted models"))
 def test_batch_of_adapters_equals_merged_weights(
     executor, name, config, first, second, load, save_model, resolve, pack, sequences, tmp_path
 ):
     folder, base = save_model(name, **config)
-    models = [
+    references = [
         save_adapter(tmp_path / "first", base, first, 1),
         save_adapter(tmp_path / "second", base, second, 2, r=3, use_rslora=True, rank_pattern={r"layers?\.1\..*": 5}),
         base,
@@ -47,7 +30,7 @@ def test_batch_of_adapters_equals_merged_weights(
     info = resolve(folder, adapter=(f"first={tmp_path / 'first'}", f"second={tmp_path / 'second'}"))
     model = load(info)
     hidden = model.forward(pack(sequences, adapters=NUMBERS)).hidden_states
-    expected = [rows_of(models[number], [sequence]) for number, sequence in zip(NUMBERS, sequences, strict=True)]
+    expected = [rows_of(references[number], [sequence]) for number, sequence in zip(NUMBERS, sequences, strict=True)]
     assert_close(hidden, torch.cat(expected))
     assert relative_error(expected[0], rows_of(base, sequences[:1])) > 0.01, "the adapter changes the rows"
     alone = [model.forward(pack([s], adapters=[n])).hidden_states for n, s in zip(NUMBERS, sequences, strict=True)]

@@ -11,14 +11,14 @@ from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.tasks import PoolingType
 
 from ...tables import table
-from .families import ENCODER_SIZES, assert_close, first_row_logits, logits_of, relative_error, rows_of
+from .families import ENCODER_SIZES, EXECUTORS, assert_close, first_row_logits, logits_of, relative_error, rows_of
 
 TASKS = ["retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"]
 SIZES = ENCODER_SIZES | {"type_vocab_size": 1, "pad_token_id": 1, "layer_norm_eps": 1e-5}
 HUB = SIZES | table(__file__, "config.json of xlm-roberta-flash on the hub")
+FLASH_NAMES = table(__file__, "names of the flash implementation")
 RERANKER = table(__file__, "xlm-roberta flash reranker")
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
-EXECUTORS = pytest.mark.parametrize("executor", ["torch", "cpu"])
 ADAPTED = ("Wqkv", "out_proj", "fc1", "fc2", "word_embeddings", "token_type_embeddings", "dense")
 
 
@@ -41,19 +41,10 @@ def with_adapters(tensors):
 
 def with_flash_names(tensors):
     """The tensors of an XLM-RoBERTa of transformers under the names of the flash implementation."""
-    names = {
-        "embeddings.LayerNorm": "emb_ln",
-        "encoder.layer.": "encoder.layers.",
-        "attention.output.dense": "mixer.out_proj",
-        "attention.output.LayerNorm": "norm1",
-        "intermediate.dense": "mlp.fc1",
-        "output.dense": "mlp.fc2",
-        "output.LayerNorm": "norm2",
-    }
     renamed = {}
     for name, tensor in tensors.items():
         new = name
-        for old, flash in names.items():
+        for old, flash in FLASH_NAMES.items():
             new = new.replace(old, flash)
         if "attention.self.key" in name or "attention.self.value" in name:
             continue
