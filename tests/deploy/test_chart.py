@@ -11,6 +11,8 @@ from penstock.server.app import create_app
 from penstock.server.routing import Access
 from penstock.server.settings import ServerSettings, declared_settings, environment_variable, load_settings
 
+from ..tables import table
+
 helm = pytest.importorskip("helm_python", reason="`make test-deploy` installs Helm")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make test-deploy` installs its schemas")
 yaml = pytest.importorskip("yaml", reason="`make test-deploy` installs PyYAML")
@@ -123,15 +125,7 @@ def test_caches_are_in_mounted_folders(render: Render) -> None:
 
 
 @pytest.mark.parametrize("place", ["models", "defaults"])
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"settings": {"admin_key": "s3cret"}}, r"settings\.admin_key would show .*adminKeys\.existingSecret"),
-        ({"settings": {"api_key": ["s3cret"]}}, r"settings\.api_key would show .*apiKeys\.existingSecret"),
-        ({"env": [{"name": "PENSTOCK_API_KEY", "value": "s3cret"}]}, r"value of PENSTOCK_API_KEY .*secretKeyRef"),
-        ({"env": [{"name": "HF_TOKEN", "value": "s3cret"}]}, r"value of HF_TOKEN .*secretKeyRef"),
-    ],
-)
+@pytest.mark.parametrize(("values", "message"), table(__file__, "secret in plain text is rejected"))
 def test_secret_in_plain_text_is_rejected(render: Render, values: dict[str, Any], message: str, place: str) -> None:
     given = {"models": [{"name": "a", **values}]} if place == "models" else {"defaults": values}
     with pytest.raises(helm.HelmError, match=message) as caught:
@@ -235,26 +229,7 @@ def test_data_folder_has_one_pod_at_a_time(render: Render) -> None:
         render({"models": [batches], "defaults": {"replicas": 2}})
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"model": []},
-        {"models": []},
-        {"models": [{"model": "x"}]},
-        {"models": [{"name": "No Name"}]},
-        {"models": [{"name": "a", "settings": {"port": 9000}}]},
-        {"models": [{"name": "a", "settings": {"api_key_file": "/keys"}}]},
-        {"models": [{"name": "a", "settings": {"admin_key_file": "/keys"}}]},
-        {"defaults": {"name": "a"}},
-        {"service": {"port": "http"}},
-        {"metricsPort": 8000},
-        {"models": [{"name": "a", "settings": {"metrics_port": 9090}}]},
-        {"image": {"digest": "sha256:12"}},
-        {"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}},
-        {"httpRoute": {"enabled": True, "routes": [{"hostnames": ["a.example"], "model": "minilm"}]}},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("values", table(__file__, "unknown values are rejected"), ids=str)
 def test_unknown_values_are_rejected(render: Render, values: dict[str, Any]) -> None:
     with pytest.raises(helm.HelmError):
         render(values)

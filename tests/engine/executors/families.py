@@ -6,12 +6,12 @@ import torch
 from ...tables import table
 
 # Configs without a family, by name. A config has a base and changes.
-BASES = {}
+BASES = {None: {}}
 for _name, (_base, _changes) in table(__file__, "bases of configs").items():
-    BASES[_name] = BASES.get(_base, {}) | _changes
+    BASES[_name] = BASES[_base] | _changes
 ENCODER_SIZES, DISTILBERT, MODERNBERT = (BASES[name] for name in ("encoder", "distilbert", "modernbert"))
 DECODER_SIZES, WIDE, GEMMA2 = (BASES[name] for name in ("decoder", "wide decoder", "gemma2"))
-MAMBA, MAMBA2, JAMBA, BAMBA, GRANITE = (BASES[name] for name in ("mamba", "mamba2", "jamba", "bamba", "granite"))
+MAMBA, MAMBA2, BAMBA = (BASES[name] for name in ("mamba", "mamba2", "bamba"))
 
 
 def models(name):

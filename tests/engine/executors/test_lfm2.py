@@ -10,14 +10,11 @@ import torch.nn.functional as F
 from penstock.engine.executors.cpu.array_encoder import read_spec
 from penstock.engine.protocol.errors import ModelLoadError
 
+from ...tables import table
 from .families import DECODER_SIZES, assert_close, relative_error, rows_of
 
 SIZES = DECODER_SIZES | {"block_multiple_of": 8, "layer_types": ["conv", "full_attention", "conv"], "is_causal": False}
-CODE = {
-    "architectures": ["Lfm2BidirectionalModel"],
-    "auto_map": {"AutoModel": "modeling_lfm2_bidirectional.Lfm2BidirectionalModel"},
-    "is_causal": None,
-}
+CODE, CONFIGS = table(__file__, "config.json of lfm2 on the hub"), table(__file__, "configs of lfm2")
 
 
 def centred(self, hidden_states, **_):
@@ -42,15 +39,7 @@ def save_encoder(save_model):
     return save
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
-        {"conv_L_cache": 5, "block_ffn_dim_multiplier": 1.5, "layer_types": None, "full_attn_idxs": [0, 2]},
-    ],
-    ids=["plain", "biases-even-width", "older-keys"],
-)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("trusts", [False, True])
 def test_hidden_states_equal_reference(config, trusts, load_on_torch, save_encoder, resolve, pack, sequences):
     folder, reference = save_encoder(**config)

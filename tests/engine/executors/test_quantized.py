@@ -11,6 +11,7 @@ from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import UnsupportedModelError, WeightError
 
+from ...tables import table
 from .families import ENCODER_SIZES, WIDE, assert_close, rows_of
 
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
@@ -94,20 +95,7 @@ def test_damaged_quantised_weight_is_rejected(suffix, value, message, save_quant
         load(resolve(folder))
 
 
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        ({"quant_method": "gptq", "bits": 4}, r"gptq \(4 bits\)"),
-        ({"quant_method": "fp8"}, "fp8"),
-        ({"load_in_8bit": True}, "bitsandbytes"),
-        (config_of("float-quantized"), "format 'float-quantized'"),
-        (config_of("pack-quantized", num_bits=4), "num_bits 4"),
-        (config_of("int-quantized", symmetric=False), "symmetric False"),
-        (config_of("int-quantized") | {"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
-        (config_of("int-quantized") | {"config_groups": {}}, "without config_groups"),
-        ("int8", "'int8'"),
-    ],
-)
+@pytest.mark.parametrize(("found", "message"), table(__file__, "other quantisation is rejected by name"))
 def test_other_quantisation_is_rejected_by_name(found, message, save_config):
     folder = save_config("BertModel", **ENCODER_SIZES)
     set_key(folder, "quantization_config", found)

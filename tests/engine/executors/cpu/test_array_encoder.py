@@ -9,19 +9,10 @@ from penstock.engine.protocol.model_info import ModelKind
 from penstock.engine.protocol.multi_vector import MultiVector
 from penstock.engine.protocol.tasks import PoolingType
 
-from ..families import DECODER_SIZES, ENCODER_SIZES, JAMBA, MAMBA, MODERNBERT, NOT_ON_CPU, chosen
+from ..families import DECODER_SIZES, ENCODER_SIZES, NOT_ON_CPU, chosen, models
 
-THREE_COLUMNS = MODERNBERT | {"num_attention_heads": 16}
-"""Rotary heads of 3 columns, which cannot be rotated in pairs."""
-WIDE_HEADS = ENCODER_SIZES | {"hidden_size": 4100}
-"""Heads of 1,025 columns, too many for the stack of a lane."""
 OTHERS = [
-    ("BertModel", ENCODER_SIZES | {"hidden_act": "mish"}),
-    ("BertModel", WIDE_HEADS),
-    ("ModernBertModel", THREE_COLUMNS),
-    ("ModernBertForSequenceClassification", MODERNBERT | {"classifier_activation": "mish"}),
-    ("MambaModel", MAMBA),
-    ("JambaModel", JAMBA),
+    *models("left to torch"),
     *((f"{case.values[0]}Model", case.values[1]) for case in chosen(*sorted(NOT_ON_CPU))),
 ]
 
@@ -36,7 +27,7 @@ def test_unsupported_device_and_dtype_are_left_to_torch(change, save_config, res
     info = resolve(save_config("BertModel", **ENCODER_SIZES))
     assert read_spec(info) is not None
     assert read_spec(replace(info, **change)) is None
-    assert read_spec(resolve(save_config("BertModel", **WIDE_HEADS | {"hidden_size": 4096}))) is not None
+    assert read_spec(resolve(save_config("BertModel", **ENCODER_SIZES | {"hidden_size": 4096}))) is not None
 
 
 @pytest.mark.parametrize(

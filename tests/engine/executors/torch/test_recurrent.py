@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from penstock.engine.core.loading.weights_loader import load_model
+from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import PoolerConfig
-from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError, UnsupportedTaskError, WeightError
+from penstock.engine.protocol.errors import ModelLoadError, UnsupportedTaskError
 from penstock.engine.protocol.tasks import PoolingType
 
-from ..families import BAMBA, GRANITE, HYBRID, JAMBA, MAMBA, MAMBA2, RECURRENT, assert_close, rows_of, unit_error
+from ..families import BAMBA, HYBRID, MAMBA, MAMBA2, RECURRENT, assert_close, models, rows_of, unit_error
 
 
 @pytest.mark.parametrize(("family", "config"), RECURRENT + HYBRID)
@@ -78,25 +79,10 @@ def test_older_name_of_the_embedding_loads(save_recurrent, resolve, pack, sequen
     assert torch.cosine_similarity(rows.float(), expected, dim=1).min() > 0.999
 
 
-MAGIC = {"layer_types": ["mamba", "magic", "mamba"]}
-
-
 @pytest.mark.parametrize(
-    ("class_name", "config", "overrides", "error_type", "message"),
-    [
-        ("Mamba2Model", MAMBA2, {"time_step_limit": [0.5, 0.1]}, ModelLoadError, "the first must be below"),
-        ("Mamba2Model", MAMBA2, {"time_step_limit": 3}, ModelLoadError, "two numbers"),
-        ("Mamba2Model", MAMBA2, {"num_heads": 5}, ModelLoadError, "num_heads 5 \\* head_dim 16"),
-        ("MambaModel", MAMBA, {"is_causal": False}, UnsupportedModelError, "a recurrence is causal"),
-        ("MambaModel", MAMBA, {"state_size": 9}, WeightError, r"layers.0.mixer.x_proj.weight"),
-        ("JambaModel", JAMBA, {"is_causal": False}, UnsupportedModelError, "a recurrence is causal"),
-        ("JambaModel", JAMBA, {"num_experts_per_tok": 9}, ModelLoadError, "is 9, but there are 4 experts"),
-        ("BambaModel", BAMBA, {"mamba_d_head": 5}, ModelLoadError, r"mamba_n_heads 6 \* mamba_d_head 5 is not"),
-        ("BambaModel", BAMBA, {"mamba_n_heads": 5, "mamba_d_head": "auto"}, ModelLoadError, "mamba_d_head 19 is"),
-        ("GraniteMoeHybridModel", GRANITE, MAGIC, UnsupportedModelError, "'magic'"),
-    ],
+    ("class_name", "config", "overrides", "error", "message"), models("invalid config value is named")
 )
-def test_invalid_config_value_is_named(class_name, config, overrides, error_type, message, save_recurrent, resolve):
+def test_invalid_config_value_is_named(class_name, config, overrides, error, message, save_recurrent, resolve):
     folder, _ = save_recurrent(class_name, **config)
-    with pytest.raises(error_type, match=message):
+    with pytest.raises(getattr(errors, error), match=message):
         load_model(resolve(folder, hf_overrides=overrides))

@@ -37,23 +37,14 @@ def test_hidden_states_equal_transformers(class_name, config, is_packed, save_mo
         model.forward(pack(sequences), need_attention=True)
 
 
-PADDED, EQUAL, ALONE = "", "only sequences of equal length share a forward", "each sequence runs alone"
+EQUAL, ALONE = "only sequences of equal length share a forward", "each sequence runs alone"
 
 
-@pytest.mark.parametrize(
-    ("class_name", "config", "note"),
-    [
-        pytest.param("ConvBertModel", CONVBERT, EQUAL, id="convbert-convolution"),
-        pytest.param("ConvBertForSequenceClassification", CONVBERT, EQUAL, id="convbert-head"),
-        pytest.param("DebertaV2Model", DEBERTA | {"conv_kernel_size": 3}, PADDED, id="deberta-convolution"),
-        pytest.param("T5EncoderModel", T5, PADDED, id="t5"),
-        pytest.param("FNetModel", SIZES, ALONE, id="fnet-without-mask"),
-    ],
-)
+@pytest.mark.parametrize(("class_name", "config", "note"), models("rows do not depend on the batch"))
 def test_rows_do_not_depend_on_the_batch(class_name, config, note, save_model, resolve, pack, caplog):
     folder, _ = save_model(class_name, **config)
     model = load_model(resolve(folder))
-    assert (EQUAL in caplog.text, ALONE in caplog.text) == (note == EQUAL, note == ALONE)
+    assert (EQUAL in caplog.text, ALONE in caplog.text) == (EQUAL in note, ALONE in note)
     numbers = np.random.default_rng(1)
     sequences = [numbers.integers(3, 200, n).tolist() for n in (4, 5, 5, 9, 10, 10, 11, 70, 72, 72, 80, 90, 125, 130)]
 
@@ -126,27 +117,7 @@ def test_missing_weight_is_named(save_model, resolve):
         load_model(resolve(folder))
 
 
-BART = {"vocab_size": 60, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
-OWN_CODE = {
-    "architectures": ["OwnBertModel"],
-    "auto_map": {"AutoModel": "modeling_own.OwnBertModel"},
-    "position_embedding_type": "alibi",
-}
-
-
-@pytest.mark.parametrize(
-    ("class_name", "config", "change", "message"),
-    [
-        pytest.param("BartModel", BART, {}, r"BartModel.*an encoder and a decoder", id="encoder-decoder"),
-        pytest.param("BertModel", SIZES, OWN_CODE, r"'OwnBertModel'.*--trust-remote-code", id="own-code"),
-        pytest.param(
-            "BertModel", SIZES, {"position_embedding_type": "relative_key"}, "'relative_key'", id="relative-positions"
-        ),
-        pytest.param(
-            "HeliumModel", HELIUM, {"model_type": "unheard-of", "architectures": None}, "unheard-of", id="unknown-type"
-        ),
-    ],
-)
+@pytest.mark.parametrize(("class_name", "config", "change", "message"), models("unsupported model is rejected"))
 def test_unsupported_model_is_rejected(class_name, config, change, message, save_model, resolve):
     folder, _ = save_model(class_name, **config)
     values = json.loads((folder / "config.json").read_text())
