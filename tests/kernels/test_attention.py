@@ -309,13 +309,7 @@ def test_triton_rejects_wide_heads(device: torch.device) -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     ("capability", "head_size", "has_triton", "is_recordable"),
-    [
-        ((8, 0), 32, True, True),
-        ((9, 0), 256, True, True),
-        ((7, 5), 64, True, False),
-        ((9, 0), 264, True, False),
-        ((9, 0), 64, False, None),
-    ],
+    tupled(table(__file__, "cuda backend reads lengths on the device")),
 )
 def test_cuda_backend_reads_lengths_on_the_device(
     capability: tuple[int, int],

@@ -25,14 +25,7 @@ def models(name):
 ENCODERS, CAUSAL = models("encoders"), models("causal decoders")
 # transformers reads one key of "gemma-two-way" in the mask and the other in attention.
 TWO_WAY, RECURRENT, HYBRID = models("two-way decoders"), models("recurrent models"), models("hybrid models")
-NOT_ON_CPU = {
-    "rope-dynamic",
-    "rope-longrope",
-    "phi3-partial",
-    "phi3-longrope-partial",
-    "ministral3-long",
-    "ministral3-two-way-long",
-}
+NOT_ON_CPU = frozenset(table(__file__, "not on the cpu"))
 """The length of the text changes their rotary positions or queries, or a part of each head is rotated."""
 
 

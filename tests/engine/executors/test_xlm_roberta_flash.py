@@ -148,11 +148,7 @@ def test_reranker_with_learned_positions_equals_transformers(executor, load, sav
 @EXECUTORS
 def test_modules_of_the_hub_are_read(executor, load, save_hub, resolve):
     folder, _ = save_hub()
-    modules = [
-        {"idx": 0, "name": "transformer", "path": "", "type": "custom_st.Transformer", "kwargs": ["task"]},
-        {"idx": 1, "name": "pooler", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-        {"idx": 2, "name": "normalizer", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
-    ]
+    modules = table(__file__, "modules of xlm-roberta-flash on the hub")
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(
