@@ -29,13 +29,7 @@ def listing(path: str, content: object) -> Callable[[Received], Answered]:
 
 
 @pytest.mark.parametrize(
-    ("path", "content", "dialect", "name", "route"),
-    [
-        ("/v1/models", {"data": [{"id": "a"}, {"id": "b"}]}, "openai", "a", "/v1/embeddings"),  # vLLM, llama.cpp
-        ("/models", {"data": [{"id": "a"}]}, "openai", "a", "/embeddings"),  # Infinity
-        ("/info", {"model_id": "a", "model_type": {}}, "tei", "a", "/v1/embeddings"),
-        ("/api/tags", {"models": [{"name": "a:latest"}]}, "ollama", "a:latest", "/v1/embeddings"),
-    ],
+    ("path", "content", "dialect", "name", "route"), table("server_cases", "dialect and model follow the list")
 )
 def test_dialect_and_model_follow_the_list(
     serve: Serve, path: str, content: object, dialect: str, name: str, route: str
@@ -132,10 +126,7 @@ def test_wrong_url_or_file_is_a_usage_error(url: str, settings: dict[str, Path],
         TargetServer(url, TargetSettings(**settings))
 
 
-@pytest.mark.parametrize(
-    ("retry_after", "date", "seconds"),
-    table("server_cases", "retry after is seconds or a date"),
-)
+@pytest.mark.parametrize(("retry_after", "date", "seconds"), table("server_cases", "retry after is seconds or a date"))
 def test_retry_after_is_seconds_or_a_date(retry_after: str | None, date: str | None, seconds: float) -> None:
     headers = Message()
     for name, value in (("Retry-After", retry_after), ("Date", date)):

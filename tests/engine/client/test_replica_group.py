@@ -16,6 +16,7 @@ from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 
+from ...tables import table
 from ...waiting import loop_iterations
 from .fake_core import run
 from .fake_running_core import FakeRunningCore
@@ -91,18 +92,7 @@ def test_each_cuda_device_has_a_replica(set_machine: SetMachine, fields: dict[st
     assert [config.num_engines for config in shared] == [2, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"data_parallel": 3}, "3 replicas need 3 cores; this process may use 2"),
-        ({"devices": ("numa:3",)}, "may not use the cores of numa:3; it may use numa:0, numa:1"),
-        ({"devices": ("numa:0", "numa:0")}, "2 replicas on numa:0 need 2 cores; it has 1"),
-        ({"devices": ("cpu", "cpu"), "data_parallel": 3}, "--data-parallel is 3; it must be a multiple of the 2"),
-        ({"devices": ("cpu", "cpu"), "device": "cpu"}, "remove --device cpu"),
-        ({"device": "cuda:1", "data_parallel": 2}, "--device cuda:1 is one device"),
-        ({"data_parallel": 2, "in_process": True}, "--in-process supports one replica"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), table(__file__, "impossible places are rejected with the flag"))
 def test_impossible_places_are_rejected_with_the_flag(
     set_machine: SetMachine, fields: dict[str, Any], message: str
 ) -> None:

@@ -19,6 +19,7 @@ from penstock.engine.images.preprocessing import preprocess
 from penstock.engine.images.resampling import resize_part
 from penstock.engine.protocol.images import ImagePatches, ImageResize, ImageSpec
 
+from ...tables import table
 from .pictures import picture
 
 _SIZES = [(1, 1), (1, 9), (3, 5), (224, 224), (225, 223), (321, 240), (40, 700)]
@@ -122,12 +123,7 @@ def test_blocks_of_qwen_equal_processor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "limit", "smallest", "message"),
-    [
-        ((1, 201), 204, 3_136, "201 times|200 times"),
-        ((200, 200), 40, 3_136, "has 49 tokens; the model reads up to 10"),
-        ((200, 13), 204, 0, "reads blocks of 28 x 28"),
-    ],
+    ("size", "limit", "smallest", "message"), table(__file__, "image that a language model cannot read is rejected")
 )
 def test_image_that_a_language_model_cannot_read_is_rejected(
     size: tuple[int, int], limit: int, smallest: int, message: str

@@ -9,9 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from penstock.engine.model_files.reranker import PRESETS, QWEN3_RERANKER
 from penstock.engine.model_files.resolve import resolved_table
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError
-from penstock.engine.protocol.model_info import Activation, ClassifierMethod, ModelInfo, ModelKind
+from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.protocol.templates import ScoreTemplate
 
 from ...tables import table
 from .folders import POOLING, TRANSFORMER, resolve as resolve_files, write as write_files
@@ -84,33 +83,15 @@ ORIGINAL = {"is_original_qwen3_reranker": True}
 
 
 @pytest.mark.parametrize(
-    ("overrides", "expected", "template"),
-    [
-        (
-            ORIGINAL | {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"]},
-            {"kind": ModelKind.CROSS_ENCODER, "classifier_tokens": (0, 1), "labels": ("yes",)},
-            QWEN3_RERANKER.template,
-        ),
-        (ORIGINAL, {"kind": ModelKind.CROSS_ENCODER, "classifier_tokens": (0, 1)}, QWEN3_RERANKER.template),
-        ({"classifier_from_token": [7, "yes"]}, {"classifier_tokens": (7, 1)}, None),
-        (
-            {"classifier_from_token": ["yes"], "score_template": "qwen3-reranker"},
-            {"classifier_method": ClassifierMethod.NO_POST_PROCESSING, "activation": Activation.SIGMOID},
-            QWEN3_RERANKER.template,
-        ),
-        (  # a classifier with several classes reads no pairs
-            {"classifier_from_token": ["no", "yes"], "method": "no_post_processing", "score_template": PARTS},
-            {"kind": ModelKind.SEQUENCE_CLASSIFIER, "labels": ("no", "yes"), "activation": Activation.SOFTMAX},
-            None,
-        ),
-    ],
+    ("overrides", "expected", "has_template"), table(__file__, "overrides make a reranker of a language model")
 )
 def test_overrides_make_a_reranker_of_a_language_model(
-    overrides: dict[str, Any], expected: dict[str, Any], template: ScoreTemplate | None, tmp_path: Path
+    overrides: dict[str, Any], expected: dict[str, Any], has_template: bool, tmp_path: Path
 ) -> None:
     info = resolve(write(tmp_path / "copy", QWEN3), **overrides)
-    assert {name: getattr(info, name) for name in expected} == expected
-    assert info.score_template == template
+    found = {name: getattr(info, name) for name in expected}
+    assert {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()} == expected
+    assert info.score_template == (QWEN3_RERANKER.template if has_template else None)
     if "classifier_from_token" in overrides:
         assert info.sources["classifier_tokens"] == "--hf-overrides: classifier_from_token"
 

@@ -316,29 +316,19 @@ def test_modules_of_other_packages_are_rejected(tmp_path: Path, foreign: str) ->
         resolve(folder, trust_remote_code=True)
 
 
+MAMBA = BERT | {"model_type": "mamba", "num_attention_heads": None}
+CONFIGS = {"bert": BERT, "mamba": MAMBA, "classifier": CLASSIFIER, "token classifier": TOKEN_CLASSIFIER}
+
+
 @pytest.mark.parametrize(
-    ("config", "pooler", "message"),
-    [
-        (BERT, PoolerConfig(attention_head=4), r"attention_head is 4; .* 4 heads"),
-        (BERT, PoolerConfig(dimensions=33), "dimensions is 33; .* 32"),
-        (
-            TOKEN_CLASSIFIER,
-            PoolerConfig(pooling_type=PoolingType.STEP, returned_token_ids=(0, 2)),
-            r"returned_token_ids is \[0, 2\]; .* columns 0 to 1",
-        ),
-        (
-            BERT | {"model_type": "mamba", "num_attention_heads": None},
-            PoolerConfig(pooling_type=PoolingType.ATTENTION),
-            "ATTENTION pooling needs attention heads",
-        ),
-        (CLASSIFIER, PoolerConfig(enable_chunked_processing=True), r"has no task 'embed' \(kind\)"),
-    ],
+    ("config", "pooler", "message"), table(__file__, "pooler config that does not fit is rejected")
 )
 def test_pooler_config_that_does_not_fit_is_rejected(
-    tmp_path: Path, config: dict[str, Any], pooler: PoolerConfig, message: str
+    tmp_path: Path, config: str, pooler: dict[str, Any], message: str
 ) -> None:
+    folder = write(tmp_path, {"config.json": CONFIGS[config]})
     with pytest.raises(ModelLoadError, match=message):
-        resolve(write(tmp_path, {"config.json": config}), pooler_config=pooler)
+        resolve(folder, pooler_config=PoolerConfig.from_dict(pooler))
 
 
 TEXT_TOWER = {"hidden_size": 32, "vocab_size": 100, "num_attention_heads": 4}

@@ -53,15 +53,7 @@ def write_backbone(folder: Path, class_name: str = "BertModel", **config: Any) -
     named = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = {
-        "vocab_size": len(vocabulary),
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 48,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-    }
+    sizes = table(__file__, "sizes of the small model") | {"vocab_size": len(vocabulary)}
     model_class = getattr(transformers, class_name)
     model = model_class(model_class.config_class(**sizes | config)).eval()
     with torch.no_grad():

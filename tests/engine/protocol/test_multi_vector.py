@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.model_files.resolve import resolve_model
-from penstock.engine.model_files.vector_outputs import METADATA_FILE
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.multi_vector import MultiVector, QueryExpansion
@@ -187,65 +186,28 @@ STANFORD = replace(PYLATE, query_length=None, document_length=18, expansion=Quer
 STANFORD = replace(STANFORD, skip_words=tuple(string.punctuation))
 WITHOUT_QUERY_PREFIX = replace(PYLATE, skip_words=STANFORD.skip_words, markers=("[unused1]",))
 MASKED = MultiVector(document_length=20, expansion=QueryExpansion(length=14), skip_words=(".", ",", "song"))
-LOOSE = QueryExpansion(length=8, is_fixed=False, attends=True, token="[UNK]")
-BARE = {"skiplist_words": None, "model_type": "", "query_prefix": "", "document_prefix": ""}
-MIN = {"strategy": "min", "length": 8, "attend": True, "token": "[UNK]"}
+BASES = {"pylate": PYLATE, "stanford": STANFORD, "masked": MASKED, "without query prefix": WITHOUT_QUERY_PREFIX}
 
 
 @pytest.mark.parametrize(
-    ("library", "name", "change", "expected"),
-    [
-        ("pylate", SETTINGS, {}, PYLATE),
-        ("pylate", SETTINGS, {"do_query_expansion": False}, replace(PYLATE, expansion=None)),
-        (
-            *("pylate", SETTINGS, {"query_length": None, "attend_to_expansion_tokens": False}),
-            replace(PYLATE, query_length=None, expansion=QueryExpansion(length=32)),
-        ),
-        (
-            *("pylate", SETTINGS, {"skiplist_words": None, "query_length": 12, "query_prefix": None}),
-            replace(WITHOUT_QUERY_PREFIX, query_length=12, expansion=QueryExpansion(length=12, attends=True)),
-        ),
-        (
-            *(
-                "pylate",
-                SETTINGS,
-                {"skiplist_words": None, "model_type": "", "query_prefix": "", "document_prefix": ""},
-            ),
-            replace(PYLATE, skip_words=(), markers=()),
-        ),
-        ("pylate", SETTINGS, {"similarity_fn_name": "MeanMaxSim"}, replace(PYLATE, averages=True)),
-        ("stanford", METADATA_FILE, {"query_token_id": None, "doc_token_id": None}, STANFORD),
-        (
-            *("stanford", METADATA_FILE, {"query_maxlen": None, "attend_to_mask_tokens": True}),
-            replace(STANFORD, expansion=QueryExpansion(length=32, attends=True)),
-        ),
-        (
-            *("stanford", METADATA_FILE, {"mask_punctuation": False, "doc_maxlen": None}),
-            replace(STANFORD, skip_words=(), document_length=None),
-        ),
-        ("bert", "2_MultiVectorMask/config.json", {"skiplist_tasks": None}, MASKED),
-        (
-            *("bert", "2_MultiVectorMask/config.json", {"skiplist_tasks": "query", "skiplist_words": None}),
-            replace(MASKED, skip_words=(), skips_queries=True, skips_documents=False),
-        ),
-        (
-            *("bert", "sentence_bert_config.json", {"query_length": 9, "query_expansion": MIN}),
-            replace(MASKED, query_length=9, skips_queries=True, expansion=LOOSE),
-        ),
-    ],
+    ("library", "name", "change", "base", "expected"), table(__file__, "settings of each library are read")
 )
 async def test_settings_of_each_library_are_read(
-    tmp_path: Path, library: str, name: str, change: dict[str, Any], expected: MultiVector
+    tmp_path: Path, library: str, name: str, change: dict[str, Any], base: str, expected: dict[str, Any]
 ) -> None:
     folder = FOLDERS[library](tmp_path)
     change_json(folder / name, change)
     info = resolve_model(EngineConfig(model=str(folder)))
-    assert info.multi_vector == expected
+    changes = {field: tuple(value) if isinstance(value, list) else value for field, value in expected.items()}
+    if expansion := expected.get("expansion"):
+        changes["expansion"] = QueryExpansion(**expansion)
+    multi_vector = replace(BASES[base], **changes)
+    assert info.multi_vector == multi_vector
     assert library == "bert" or [info.prompts.get(side, "").strip() for side in ("query", "document")] == [
-        marker if marker in expected.markers else "" for marker in PYLATE.markers
+        marker if marker in multi_vector.markers else "" for marker in PYLATE.markers
     ]
-    longest = max(expected.document_length or 0, expected.max_num_tokens(is_query=True) or 0)
-    assert info.max_model_len == longest if expected.document_length else info.max_model_len >= 15
+    longest = max(multi_vector.document_length or 0, multi_vector.max_num_tokens(is_query=True) or 0)
+    assert info.max_model_len == longest if multi_vector.document_length else info.max_model_len >= 15
 
 
 async def test_list_of_kept_tokens_is_rejected(tmp_path: Path) -> None:

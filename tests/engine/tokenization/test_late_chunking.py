@@ -47,33 +47,19 @@ LEFT_CUT = {"may_truncate": True, "truncates_left": True, "max_num_tokens": 6, "
 
 
 @pytest.mark.parametrize(
-    ("changes", "lists", "prompt", "ids", "spans", "counts"),
-    [
-        ({}, [[1, 2], [3], [4]], [], [CLS, 1, 2, 3, 4, SEP], [(0, 3), (3, 4), (4, 6)], None),
-        ({}, [[8, 9, 1], [2]], [8, 9], [CLS, 8, 9, 1, 2, SEP], [(0, 4), (4, 6)], None),
-        (NO_PROMPT, [[8, 9, 1], [2]], [8, 9], [CLS, 8, 9, 1, 2, SEP], [(3, 4), (4, 6)], [4, 2]),
-        # The last token of the prompt and the first one of the text became one token.
-        (NO_PROMPT, [[8, 1], [2]], [8, 9], [CLS, 8, 1, 2, SEP], [(2, 3), (3, 5)], [3, 2]),
-        (NO_PROMPT, [[8, 1], [2]], [8, 9, 10, 11], [CLS, 8, 1, 2, SEP], [(2, 3), (3, 5)], [3, 2]),
-        (
-            {"may_truncate": True, "max_num_tokens": 6},
-            *([[1, 2], [3], [4, 5]], [], [CLS, 1, 2, 3, 4, SEP], [(0, 3), (3, 4), (4, 6)], None),
-        ),
-        (LEFT_CUT, [[8, 9, 1], [2, 3]], [8, 9], [CLS, 9, 1, 2, 3, SEP], [(2, 3), (3, 6)], [3, 3]),
-        (LEFT_CUT, [[8, 9, 1, 2], [3, 4]], [8, 9], [CLS, 1, 2, 3, 4, SEP], [(0, 3), (3, 6)], [3, 3]),
-    ],
+    ("changes", "lists", "prompt", "ids", "spans", "counts"), table(__file__, "joined inputs share the special tokens")
 )
 def test_joined_inputs_share_the_special_tokens(
     changes: dict[str, Any],
     lists: list[list[int]],
     prompt: list[int],
     ids: list[int],
-    spans: list[tuple[int, int]],
+    spans: list[list[int]],
     counts: list[int] | None,
 ) -> None:
     text = late(**changes).join(parts(*lists), [True] * len(lists), prompt, is_complete=True)
     assert text.tokens.token_ids.tolist() == ids
-    assert text.spans == spans
+    assert [list(span) for span in text.spans] == spans
     assert text.num_tokens == (counts or [last - first for first, last in spans])
     assert sum(text.num_tokens) == len(ids)
 

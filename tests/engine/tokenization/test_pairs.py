@@ -12,11 +12,14 @@ from penstock.engine.tokenization.model_tokenizer import Truncation
 from penstock.engine.tokenization.pairs import ScoreTemplateEncoder
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 
+from ...tables import table
+
 JOINT = ScoreTemplate(parts=("sys", "{instruction} q {query} d {document} end", "suf"), instruction="find")
 SPLIT = ScoreTemplate(
     parts=("sys", "{instruction}q {query}", "sep", "d {document}", "suf"), instruction_format="i {instruction} "
 )
 LAST = ScoreTemplate(parts=("sys", "d {document}", "q {query}", "{instruction} end"), instruction="find")
+TEMPLATES = {"joint": JOINT, "split": SPLIT, "last": LAST}
 WORDS = ["sys", "suf", "sep", "find", "q", "d", "i", "end", *"abcdefghij", *map(str, range(30))]
 
 
@@ -51,42 +54,25 @@ def test_parts_are_joined_without_special_tokens(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "limit", "left", "expected"),
-    [
-        (JOINT, 10, False, "sys find q a b d 0 1 end suf"),
-        (JOINT, 10, True, "sys find q a b d 8 9 end suf"),
-        (JOINT, 9, False, "sys find q a b d 0 end suf"),
-        (JOINT, 8, False, "sys find q a d 0 end suf"),  # the query takes at most three quarters of the room
-        (SPLIT, 10, False, "sys q a b sep d 0 1 2 suf"),
-        (SPLIT, 10, True, "sys q a b sep d 7 8 9 suf"),
-        (SPLIT, 7, False, "sys q a sep d 0 suf"),
-    ],
+    ("template", "limit", "left", "expected"), table(__file__, "document is truncated before the query")
 )
 def test_document_is_truncated_before_the_query(
-    template: ScoreTemplate, limit: int, left: bool, expected: str, tokenizer: Tokenizer
+    template: str, limit: int, left: bool, expected: str, tokenizer: Tokenizer
 ) -> None:
     pair = ("a b", " ".join(map(str, range(10))))
-    encoder = ScoreTemplateEncoder(tokenizer, template)
+    encoder = ScoreTemplateEncoder(tokenizer, TEMPLATES[template])
     assert words(tokenizer, encoder.truncate(pair, None, limit, left=left)) == expected
     (uncut,) = encoder.encode([pair], None)
     assert encoder.truncate(pair, None, len(uncut), left=left) == uncut
 
 
-@pytest.mark.parametrize(
-    ("template", "limit", "expected"),
-    [
-        (JOINT, 14, "sys find q 0 1 2 3 4 5 d a b end suf"),  # frame of 6
-        (JOINT, 11, "sys find q 0 1 2 d a b end suf"),
-        (SPLIT, 11, "sys q 0 1 2 3 sep d a b suf"),  # frame of 5
-        (LAST, 11, "sys d a b q 0 1 2 3 find end"),
-    ],
-)
+@pytest.mark.parametrize(("template", "limit", "expected"), table(__file__, "long query leaves room for the document"))
 @pytest.mark.parametrize("left", [False, True])
 def test_long_query_leaves_room_for_the_document(
-    template: ScoreTemplate, limit: int, expected: str, left: bool, tokenizer: Tokenizer
+    template: str, limit: int, expected: str, left: bool, tokenizer: Tokenizer
 ) -> None:
     query = " ".join(map(str, range(30)))
-    encoder = ScoreTemplateEncoder(tokenizer, template)
+    encoder = ScoreTemplateEncoder(tokenizer, TEMPLATES[template])
     assert words(tokenizer, encoder.truncate((query, "a b"), None, limit, left=left)) == expected
     truncated = [encoder.truncate((query, document), None, limit, left=left) for document in ("c", "e")]
     assert truncated[0] != truncated[1]

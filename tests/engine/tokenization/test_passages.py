@@ -22,14 +22,7 @@ def offsets_of(text: str, pattern: str = r"\S+") -> list[tuple[int, int]]:
 
 
 # (text, pattern of a token, room, limit, pieces)
-SPLITS = [
-    ("a b c d e", r"\S+", 2, 9, ["a b", "c d", "e"]),
-    ("a b c d e", r"\S+", 2, 2, ["a b", "c d"]),
-    ("", r"\S+", 2, 2, [""]),
-    ("abcdefg hijkl", r"\S", 8, 9, ["abcdefg", "hijkl"]),  # 7 and not 8: a word begins there
-    ("abcdefghi", r"\S", 4, 9, ["abcd", "efgh", "i"]),
-    ("ab cd ef gh", r" ?\S", 4, 9, ["ab cd", " ef gh"]),  # tokens with the space before them
-]
+SPLITS = table(__file__, "text is split between words")
 
 
 @pytest.mark.parametrize(("text", "pattern", "room", "limit", "pieces"), SPLITS)
@@ -50,8 +43,7 @@ def test_best_passage_scores_for_its_document() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "limit", "spare", "num_pieces", "truncated"),
-    table(__file__, "documents with too many passages"),
+    ("lengths", "limit", "spare", "num_pieces", "truncated"), table(__file__, "documents with too many passages")
 )
 def test_documents_above_the_passage_limit_are_named(
     lengths: list[int], limit: int, spare: int, num_pieces: int, truncated: list[int]

@@ -294,15 +294,7 @@ async def test_pair_of_few_tokens_may_have_many_characters(pool: TokenizerPool) 
 
 
 @pytest.mark.parametrize(
-    ("text", "num_chars", "keeps_end", "expected"),
-    [
-        ("one two\nthree", 9, False, "one two"),
-        ("one two\nthree", 9, True, "\nthree"),
-        ("onetwothreefour", 9, False, "onetwothr"),
-        ("onetwothreefour", 9, True, "threefour"),
-        (f"word {'a' * 999}bbb", 1004, False, "word"),
-        (f"bbb{'a' * 1000} word", 1005, True, f"{'a' * 1000} word"),
-    ],
+    ("text", "num_chars", "keeps_end", "expected"), table(__file__, "bounded text ends at the nearest space")
 )
 def test_bounded_text_ends_at_the_nearest_space(text: str, num_chars: int, keeps_end: bool, expected: str) -> None:
     assert truncate_chars(text, num_chars, keeps_end=keeps_end) == expected

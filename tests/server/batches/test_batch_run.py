@@ -22,6 +22,7 @@ from penstock.server.batches.output_writer import OutputWriter
 from penstock.server.batches.records import BatchStatus, LineError
 
 from ...waiting import until
+from ..bodies import table
 from .helpers import (
     Routes,
     begin,
@@ -255,18 +256,7 @@ async def test_server_stops_while_the_disk_is_full(running, monkeypatch, caplog)
     assert caplog.text.count("its responses cannot be written") == 1
 
 
-@pytest.mark.parametrize(
-    ("cause", "status", "code"),
-    [
-        ("line", BatchStatus.FAILED, "server_error"),
-        ("writer", BatchStatus.FAILED, "server_error"),
-        ("check", BatchStatus.FAILED, "server_error"),
-        ("key", BatchStatus.CANCELLED, "invalid_api_key"),
-        ("missing file", BatchStatus.FAILED, "file_not_found"),
-        ("removed file", BatchStatus.FAILED, "file_not_found"),
-        ("", BatchStatus.COMPLETED, None),
-    ],
-)
+@pytest.mark.parametrize(("cause", "status", "code"), table("batches_cases", "ended run is freed"))
 async def test_ended_run_is_freed_and_has_its_error(running, monkeypatch, caplog, cause: str, status, code) -> None:
     caplog.set_level(logging.CRITICAL, "penstock.server.batches")  # pytest keeps the frames of logged errors
     fail = Mock(side_effect=ZeroDivisionError)
@@ -288,7 +278,7 @@ async def test_ended_run_is_freed_and_has_its_error(running, monkeypatch, caplog
             if cause.endswith("file"):
                 batches.files.path(batch.input_file_id).unlink()
             routes.gate.set()
-            batch = await until_status(batches, batch, status)
+            batch = await until_status(batches, batch, BatchStatus(status))
             await until(lambda: run() is None)
         finally:
             gc.enable()

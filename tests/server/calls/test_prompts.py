@@ -47,11 +47,7 @@ def test_purpose_chooses_a_prompt(make_engine, field: str) -> None:
 
 def test_prompt_name_wins_over_input_type_and_task(make_engine) -> None:
     made = call(make_engine(prompts=E5))
-    for fields, expected in (
-        ({"prompt_name": "passage", "input_type": "query"}, "passage"),
-        ({"input_type": "query", "task": "retrieval.query"}, "query"),
-        ({"prompt_name": "", "input_type": "", "task": "query"}, "query"),
-    ):
+    for fields, expected in table("calls_cases", "prompt name wins"):
         assert made.embed_options(body(**fields)).prompt_name == expected
 
 

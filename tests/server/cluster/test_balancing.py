@@ -14,6 +14,8 @@ from penstock.server.cluster.balancing import (
     replicas_for,
 )
 
+from ..bodies import table
+
 
 def choose(loads: ReplicaLoads, reports: dict[str, LoadReport], num_requests: int) -> str:
     """The replicas of requests that are sent one after the other."""
@@ -43,19 +45,7 @@ def test_sent_requests_count_until_the_next_report() -> None:
     assert loads.order({name: LoadReport.of(each) for name, each in stats.items()}) == ["new", "busy"]
 
 
-@pytest.mark.parametrize(
-    ("queue_s", "busy", "current", "wanted"),
-    [
-        ([0.0], [0.0], 1, 0),  # Ray keeps --min-replicas
-        ([1.0], [1.0], 1, 1),
-        ([1.01], [1.0], 1, 2),
-        ([6.0, 0.0], [1.0, 0.0], 2, 6),  # queued requests stay on their replica
-        ([0.3, 0.3, 0.3], [0.9, 0.9, 0.9], 3, 3),  # short queues, busy engines
-        ([0.3, 0.3, 0.3], [0.5, 0.5, 0.5], 3, 2),
-        ([0.1, 0.1, 0.1], [0.1, 0.0, 0.0], 3, 1),
-        ([0.5], [1.0], 1, 1),  # busy, but without a long queue
-    ],
-)
+@pytest.mark.parametrize(("queue_s", "busy", "current", "wanted"), table("cluster_cases", "number of replicas"))
 def test_number_of_replicas_follows_queues_and_busy_engines(queue_s, busy, current: int, wanted: int) -> None:
     assert replicas_for(queue_s, busy, 1.0, current) == wanted
     assert replicas_for([2 * seconds for seconds in queue_s], busy, 2.0, current) == wanted

@@ -49,10 +49,7 @@ def test_models_without_engine_are_announced_with_the_reason() -> None:
     assert lines[1:3] == ["  later: is loaded when a request names it", "  broken: could not be loaded; see above"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "sources", "settings", "text"),
-    table("commands", "announced devices"),
-)
+@pytest.mark.parametrize(("fields", "sources", "settings", "text"), table("commands", "announced devices"))
 def test_device_and_dtype_are_announced_with_the_reason(
     info: ModelInfo, fields: dict[str, Any], sources: dict[str, str], settings: dict[str, Any], text: str
 ) -> None:
@@ -71,15 +68,7 @@ def test_replicas_and_labels_are_announced(info: ModelInfo) -> None:
     assert lines[3] == "    2 replicas: cores 0-3; cores 4-7"
 
 
-@pytest.mark.parametrize(
-    ("settings", "url"),
-    [
-        ({"host": "127.0.0.1"}, "http://127.0.0.1:81"),
-        ({"host": "::1"}, "http://[::1]:81"),
-        ({"host": "::"}, "http://localhost:81"),
-        ({"ssl_certfile": Path("cert.pem")}, "https://localhost:81"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "url"), table("commands_cases", "announced url can be opened"))
 def test_announced_url_can_be_opened(info: ModelInfo, settings: dict[str, Any], url: str) -> None:
     assert f"  {url}/ is a playground" in announced(info, 81, **settings)[3]
 
@@ -90,17 +79,7 @@ def test_metrics_port_is_announced(info: ModelInfo) -> None:
     assert announced(info, 81, 82, metrics_port=0, metrics_host="::1")[4] == "  metrics: http://[::1]:82/metrics"
 
 
-@pytest.mark.parametrize(
-    ("settings", "is_open"),
-    [
-        ({}, True),
-        ({"host": "::"}, True),
-        ({"host": "127.0.0.1"}, False),
-        ({"host": "10.0.0.7"}, False),
-        ({"api_key": ("k",)}, False),
-        ({"api_key_file": Path("keys")}, False),
-    ],
-)
+@pytest.mark.parametrize(("settings", "is_open"), table("commands_cases", "server open to all warns"))
 def test_server_open_to_all_warns(info: ModelInfo, settings: dict[str, Any], is_open: bool) -> None:
     warning = open_access_warning(load_settings(ServerSettings, settings))
     assert (warning is not None) == is_open

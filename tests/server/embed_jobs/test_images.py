@@ -23,6 +23,7 @@ from penstock.server.embed_jobs.input_formats import open_input
 from penstock.server.settings import CommandError, UsageError
 
 from ...engine.images.pictures import colored
+from ..bodies import table
 
 NAMES = ["a.png", "b.JPG", "sub/c.webp", "sub/d.gif"]
 
@@ -125,16 +126,7 @@ def test_parquet_has_bytes_or_paths(run, fake, folder: Path, tmp_path: Path, for
     check(fake, rows)
 
 
-BAD = {
-    1: "'missing.png', which is no file, or an empty one",
-    2: "'empty.png', which is no file, or an empty one",
-    3: "has the URL 'https://example.org/a.png'; download the images first",
-    4: "a data URI without base64",
-    5: "an image whose base64 is not valid",
-    6: "bad.png is not an image",
-    7: "has no image: neither the bytes of a file, nor a path, nor a data URI",
-    8: "'" + "x" * 20,
-}
+BAD = {int(line): reason for line, reason in table("embed_jobs_cases", "reasons of bad images").items()}
 
 
 def test_bad_images_are_skipped_with_their_reasons(run, fake, folder: Path, tmp_path: Path) -> None:

@@ -28,26 +28,10 @@ SHARD_ROWS = 5
 TEXTS = [f"text number {i}" for i in range(23)] + ["", "naïve 東京"]
 LONG = "word " * 100
 LINES = [
-    '{"id": 0, "text": "a"}',
-    "",
-    '{"id": 2, "text": "b"}',
-    '{"id": 3, "text": null}',
-    '{"id": 4}',
-    "{broken",
-    '{"id": 6, "text": "c"}',
-    json.dumps({"id": 7, "text": LONG}),
-    '{"id": 8, "text": ""}',
-    '{"id": 9, "text": 5}',
+    *table("embed_jobs_cases", "lines with bad rows"),
     *[json.dumps({"id": i, "text": f"text {i}"}) for i in range(10, 40)],
 ]
-BAD = {
-    2: "a blank line",
-    4: "the field 'text' has no text",
-    5: "no field 'text'; it has id; see --field",
-    6: "not valid JSON",
-    8: "102 tokens; the limit of the model is 64; --auto-truncate",
-    10: "the field 'text' has a number, not a text",
-}
+BAD = {int(line): reason for line, reason in table("embed_jobs_cases", "reasons of bad rows").items()}
 
 
 def expected(engine, texts: list[str] = TEXTS) -> np.ndarray:
@@ -377,11 +361,7 @@ def test_unusable_path_is_rejected(run, source: str, output: str, part: str, lin
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"dimensions": 4}, "^--dimensions is 4, but .* leave --dimensions out .* with --hf-overrides"),
-        ({"prompt_name": "x"}, "^--prompt-name: .* no prompt 'x'; it has: query"),
-    ],
+    ("option", "message"), table("embed_jobs_cases", "option unsupported by the model is rejected")
 )
 def test_option_unsupported_by_the_model_is_rejected(run, option, message, lines: Path, fake, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
@@ -391,22 +371,9 @@ def test_option_unsupported_by_the_model_is_rejected(run, option, message, lines
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "part"),
-    [
-        ("in.jsonl", b'{"text": "a"}\n[1]\n', "in.jsonl, line 2: not a JSON object; correct it, or leave bad rows out"),
-        ("in.txt", b"a\nb\n\xff\n", "in.txt, line 3: not valid UTF-8"),
-        ("in.csv", b'text,b\n"x\ny",1\n\xff,2\n', "in.csv, line 4: not valid UTF-8; correct it, or leave bad rows out"),
-        ("in.csv", b"text,b\na,1\na\n", "in.csv, line 3: it has 1 values, but the header has 2 columns"),
-        ("in.csv", b"text\na\n\nb\n", "in.csv, line 3: a blank line is not a row"),
-        ("in.csv", b'text\n"a" b\n', "in.csv, line 2: not valid CSV ("),
-        ("in.csv", b'text\n"a\nb\n', "in.csv, line 2: not valid CSV ("),
-        ("in.csv", b"text\n", "holds no rows"),
-        ("in.txt", b"", "holds no rows"),
-    ],
-)
-def test_bad_row_is_named_before_the_run(run, name: str, content: bytes, part: str, fake, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
+@pytest.mark.parametrize(("name", "content", "part"), table("embed_jobs_cases", "bad row is named before the run"))
+def test_bad_row_is_named_before_the_run(run, name: str, content: str, part: str, fake, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(CommandError) as error:
         run(tmp_path / name, tmp_path / "out.npy")
     assert part in str(error.value)

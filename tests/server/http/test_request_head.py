@@ -135,10 +135,7 @@ async def test_time_before_the_engine_counts_for_the_deadline(serving, engine) -
         return [[1] * 9 for _ in texts]
 
     engine.tokenize = tokenize
-    bodies = {
-        "/rerank": {"query": "a", "documents": ["b"], "max_tokens_per_doc": 2},
-        "/score": {"text_1": "a", "text_2": "b", "max_tokens_per_query": 2},
-    }
+    bodies = table("http_cases", "bodies that are tokenized before the engine")
     for settings, headers, status in table("http_cases", "time before the engine"):
         async with serving(engine, **settings) as client:
             for path, body in bodies.items():

@@ -11,6 +11,7 @@ from penstock.server.quality.evaluate import EvalClient, evaluate
 from penstock.server.settings import CommandError, EvalSettings, UsageError
 from penstock.server.target_server import TargetServer
 
+from ..bodies import table
 from ..fake_server import Answered, Received, Serve, openai_server
 
 
@@ -62,14 +63,7 @@ def test_reports_of_all_tasks(serve: Serve, tmp_path: Path) -> None:
 
     requests: list[tuple[str, dict]] = []
     documents = [json.dumps({"_id": f"d{i}", "text": str(i)}) for i in range(1, 104)]
-    files = {
-        "retrieval/corpus.jsonl": "\n".join(documents),
-        "retrieval/queries.jsonl": '{"_id": "q", "text": "0"}',
-        "retrieval/qrels/test.tsv": "query-id\tcorpus-id\tscore\nq\td102\t1\n",
-        "pairs/test.tsv": "sentence1\tsentence2\tscore\n0\t10\t3\n0\t20\t2\n0\t30\t1\n",
-        "classes/train.csv": "text,category\n0,x\n90,y\n",
-        "classes/test.csv": "text,category\n10,x\n80,y\n70,x\n",
-    }
+    files = table("quality_cases", "files of all tasks") | {"retrieval/corpus.jsonl": "\n".join(documents)}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

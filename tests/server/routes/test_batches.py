@@ -128,14 +128,7 @@ async def test_rejected_lines_are_in_the_error_file(client) -> None:
 
 
 FAULTS = [
-    ([], "empty_file", None, "no lines"),
-    ([embedding(1), [2]], "invalid_json_line", 2, "must be an object"),
-    ([embedding(1), embedding(1)], "duplicate_custom_id", 2, "as in line 1"),
-    ([{**embedding(1), "url": "/v1/rerank"}], "mismatched_url", 1, "'/v1/embeddings'"),
-    ([{**embedding(1), "method": "GET"}], "invalid_method", 1, "must be 'POST'"),
-    ([{**embedding(1), "custom_id": 7}], "invalid_custom_id", 1, "must be a text"),
-    ([{**embedding(1), "body": "x"}], "invalid_body", 1, "must be an object"),
-    ([{"custom_id": "a"}], "missing_required_parameter", 1, "method is missing"),
+    *table("routes_cases", "wrong file fails with the number of the line"),
     ([embedding(i, input=["a"] * 4000) for i in range(13)], "too_many_inputs", None, "52000 inputs together"),
 ]
 
@@ -380,8 +373,7 @@ async def test_content_of_a_removed_file_is_404(client: httpx.AsyncClient, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("site", "settings", "status"),
-    table("routes_cases", "page of another origin changes nothing"),
+    ("site", "settings", "status"), table("routes_cases", "page of another origin changes nothing")
 )
 async def test_page_of_another_origin_changes_nothing(serving, engine, tmp_path, site, settings, status) -> None:
     async with serving(engine, data_dir=tmp_path / "data", operator_routes=True, **settings) as client:

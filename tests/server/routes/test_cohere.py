@@ -69,10 +69,7 @@ async def test_v2_returns_every_type_from_one_call(v2, engine, floats) -> None:
 
 
 async def test_v2_joins_the_contents_of_inputs(v2, engine) -> None:
-    inputs = [
-        {"content": [{"type": "text", "text": "one"}]},
-        {"content": [{"type": "text", "text": "two"}, {"type": "text", "text": "three"}]},
-    ]
+    inputs = table("routes_cases", "contents of inputs")
     answer = await v2.embed(inputs=inputs, model=MODEL, input_type="search_document")
     assert engine.calls[-1][1][0] == ["one", "two\nthree"]
     assert (len(answer.embeddings.float_), answer.embeddings.int8) == (2, None)

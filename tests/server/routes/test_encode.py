@@ -10,6 +10,7 @@ import pytest
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling, TokenHeadFiles
 from penstock.engine.protocol.tasks import PoolingTask
 
+from ..bodies import table
 from ..conftest import FakeEngine, Serving
 
 M3: dict[str, Any] = {
@@ -26,6 +27,8 @@ COLBERT: dict[str, Any] = {"multi_vector": MultiVector(), "tasks": (PoolingTask.
 
 WITH_SPARSE = (PoolingTask.EMBED, PoolingTask.SPARSE_EMBED)
 NO_VECTORS = TokenHeadFiles(weights_file="a", vectors_file=None)
+MODELS = {"m3": M3, "splade": SPLADE, "colbert": COLBERT, "dense": {}}
+MODELS["m3 without vectors"] = {**M3, "tasks": WITH_SPARSE, "token_heads": NO_VECTORS}
 
 
 async def encode(serving: Serving, engine: FakeEngine, **body: Any) -> httpx.Response:
@@ -34,20 +37,10 @@ async def encode(serving: Serving, engine: FakeEngine, **body: Any) -> httpx.Res
 
 
 @pytest.mark.parametrize(
-    ("info", "outputs", "expected"),
-    [
-        (M3, None, ["dense", "sparse", "multi_vector"]),
-        (M3, ["sparse", "dense"], ["dense", "sparse"]),
-        (M3, ["multi_vector"], ["multi_vector"]),
-        (SPLADE, None, ["sparse"]),
-        (COLBERT, None, ["multi_vector"]),
-        ({}, None, ["dense"]),
-        ({}, ["dense", "multi_vector"], ["dense", "multi_vector"]),
-        ({**M3, "tasks": WITH_SPARSE, "token_heads": NO_VECTORS}, None, ["dense", "sparse"]),
-    ],
+    ("name", "outputs", "expected"), table("routes_cases", "response has the wanted outputs in order")
 )
-async def test_response_has_the_wanted_outputs_in_order(serving, make_engine, info: dict, outputs, expected) -> None:
-    engine = make_engine(**info)
+async def test_response_has_the_wanted_outputs_in_order(serving, make_engine, name: str, outputs, expected) -> None:
+    engine = make_engine(**MODELS[name])
     response = await encode(serving, engine, input=["one two", "three"], outputs=outputs)
     assert response.status_code == 200, response.text
     answer = response.json()

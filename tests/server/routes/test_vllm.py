@@ -115,13 +115,7 @@ async def test_chat_is_classified(serving, make_engine) -> None:
 
 
 async def test_chat_options_reach_the_template(client: httpx.AsyncClient, engine) -> None:
-    body = {
-        "messages": CHAT,
-        "add_generation_prompt": True,
-        "add_special_tokens": True,
-        "chat_template_kwargs": {"extra": "!"},
-        "chat_template": None,
-    }
+    body = table("routes_cases", "chat options") | {"messages": CHAT}
     assert (await client.post("/v1/embeddings", json=body)).status_code == 200
     _, (inputs, _, options) = engine.calls[-1]
     assert inputs == [RENDERED + "!<assistant>"]

@@ -33,6 +33,7 @@ from penstock.engine.protocol.tasks import PoolingTask
 from penstock.kernels.cpu import CpuLibrary, shared_library
 
 from ....clock import Clock
+from ....tables import table
 from ..word_model import WordCore, info as info_of, tokenizer_pool
 
 PARAMS = PoolingParams()
@@ -109,27 +110,13 @@ async def test_truncated_input_is_reported_on_a_hit(make: Make) -> None:
     assert (truncated, core.num_inputs) == ([2, 2], 1)
 
 
-@pytest.mark.parametrize(
-    ("params", "options", "is_hit"),
-    [
-        (PARAMS, RequestOptions(namespace="one"), True),
-        (PoolingParams(truncate_prompt_tokens=5), RequestOptions(namespace="one", priority=3, timeout_s=9), True),
-        (PoolingParams(normalize=True), RequestOptions(namespace="one", client="b"), True),
-        (PARAMS, RequestOptions(namespace="two"), False),
-        (PARAMS, RequestOptions(), False),
-        (PoolingParams(normalize=False), RequestOptions(namespace="one"), True),
-        (PoolingParams(dimensions=2), RequestOptions(namespace="one"), True),
-        (PoolingParams(truncate_prompt_tokens=1), RequestOptions(namespace="one"), False),
-        (PARAMS, RequestOptions(namespace="one", prompt_name="query"), False),
-        (PARAMS, RequestOptions(namespace="one", prompt="c "), False),
-    ],
-)
+@pytest.mark.parametrize(("params", "options", "is_hit"), table(__file__, "request is a hit"))
 async def test_request_is_a_hit_if_tokens_and_namespace_are_equal(
-    make: Make, params: PoolingParams, options: RequestOptions, is_hit: bool
+    make: Make, params: dict[str, Any], options: dict[str, Any], is_hit: bool
 ) -> None:
     engine, core, _ = await make(matryoshka_dimensions=(2,), prompts={"query": "query: "})
     await engine.embed(["a b"], PARAMS, RequestOptions(namespace="one", client="a"))
-    await engine.embed(["a b"], params, options)
+    await engine.embed(["a b"], PoolingParams(**params), RequestOptions(**options))
     assert core.num_inputs == (1 if is_hit else 2)
 
 
