@@ -180,9 +180,9 @@ class AdmissionController:
 
         self.fetches = SharedResource(
             max(_MAX_FETCHES // num_processes, 1),
-            "the number of images that are fetched at once",
+            "the slots for fetching images",
             "images",
-            "fixed",
+            "this limit cannot be changed",
             full=reasons.IMAGE_FETCHES,
             share=reasons.IMAGE_FETCHES_SHARE,
             max_share=_CLIENT_SHARE,

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel
 
 from penstock.engine.protocol import errors as engine_errors
-from penstock.engine.protocol.errors import EngineError, EngineOverloadedError
+from penstock.engine.protocol.errors import EngineError, EngineOverloadedError, EngineUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def error_kind_and_message(error: EngineError, request_id: str) -> tuple[ErrorKi
 
 def retry_headers(error: EngineError, status: int) -> dict[str, str] | None:
     """Returns the header that states whether, or after how many seconds, clients may retry."""
-    if isinstance(error, EngineOverloadedError):
+    if isinstance(error, EngineOverloadedError | EngineUnavailableError):
         return {"retry-after": str(min(max(math.ceil(error.retry_after_s), 1), MAX_RETRY_AFTER_S))}
     if status in (408, 409):
         return {"x-should-retry": "false"}  # otherwise OpenAI's clients retry twice

@@ -194,11 +194,15 @@ class EngineUnavailableError(EngineError):
 
     Attributes:
         reason: Label of the metric of rejected requests.
+        retry_after_s: Seconds after which the server may be able to run the request.
     """
 
-    def __init__(self, message: str, *, reason: str = RejectionReason.ENGINE_NOT_READY) -> None:
+    def __init__(
+        self, message: str, *, reason: str = RejectionReason.ENGINE_NOT_READY, retry_after_s: float = 1.0
+    ) -> None:
         super().__init__(message)
         self.reason = reason
+        self.retry_after_s = retry_after_s
 
 
 def shutting_down() -> EngineUnavailableError:

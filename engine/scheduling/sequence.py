@@ -1,7 +1,7 @@
 """The records of scheduling: a request, its sequences, their chunks, and a batch. Plain Python without torch.
 
 A sequence is WAITING, then RUNNING, then FINISHED. A preempted sequence is WAITING again. A forward runs one chunk of a
-sequence: a whole short sequence, or a part of a long one.
+sequence: a short sequence after its cached prefix, or a part of a long one.
 """
 
 from __future__ import annotations

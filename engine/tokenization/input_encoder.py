@@ -351,8 +351,10 @@ class InputEncoder:
         return (await self._tokenizer.token_ids([prompt], add_special_tokens=False))[0] if prompt else ()
 
     def _prompt(self, options: RequestOptions, *, is_query: bool = False) -> str:
-        if options.prompt is not None or options.is_rendered:
-            return options.prompt or ""
+        if options.is_rendered:
+            return ""
+        if options.prompt is not None:
+            return options.prompt
         adapter_prompt = options.adapter if options.adapter in self._info.prompts else None
         name = options.prompt_name or adapter_prompt or self._info.default_prompt_name
         if self._info.multi_vector is not None and options.prompt_name is None:

@@ -272,7 +272,11 @@ async def engine_inputs(
 ) -> tuple[Sequence[Input], RequestOptions]:
     """Returns the texts, images or rendered chats of a request, and the engine options.
 
-    Chats get no prompt of the model. Raises the errors of AsyncEngine.render_chats and `read_images`.
+    Chats get no prompt of the model.
+
+    Raises:
+        InvalidRequestError: The request has chats and a prompt of its own; also the errors of AsyncEngine.render_chats
+            and `read_images`.
     """
     if body.messages is None:
         if body.add_special_tokens is False:
@@ -281,6 +285,10 @@ async def engine_inputs(
         if has_images(inputs):
             return await read_images(call, inputs, "input"), options
         return cast("Sequence[Text]", inputs), options
+    if options.prompt:
+        raise InvalidRequestError(
+            "instruction and prefix have no effect on messages. Put their text into the messages.", param="messages"
+        )
     options = replace(options, is_rendered=True, add_special_tokens=bool(body.add_special_tokens))
     return await _rendered_chats(call, body.messages, body.chat_options()), options
 

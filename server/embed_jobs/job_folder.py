@@ -251,11 +251,19 @@ def replace_file(path: Path, unfinished: Path, save: Callable[[Path], object]) -
     """
     try:
         save(unfinished)
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
+        _sync(unfinished)
         unfinished.replace(path)
+        _sync(path.parent)  # without it a power loss may undo the renaming
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_npy_header(file: BinaryIO, num_rows: int, width: int) -> None:

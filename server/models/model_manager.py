@@ -330,9 +330,11 @@ class ModelManager:
             entry.serve_waiters(time.monotonic())
             self._changed.set()
             return False
-        await _stop(entry, max(ends_s - time.monotonic(), 0.0))
+        try:
+            await _stop(entry, max(ends_s - time.monotonic(), 0.0))
+        finally:
+            self._changed.set()
         logger.info("%s was unloaded %s", entry.name, why)
-        self._changed.set()
         return True
 
     def _became_idle(self, entry: ModelEntry) -> None:
@@ -375,13 +377,13 @@ def log_failure(entry: ModelEntry, error: Exception) -> None:
 
 def _unavailable(entry: ModelEntry) -> EngineUnavailableError:
     """Returns the error for requests of a model that could not be loaded. Details are in the log only."""
+    message, reason = f"The model {entry.name} could not be loaded; the server's log says why.", None
     if isinstance(entry.error, EngineUnavailableError):
-        return EngineUnavailableError(
-            f"The model {entry.name} cannot be loaded now. {entry.error.message}", reason=entry.error.reason
-        )
+        message, reason = f"The model {entry.name} cannot be loaded now. {entry.error.message}", entry.error.reason
     return EngineUnavailableError(
-        f"The model {entry.name} could not be loaded; the server's log says why.",
-        reason=ServerRejectionReason.MODEL_LOADING,
+        message,
+        reason=reason or ServerRejectionReason.MODEL_LOADING,
+        retry_after_s=entry.failed_s + RETRY_S - time.monotonic(),
     )
 
 
@@ -389,7 +391,11 @@ async def _stop(entry: ModelEntry, drain_timeout_s: float) -> None:
     """Lets running requests finish, then stops the engine of a model, if it has one."""
     if entry.engine is None:
         return
-    if not await entry.engine.drain(drain_timeout_s):
-        logger.warning("%s was stopped with running requests", entry.name)
-    await entry.engine.close()
+    try:
+        if not await entry.engine.drain(drain_timeout_s):
+            logger.warning("%s was stopped with running requests", entry.name)
+        await entry.engine.close()
+    except Exception:  # a bug: the model can be loaded again
+        entry.set_unloaded()
+        raise
     entry.set_unloaded()

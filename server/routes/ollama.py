@@ -168,7 +168,7 @@ class TextRequest(JsonBody):
         return []
 
     def load_body(self) -> dict[str, Any] | None:
-        """Returns the body of an OllamaLifeRequest if the request has no prompt and no messages."""
+        """Returns the body of an OllamaLoadRequest if the request has no prompt and no messages."""
         sent = self.model_extra or {}
         if "model" not in sent or sent.get("prompt") or sent.get("messages"):
             return None

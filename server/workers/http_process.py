@@ -42,7 +42,7 @@ class HttpProcess:
 
     Args:
         slot: Number of the slot, from 0.
-        make_plan: Returns the WorkerConfig of the next process.
+        make_config: Returns the WorkerConfig of the next process.
         acceptors: Pass connections to it, one for each port.
         on_message: Called with this object and each message that this class does not handle.
         on_end: Called with this object when the process has ended.
@@ -66,7 +66,7 @@ class HttpProcess:
         self.slot = slot
         self.has_served = self.has_failed = False
         self.metrics: list[MetricFamily] = []
-        self._make_plan = make_config
+        self._make_config = make_config
         self._acceptors = acceptors
         self._on_message = on_message
         self._on_end = on_end
@@ -139,7 +139,7 @@ class HttpProcess:
             self._process.send_signal(number)
 
     async def _run_process(self) -> str:
-        worker_config = self._make_plan()
+        worker_config = self._make_config()
         try:
             process, control, connections = await self._start()
         except OSError as error:  # the machine has no process or file left

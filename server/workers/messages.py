@@ -1,7 +1,7 @@
-"""Messages between the supervisor and an HTTP process, and the plan with which an HTTP process starts.
+"""Messages between the supervisor and an HTTP process, and the WorkerConfig with which an HTTP process starts.
 
-The plan is sent over a private socket. A process that starts later serves the same models as the first one, even if
-files have changed since.
+The WorkerConfig is sent over a private socket. A process that starts later serves the same models as the first one,
+even if files have changed since.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WorkerReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetModel(msgspec.Struct, tag=True, frozen=True):
-    """Worker: requests a model by its index in the plan. The response is ModelLoaded or ModelNotLoaded."""
+    """Worker: requests a model by its index in the WorkerConfig. The response is ModelLoaded or ModelNotLoaded."""
 
     model: int
 
@@ -157,7 +157,7 @@ class WorkerConfig:
         )
 
     def send(self, sock: socket.socket) -> None:
-        """Sends the plan as the first message on a socket."""
+        """Sends the WorkerConfig as the first message on a socket."""
         frame = pickle.dumps(self)
         sock.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
 

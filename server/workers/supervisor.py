@@ -232,7 +232,9 @@ class WorkerSupervisor:
         self._announce_once()
 
     def _announce_once(self) -> None:
-        if self._has_models and not self._has_announced and len(self._prepared) == len(self._workers):
+        if self._has_announced or self._is_stopping.is_set():
+            return
+        if self._has_models and len(self._prepared) == len(self._workers):
             self._has_announced = True
             self._announce(self._models.manager.entries)
 

@@ -103,7 +103,7 @@ class SupervisorConnection:
         self._channel.send(WorkerReady())
 
     async def engine(self, model: int) -> AsyncEngine:
-        """Waits until a model is loaded and returns its engine. `model` is its index in the plan.
+        """Waits until a model is loaded and returns its engine. `model` is its index in the WorkerConfig.
 
         Raises:
             EngineError: It could not be loaded.

@@ -21,7 +21,8 @@ def test_error_names_a_field_that_cuts_the_input(path: str, body: dict[str, Any]
     assert found, rejected.text
     name, value = found.groups()
     value = value if value.isupper() else json.loads(value)
-    answer = http.post(path, json={"model": "all-MiniLM-L6-v2", **body, name: value})
+    changed = {"parameters": {name: value}} if "parameters" in body else {name: value}
+    answer = http.post(path, json={"model": "all-MiniLM-L6-v2", **body, **changed})
     assert answer.status_code == 200, f"{rejected.text}\n{answer.text}"
     assert answer.headers["x-truncated-inputs"] == "1"
 

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from math import inf
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -216,6 +217,18 @@ async def test_pinned_model_is_unloaded_on_request_only(engines: Engines, caplog
     assert engines.started == ["a", "a"]
 
 
+async def test_model_can_be_loaded_again_after_its_engine_failed_to_stop(engines: Engines) -> None:
+    manager = engines.manager("a")
+    (entry,) = manager.entries
+    assert await manager.load(entry) is None
+    assert entry.engine is not None
+    entry.engine.drain = AsyncMock(side_effect=OSError("a bug"))
+    with pytest.raises(OSError, match="a bug"):
+        await manager.unload(entry)
+    await use(manager, entry)
+    assert (entry.state, engines.started) == ("ready", ["a", "a"])
+
+
 async def test_failed_load_is_retried_after_a_pause(engines: Engines, monkeypatch, caplog) -> None:
     manager = engines.manager("a")
     (entry,) = manager.entries
@@ -224,6 +237,7 @@ async def test_failed_load_is_retried_after_a_pause(engines: Engines, monkeypatc
         with pytest.raises(EngineUnavailableError, match="a could not be loaded; the server's log") as error:
             await manager.acquire(entry)
         assert "secret" not in error.value.message
+        assert manager_module.RETRY_S - 1 < error.value.retry_after_s <= manager_module.RETRY_S
     assert engines.started == ["a"]
     assert caplog.text.count("secret path") == 1
     assert (entry.state, entry.can_serve) == ("failed", False)

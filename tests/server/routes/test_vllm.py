@@ -106,6 +106,14 @@ async def test_chats_are_rendered(serving, engine, path: str, field: str) -> Non
             assert (options.is_rendered, options.add_special_tokens) == (True, False)
 
 
+@pytest.mark.parametrize("field", ["instruction", "prefix"])
+async def test_chat_with_a_prompt_is_rejected(serving, make_engine, field: str) -> None:
+    async with serving(make_engine(prompts={"query": "Instruct: a\nQuery: "})) as client:
+        response = await client.post("/v1/embeddings", json={"messages": CHAT, field: "b"})
+    assert response.status_code == 400
+    assert "no effect on messages" in response.json()["message"]
+
+
 async def test_chat_is_classified(serving, make_engine) -> None:
     engine = make_engine("sequence_classifier", ("no", "yes"))
     async with serving(engine) as client:

@@ -105,6 +105,16 @@ def no_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.mark.parametrize(("signals", "num_calls"), [([], 1), ([signal.SIGTERM], 0)])
+async def test_server_that_stops_is_not_announced(signals: list[int], num_calls: int) -> None:
+    announced = Mock()
+    supervisor = WorkerSupervisor(ServerSettings(api_workers=1), [MODEL], None, announced)
+    for number in signals:
+        supervisor._handle_signal(number)
+    supervisor._models_ready()
+    assert announced.call_count == num_calls
+
+
 @pytest.mark.usefixtures("no_signals")
 async def test_processes_share_engines_metrics_and_signals(make_engine, attached: Mock, monkeypatch) -> None:
     workers, announced, loaded = [Worker(1), Worker(2)], Mock(), asyncio.Event()
