@@ -177,7 +177,7 @@ class ChunkedPrefillManager(StandalonePrefill):
         if sequence is None:
             return None
         num_remaining = sequence.num_tokens - sequence.num_scheduled
-        size = min(self.config.sized(self._chunk_size(sequence), memory_pressure), num_remaining)
+        size = min(self.config.sized(sequence.chunk_size or self.config.chunk_size, memory_pressure), num_remaining)
         if max_tokens is not None and max_tokens < min(self.config.min_chunk_size, size):
             return None
         return self._next_chunk(sequence, size if max_tokens is None else min(size, max_tokens))

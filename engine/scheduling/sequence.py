@@ -102,6 +102,7 @@ class InputSequence:
         error: The last failure.
         has_failed: Whether it failed too often to be retried.
         allocation: Its memory in the sequence pool.
+        chunk_size: Tokens of a chunk while memory is free; 0: the configured size.
     """
 
     sequence_id: Hashable
@@ -121,6 +122,7 @@ class InputSequence:
     error: str | None = None
     has_failed: bool = False
     allocation: Allocation | None = None
+    chunk_size: int = 0
 
     @property
     def is_complete(self) -> bool:

@@ -28,12 +28,10 @@ class StandaloneSequence(InputSequence):
     """A sequence of a caller without a Scheduler. Its `tokens` are token ids, or a range of positions.
 
     Attributes:
-        chunk_size: Tokens of a chunk while memory is free.
         outputs: Outputs of its completed chunks.
         kv_cache: Argument of `complete_chunk` for the last chunk.
     """
 
-    chunk_size: int
     outputs: tuple[Any, ...] = field(default=(), repr=False)
     kv_cache: Any = field(default=None, repr=False)
 
@@ -142,7 +140,8 @@ class StandalonePrefill(ABC):
             if sequence.has_failed:
                 raise ChunkStateError(f"sequence {request_id!r} has failed: {sequence.error}")
             self._check_idle(sequence)
-            yield self.start_chunk(self._next_chunk(sequence, self._chunk_size(sequence)).chunk_id)
+            size = sequence.chunk_size or self.config.chunk_size
+            yield self.start_chunk(self._next_chunk(sequence, size).chunk_id)
 
     def merge_chunks(self, request_id: Hashable) -> Any:
         """Returns the outputs of a complete sequence in order. Joins lists and numpy arrays; returns others as a list.
@@ -162,10 +161,6 @@ class StandalonePrefill(ABC):
     def remove_request(self, request_id: Hashable) -> bool:
         """Removes a sequence; see `remove`."""
         return self.remove(request_id)
-
-    def _chunk_size(self, sequence: InputSequence) -> int:
-        """Returns the tokens of a chunk while memory is free."""
-        return sequence.chunk_size if isinstance(sequence, StandaloneSequence) else self.config.chunk_size
 
     def _store_output(self, sequence: InputSequence, output: Any, kv_cache: Any) -> None:
         """Stores the output of a completed chunk, and its keys and values for the next one; None: nothing."""
