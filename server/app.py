@@ -237,8 +237,7 @@ def _routes(settings: ServerSettings, *, has_admin_keys: bool) -> RouteTable:
     routers.append(batch_routes.disabled_router if settings.data_dir is None else batch_routes.router)
     if settings.operator_routes:
         routers.append(operations.operator_router)
-    if has_admin_keys:
-        routers.append(model_routes.admin_router)
+    routers.append(model_routes.admin_router if has_admin_keys else model_routes.disabled_admin_router)
     table = RouteTable((route for router in routers for route in router.routes), settings.root_path)
     if root := settings.root_path:
         same = [r.path for r in table.routes if f"{r.path}/".startswith(f"{root}/") or r.path_regex.match(root)]

@@ -1,6 +1,6 @@
 """Routes that list the served models for OpenAI and Cohere clients, and admin routes that load and unload models.
 
-`admin_router` is used only if an admin key is set.
+`admin_router` is used only if an admin key is set, otherwise `disabled_admin_router`.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class ModelRequest(JsonBody):
 
 router = Router(OPENAI, tag="openai")
 admin_router = Router(PENSTOCK, tag="operations")
+disabled_admin_router = Router(PENSTOCK, in_schema=False)
 
 
 @router.get("/v1/models", aliases=["/models"], access=Access.OPEN, response_model=ModelList)
@@ -127,6 +128,13 @@ async def unload(body: ModelRequest, request: Request) -> Response:
     context = context_of(request)
     await context.models.unload_model(body.model)
     return json_response(_card(context, context.models.describe(body.model)))
+
+
+@disabled_admin_router.route(["POST"], "/models/load")
+@disabled_admin_router.route(["POST"], "/models/unload")
+async def admin_disabled() -> Response:
+    """Responds with 404 and the flag that enables these routes."""
+    return PENSTOCK.status_error(404, "Models cannot be loaded or unloaded by requests; --admin-key KEY allows it.")
 
 
 def _card(context: ServerContext, model: ModelDescription) -> dict[str, Any]:
