@@ -149,6 +149,8 @@ class JobFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise UsageError(f"another process is writing to {self.folder}") from error
+            if os.fstat(lock.fileno()).st_nlink == 0:  # another process has removed the folder in the meantime
+                raise UsageError(f"another process was writing to {self.folder}; run the command again")
             try:
                 yield
             finally:

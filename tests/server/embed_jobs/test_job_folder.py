@@ -127,6 +127,12 @@ def test_shards_are_joined_as_one_array(job: JobFolder) -> None:
     assert np.isnan(vectors.rows([5])).all()
 
 
+def test_lock_of_a_removed_folder_is_rejected(job: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fcntl.flock", lambda *_: job.remove())  # another process ends at this moment
+    with pytest.raises(UsageError, match="run the command again"), job.locked():
+        pytest.fail("two processes would write to the folder")
+
+
 def test_second_process_is_rejected_the_folder(job: JobFolder) -> None:
     with job.locked(), pytest.raises(UsageError, match="another process is writing"), job.locked():
         pass
