@@ -170,7 +170,7 @@ def models_to_serve(
     """Returns the models to serve, in order.
 
     Args:
-        settings: Settings of the server. Its engine settings apply to every model whose table does not set them.
+        settings: Settings of the server. Its engine settings apply to models without their own.
         words: Models on the command line.
         tables: Tables of models.
         location: Prefix of a table's number in messages, such as "penstock.toml: models".

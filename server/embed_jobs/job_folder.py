@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine import ModelInfo
+from penstock.engine.client.private_files import sync_folder
 from penstock.engine.client.vector_cache.keys import add_files, resolved_fields
 from penstock.engine.model_files.model_folder import one_line
 
@@ -253,19 +254,12 @@ def replace_file(path: Path, unfinished: Path, save: Callable[[Path], object]) -
     """
     try:
         save(unfinished)
-        _sync(unfinished)
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
         unfinished.replace(path)
-        _sync(path.parent)  # without it a power loss may undo the renaming
+        sync_folder(path.parent)  # without it a power loss may undo the renaming
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_npy_header(file: BinaryIO, num_rows: int, width: int) -> None:

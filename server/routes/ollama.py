@@ -422,7 +422,7 @@ async def _start(request: Request, body: OllamaEmbedBody | OllamaLoadRequest) ->
 
 
 async def _weights(context: ServerContext, info: ModelInfo) -> WeightSummary:
-    """Returns the weight files of a model. A model whose folder cannot be read, such as a moved one, has none."""
+    """Returns the weight files of a model, or an empty summary if its folder cannot be read."""
     try:
         return await asyncio.to_thread(WeightSummary.of, info.path, context.weight_headers)
     except OSError as error:

@@ -59,22 +59,30 @@ async def test_draining_engine_starts_no_core(dispatcher: Dispatcher, running_co
     assert len(running_cores) == 2
 
 
-async def test_engine_is_dead_after_three_failed_restarts_and_retries(
-    dispatcher: Dispatcher, running_cores: Cores, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    group = await started(dispatcher, running_cores)
-    sleep, pauses = asyncio.sleep, []
+def record_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Returns the list of pauses of the supervisor, in seconds. From now on they take no time."""
+    sleep, pauses = asyncio.sleep, list[float]()
 
     async def pause(seconds: float) -> None:
         pauses.append(seconds)
         await sleep(0)
+
+    monkeypatch.setattr(core_supervisor.asyncio, "sleep", pause)
+    return pauses
+
+
+async def test_engine_is_dead_after_three_failed_restarts_and_retries(
+    dispatcher: Dispatcher, running_cores: Cores, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = await started(dispatcher, running_cores)
+    sleep = asyncio.sleep
+    pauses = record_pauses(monkeypatch)
 
     async def wait_for_core(number: int) -> FakeRunningCore:
         while len(running_cores) == number or not running_cores[number].is_started:
             await sleep(0)
         return running_cores[number]
 
-    monkeypatch.setattr(core_supervisor.asyncio, "sleep", pause)
     running_cores[0].end("it ended")
     for attempt in range(1, 6):
         core = await wait_for_core(attempt)
@@ -103,16 +111,12 @@ async def test_restart_pauses_after_every_error(
     dispatcher: Dispatcher, running_cores: Cores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = await started(dispatcher, running_cores)
-    sleep, pauses = asyncio.sleep, []
-
-    async def pause(seconds: float) -> None:
-        pauses.append(seconds)
-        await sleep(0)
+    sleep = asyncio.sleep
+    pauses = record_pauses(monkeypatch)
 
     async def close() -> None:
         raise RuntimeError("no thread")
 
-    monkeypatch.setattr(core_supervisor.asyncio, "sleep", pause)
     monkeypatch.setattr(running_cores[0], "close", close)
     running_cores[0].end("it ended")
     while len(pauses) < 1100:  # 2.0**1024 overflows

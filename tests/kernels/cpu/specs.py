@@ -69,7 +69,10 @@ class Shape:
 
 
 def _shapes(name: str) -> tuple[Shape, ...]:
-    """Reads shapes and the options of all of them. fuzz.py and results.py run outside of the package of tables.py."""
+    """Returns the shapes of a table, with the options in its entry `all`.
+
+    Reads the file itself, because fuzz.py and results.py run outside of the package of tables.py.
+    """
     shapes = json.loads(Path(__file__).with_name("cases.json").read_text("utf-8"))[name]
     shared = shapes.pop("all", {})
     found = []

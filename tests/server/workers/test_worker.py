@@ -60,7 +60,7 @@ def requests(count: float) -> list[Metric]:
 
 
 class Worker:
-    """Stands for an HTTP process: its link, and the signals that it got. SIGTERM ends it."""
+    """A fake HTTP process with its link. It records signals, and SIGTERM ends it."""
 
     def __init__(self, number: int) -> None:
         self.returncode: int | None = None
@@ -162,7 +162,7 @@ async def test_processes_share_engines_metrics_and_signals(make_engine, attached
 
 
 class Supervisor:
-    """Stands for the supervisor of a link: its channel and the messages that it got."""
+    """A fake supervisor with the channel of a link. It records messages."""
 
     def __init__(self) -> None:
         end, own_end = socket.socketpair()
