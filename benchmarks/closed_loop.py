@@ -12,11 +12,12 @@ from penstock.server.target_server import Address
 __all__ = ["Round", "run_round"]
 
 
-async def run_round(url: str, load: Load, bodies: list[bytes], seconds: float) -> Round:
+async def run_round(url: str, load: Load, bodies: list[bytes], seconds: float, timeout_s: float = 120.0) -> Round:
     """Sends `bodies` to /v1/embeddings over and over for `seconds`, with `load.concurrency` connections.
 
     Raises:
-        RuntimeError: The server answered with anything but 200, or a connection failed.
+        RuntimeError: The server answered with anything but 200, a connection failed, or a request took more than
+            `timeout_s` seconds.
     """
     parts = urlsplit(url)
     assert parts.hostname is not None
@@ -28,6 +29,7 @@ async def run_round(url: str, load: Load, bodies: list[bytes], seconds: float) -
         load.texts_per_request,
         connections=load.concurrency,
         seconds=seconds,
+        timeout_s=timeout_s,
     )
     if result.errors:
         raise RuntimeError(f"{url}: {dict(result.errors)}")

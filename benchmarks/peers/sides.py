@@ -21,8 +21,8 @@ from loads import Load, request_body
 from numpy.typing import NDArray
 from servers import Server
 
-PATIENCE_S = 120.0
-"""Seconds beyond its length after which a round counts as hung."""
+PATIENCE_S = 600.0
+"""Seconds beyond its length after which a round counts as hung: 64 requests of 8 long texts take minutes."""
 START_TIMEOUT_S = 600.0
 WORKER = Path(__file__).with_name("inside") / "worker.py"
 TEXTS_PER_ANSWER = 32
@@ -112,7 +112,7 @@ class HttpSide:
         bodies = [request_body(texts, self._model, "float") for texts in requests]
         try:
             return asyncio.run(
-                asyncio.wait_for(run_round(self._server.url, load, bodies, seconds), seconds + PATIENCE_S)
+                asyncio.wait_for(run_round(self._server.url, load, bodies, seconds, PATIENCE_S), seconds + PATIENCE_S)
             )
         except TimeoutError:
             raise SideError(f"no answer for {PATIENCE_S:.0f} s") from None
