@@ -76,8 +76,8 @@ async def run_round(
     *,
     connections: int,
     seconds: float,
+    timeout_s: float,
     rate: float | None = None,
-    timeout_s: float = 120.0,
     result: Round | None = None,
 ) -> Round:
     """Sends requests over and over for `seconds`.
@@ -88,8 +88,8 @@ async def run_round(
         texts_per_request: Texts in each request.
         connections: Maximum number of concurrent requests.
         seconds: Duration. Running requests finish after it.
-        rate: Mean requests per second of an open loop. None: a closed loop.
         timeout_s: Seconds after which a request fails.
+        rate: Mean requests per second of an open loop. None: a closed loop.
         result: Object to fill. Another task may read it meanwhile, and after a cancellation.
 
     Raises:

@@ -136,8 +136,8 @@ class Sweep:
                 self._settings.batch_size,
                 connections=point.connections,
                 seconds=seconds,
-                rate=point.rate,
                 timeout_s=self._settings.timeout,
+                rate=point.rate,
                 result=counted,
             )
         except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -46,7 +46,7 @@ class Workload:
     name: str
     texts_per_request: int
     max_words: int
-    texts: tuple[str, ...] = field(default=(), repr=False)
+    texts: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, name: str, texts_per_request: int, max_words: int) -> Workload:
@@ -65,7 +65,7 @@ class Workload:
 
     def query(self, seed: int) -> str:
         """Returns a query for rerank requests: a text of the length of "queries"."""
-        return Workload("queries", 1, self.max_words)._text(random.Random(seed))
+        return replace(self, name="queries", texts=())._text(random.Random(seed))
 
     def longest_text(self) -> str:
         """Returns a text of the maximum length, which a server must accept before the load starts."""

@@ -402,7 +402,7 @@ def _embed_on_ray(source: str, settings: RayEmbedSettings, model: str, name: str
         raise load_failure(error, config.model, config.revision) from error
     field, has_images = settings.image_field or settings.field, settings.image_field is not None
     check_options(settings, info, has_images=has_images)
-    inputs, folder = parquet_inputs(source, field, has_images=has_images), Path(settings.output).resolve()
+    inputs, folder = parquet_inputs(source, field), Path(settings.output).resolve()
     inside = [rows.path for rows in inputs if rows.path.resolve().is_relative_to(folder)]
     if inside:  # --overwrite would delete it
         raise UsageError(f"OUT: {settings.output} holds the input {inside[0]}; name another folder")

@@ -91,14 +91,10 @@ def add_flags(parser: argparse.ArgumentParser, kind: type, *, positional: str = 
             if declared.name == positional:
                 group.add_argument(declared.name, metavar=declared.metavar, nargs=nargs, **options)
             elif declared.kind is bool:
-                group.add_argument(
-                    flag_of(declared.name), dest=declared.name, action=argparse.BooleanOptionalAction, **options
-                )
+                group.add_argument(flag_of(declared.name), action=argparse.BooleanOptionalAction, **options)
             else:
                 action = "append" if declared.is_list else "store"
-                group.add_argument(
-                    flag_of(declared.name), dest=declared.name, action=action, metavar=declared.metavar, **options
-                )
+                group.add_argument(flag_of(declared.name), action=action, metavar=declared.metavar, **options)
 
 
 _NO_CACHE: Final = "memory is allocated as needed; --kv-cache-memory limits the memory for long inputs."
@@ -203,7 +199,7 @@ def translate_vllm_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif name in _IGNORED_FLAGS:
             foreign = _IGNORED_FLAGS[name]
             if foreign.accepts is not None:
-                _check(name, value if has_value else next(words, ""), foreign)
+                _check(name, value if has_value else next(words, ""), foreign.accepts, foreign.reason)
             warnings.append(f"{name} has no effect: {foreign.reason}")
         elif has_value:
             dot = "." if key else ""
@@ -219,13 +215,13 @@ def translate_vllm_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return left, warnings
 
 
-def _check(name: str, value: str, foreign: _IgnoredFlag) -> None:
+def _check(name: str, value: str, accepts: Callable[[str], bool], reason: str) -> None:
     try:
-        is_taken = foreign.accepts is None or foreign.accepts(value)
+        is_taken = accepts(value)
     except ValueError:
         is_taken = False
     if not is_taken:
-        raise UsageError(f"{name}: {value!r} is not supported: {foreign.reason}")
+        raise UsageError(f"{name}: {value!r} is not supported: {reason}")
 
 
 def _plain(value: str) -> Any:

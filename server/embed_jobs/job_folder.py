@@ -143,7 +143,7 @@ class JobFolder:
         if self.folder.exists() and not self.folder.is_dir():
             raise UsageError(f"{self.folder} is a file, but it must be the folder of finished shards: move it away")
         with self.writing():
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
             lock = (self.folder / _LOCK).open("w")
         with lock:
             try:

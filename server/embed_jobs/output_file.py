@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import orjson
 
 from penstock.engine.model_files.model_folder import one_line
@@ -152,7 +153,7 @@ def write_npy(path: Path, source: InputFile, results: JobResult) -> None:
         write_npy_header(file, vectors.num_rows, vectors.width)
         for start in range(0, vectors.num_rows, ROWS_AT_ONCE):
             block = vectors.rows(range(start, min(start + ROWS_AT_ONCE, vectors.num_rows)))
-            file.write(block.astype("<f4", copy=False).data)
+            file.write(np.ascontiguousarray(block, "<f4").data)
 
 
 def write_jsonl(path: Path, source: InputFile, results: JobResult) -> None:
@@ -219,8 +220,11 @@ def _tables(source: InputFile, results: JobResult, schema: Any) -> Iterator[tupl
         start = 0
         for batch in source.batches(None):
             values = batch.column(source.field).to_pylist()
-            found = [source.row(start + i + 1, value, {}) for i, value in enumerate(values)]
-            places = [i for i, row in enumerate(found) if isinstance(row, Row) and start + i not in results.rejected]
+            places = [
+                i
+                for i, value in enumerate(values)
+                if isinstance(source.row(i, value, {}), Row) and start + i not in results.rejected
+            ]
             table = pa.Table.from_batches([batch], schema=schema)
             if len(places) < len(values):
                 table = table.take(pa.array(places, pa.int64()))

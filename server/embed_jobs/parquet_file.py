@@ -144,7 +144,7 @@ class ParquetRows(InputFile):
             ) from error
 
 
-def parquet_inputs(path: str, field: str, *, has_images: bool = False) -> list[ParquetRows]:
+def parquet_inputs(path: str, field: str) -> list[ParquetRows]:
     """Returns one Parquet file, or all Parquet files of a folder sorted by name.
 
     Raises:
@@ -154,7 +154,7 @@ def parquet_inputs(path: str, field: str, *, has_images: bool = False) -> list[P
     """
     root = Path(path).resolve()
     files = [root] if root.is_file() else sorted(root.glob("*.parquet"))
-    inputs = [ParquetRows(file, field, has_images=has_images) for file in files]
+    inputs = [ParquetRows(file, field) for file in files]
     if not inputs:
         raise UsageError(f"IN: there is no Parquet file at {path}")
     first = inputs[0].schema().remove_metadata()

@@ -423,7 +423,7 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._bar is not None:
-            self._bar.set_description_str(self._rows(), refresh=False)
+            self._bar.set_description_str(self._rows())
             self._bar.close()
 
     def skip(self, sizes: Iterable[int]) -> None:
