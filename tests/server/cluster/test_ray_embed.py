@@ -1,6 +1,7 @@
 """`penstock ray embed` on clusters of several nodes (`make test-ray`), and its shards without Ray."""
 
 import importlib
+import re
 import subprocess
 import sys
 import time
@@ -174,7 +175,9 @@ def test_job_embeds_its_unfinished_shards_until_a_bad_row(embedder_class: Any, t
         module.embed_on_ray(shards, config, {"a": 1}, settings)
     parquet.write_table(pa.table({"text": ["aa", "bbb", "cc", "dd", "ee", "ff"]}), path)
     module.embed_on_ray(shards, config, {"a": 1}, settings)
-    assert "6/6" in capsys.readouterr().err
+    assert re.search(r"6/6 .* rows/s", capsys.readouterr().err)
+    context = module.DataContext.get_current.return_value
+    assert (context.enable_progress_bars, context.print_on_execution_start) == (False, False)
     assert [parquet.read_table(job.path(shard)).num_rows for shard in shards] == [2, 2, 2]
     with pytest.raises(UsageError, match="is finished"):
         module.embed_on_ray(shards, config, {"a": 1}, settings)

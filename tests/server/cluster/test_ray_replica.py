@@ -76,11 +76,11 @@ async def test_busy_is_the_share_of_time_since_the_last_call(make_engine, monkey
     async with running(engine) as (replica, _):
         await replica.check_health()
         shares = []
-        for passed_s, worked_s in ((10.0, 4.0), (10.0, 0.0), (2.0, 3.0)):
+        for passed_s, worked_s in ((10.0, 4.0), (10.0, 0.0), (2.0, 3.0), (0.0, 1.0)):
             clock.now_s += passed_s
             stats.step_s_total += worked_s
             shares.append(replica.record_autoscaling_stats()["busy"])
-    assert shares == [pytest.approx(0.4), 0.0, 1.0]
+    assert shares == [pytest.approx(0.4), 0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("prefix", ["", "/bge-m3"])

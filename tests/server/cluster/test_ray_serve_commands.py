@@ -1,11 +1,12 @@
 """Deployed models after failures and signals, over a fake Ray Serve."""
 
 import importlib
+import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -31,11 +32,14 @@ class Serve:
     def __init__(self) -> None:
         self.applications: dict[str, SimpleNamespace] = {}
         self.broken = ""
+        self.message = "Traceback:\n  first\n\nValueError: no weights\n  note\n\n"
         self.is_running = False
+        self.on_delete: Callable[[], object] = lambda: None
         self.http_config: Any = None
         self.start, self.ingress, self.deployment = self._start, MagicMock(), MagicMock()
 
-    def _start(self, *, http_options: Any, **_: Any) -> None:
+    def _start(self, *, http_options: Any, proxy_location: str) -> None:
+        self.proxy_location = proxy_location
         if not self.is_running:
             self.is_running, self.http_config = True, http_options
 
@@ -43,13 +47,13 @@ class Serve:
         return SimpleNamespace(applications=dict(self.applications))
 
     def run(self, _: Any, *, name: str, route_prefix: str) -> None:
-        lines = "Traceback:\n  first\n\nValueError: no weights\n  note\n\n" if name == self.broken else ""
-        deployments = {"model": SimpleNamespace(message=lines)}
+        deployments = {"model": SimpleNamespace(message=self.message if name == self.broken else "")}
         self.applications[name] = SimpleNamespace(deployments=deployments, route_prefix=route_prefix)
         if name == self.broken:
             raise RuntimeError("DEPLOY_FAILED")
 
     def delete(self, name: str) -> None:
+        self.on_delete()
         self.applications.pop(name, None)
 
     def shutdown(self) -> None:
@@ -69,7 +73,7 @@ def ray_serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
         monkeypatch.setitem(sys.modules, name, module)
     for name in IMPORT_RAY:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
     yield serve
     for name in IMPORT_RAY:
         sys.modules.pop(name, None)
@@ -121,17 +125,21 @@ def test_failed_start_takes_down_only_new_models(serve_models, ray_serve: Serve,
 
 def test_failed_first_start_leaves_nothing(serve_models, ray_serve: Serve) -> None:
     ray_serve.broken = "penstock-b"
-    with pytest.raises(CommandError, match="b cannot be served on Ray"):
-        serve_models("a", "b", detach=True)
+    for ray_serve.message, cause in (("", "DEPLOY_FAILED"), ("a\nlast\n\n", "last")):
+        with pytest.raises(CommandError, match=f"b cannot be served on Ray: {cause}$"):
+            serve_models("a", "b", detach=True)
     assert not ray_serve.applications
     assert not ray_serve.is_running
 
 
 @pytest.mark.parametrize("number", STOPS)
-def test_signal_takes_down_the_models_of_the_command(serve_models, ray_serve: Serve, number: int) -> None:
+def test_signal_takes_down_the_models_of_the_command(serve_models, ray_serve: Serve, number: int, caplog) -> None:
     serve_models("a", "x", detach=True)
     signal_soon(number, ray_serve, "penstock-b")
+    ray_serve.on_delete = lambda: signal.raise_signal(number)  # a second signal has no effect
+    caplog.set_level("INFO")
     serve_models("a", "b")
+    assert caplog.messages[-1] == "stopping on a signal"
     assert set(ray_serve.applications) == {"penstock-a", "penstock-x"}
 
 
@@ -140,6 +148,9 @@ def test_settings_reach_ray(serve_models, ray_serve: Serve) -> None:
     scaling = {"min_replicas": 2, "max_replicas": 4, "upscale_delay_s": 7.0, "downscale_delay_s": 8.0}
     address = {"host": "::1", "port": 81, "ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}
     serve_models("a", detach=True, **settings, **scaling, **address, target_queue_s=0.5, drain_timeout_s=9.0)
+    assert (ray_serve.proxy_location, os.environ["RAY_USAGE_STATS_ENABLED"]) == ("EveryNode", "0")
+    assert logging.getLogger("ray").level == logging.INFO
+    assert ray_serve.deployment.call_args.kwargs == {"name": "model"}
     options = ray_serve.deployment.return_value.options.call_args.kwargs
     assert options["ray_actor_options"] == {"num_cpus": 3, "num_gpus": 0.5}
     assert (options["max_ongoing_requests"], options["max_queued_requests"]) == (5, 6)

@@ -3,6 +3,8 @@
 import argparse
 import asyncio
 import contextlib
+import errno
+import io
 import json
 import os
 import signal
@@ -17,9 +19,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from penstock.server import penstock_version
 from penstock.server.commands import cli
+from penstock.server.commands.flags import add_flags
 from penstock.server.commands.model_arguments import DEFAULT_NAMES, model_and_names
-from penstock.server.settings import UsageError
+from penstock.server.settings import EmbedSettings, UsageError
 
 from ..bodies import table
 
@@ -42,6 +46,9 @@ def test_no_command_prints_the_help_with_code_2(capsys) -> None:
     assert shown.out == ""
     assert shown.err.startswith("usage: penstock")
     assert "Serve models over HTTP" in shown.err
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"penstock {penstock_version()}\n"
 
 
 @pytest.mark.parametrize(
@@ -95,18 +102,31 @@ def test_sigterm_ends_a_command_only_while_it_runs(command: str, monkeypatch: py
 
 
 @pytest.mark.parametrize(("command", "shown"), table("commands_cases", "completed command has code 0"))
-def test_completed_command_has_code_0(command: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    sweep, embed_file = Mock(results=[1], report=lambda: "table"), Mock()
+def test_completed_command_has_code_0(command: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def evaluate(_: str, folders: list[Path], __: object) -> Iterator[dict[str, object]]:
+        yield {"folder": str(*folders)}
+        seen.append(out.getvalue().decode())
+        yield {"scores": {}}
+
+    out, seen, embed_file = io.BytesIO(), list[str](), Mock()
+    sweep = Mock(results=[1], report=lambda: "table", draw=lambda: seen.append(out.getvalue().decode()))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out))
     monkeypatch.setattr("penstock.server.embed_jobs.run.embed_file", embed_file)
     monkeypatch.setattr("penstock.server.bench.sweep.Sweep", Mock(return_value=sweep))
-    evaluate = Mock(side_effect=lambda url, folders, settings: iter([{"folder": str(*folders)}, {"scores": {}}]))
     monkeypatch.setattr("penstock.server.quality.evaluate.evaluate", evaluate)
     assert cli.main(command.split()) == 0
-    assert capsys.readouterr().out == shown
-    assert sweep.draw.called is command.startswith("bench")
+    assert out.getvalue().decode() == shown
+    assert seen == shown.splitlines(keepends=True)[:1], "a result is written at once"
     if embed_file.called:
         file, settings, model, name = embed_file.call_args.args
         assert (file, settings.output, Path(model).is_dir(), name) == ("in.txt", "out.npy", True, DEFAULT_NAMES[0])
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "failed"), OSError(errno.ENOSPC, "failed", "a.txt")])
+def test_other_errors_than_a_full_output_are_raised(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_config", Mock(side_effect=error))
+    with pytest.raises(OSError, match="failed"):
+        cli.main(["config"])
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
@@ -158,6 +178,15 @@ def test_every_command_and_argument_is_described() -> None:
             assert parser.format_usage().count("\n") == 1
 
 
+def test_help_of_a_flag_has_its_default_and_its_variable() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, EmbedSettings)
+    helps = {action.dest: str(action.help) for action in parser._actions}
+    assert helps["output"].endswith(" (required) [PENSTOCK_OUTPUT]")
+    assert helps["field"].endswith(" (default: text) [PENSTOCK_FIELD]")
+    assert helps["prompt_name"].endswith(". [PENSTOCK_PROMPT_NAME]")
+
+
 @pytest.mark.parametrize("command", ["serve", "embed", "eval", "info", "models"])
 def test_help_imports_no_heavy_package(command: str) -> None:
     code = (
@@ -201,7 +230,8 @@ def test_link_to_a_folder_is_served_under_its_name(tmp_path: Path) -> None:
 
 def test_info_as_json_names_the_source_of_each_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["info", "--json", "--max-model-len", "64"]) == 0
-    info = json.loads(capsys.readouterr().out)
+    info = json.loads(text := capsys.readouterr().out)
+    assert text == json.dumps(info, indent=2) + "\n"
     assert info["parameters"] == 22_713_728
     assert info["bytes"] > 4 * info["parameters"]
     assert not {"kernels", "num_lanes", "arithmetic"} & set(info["fields"])  # chosen when the model is loaded
@@ -212,23 +242,13 @@ def test_info_as_json_names_the_source_of_each_value(capsys: pytest.CaptureFixtu
     assert cli.main(["info", info["path"], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fields"]["path"]["from"] == "--model"
     assert cli.main(["info"]) == 0
-    assert "1_Pooling/config.json" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "1_Pooling/config.json" in shown
+    assert "22.7M parameters, 86.7 MiB of weights on disk; in memory 86.6 MiB as float32, " in shown
 
 
 def test_info_as_json_shows_nested_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {"model_type": "bert", "architectures": ["BertModel"], "hidden_size": 32, "num_attention_heads": 4}
-    package = "sentence_transformers.models"
-    modules = [
-        {"type": f"{package}.{name}", "path": path}
-        for name, path in (("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense"))
-    ]
-    dense = {"in_features": 32, "out_features": 8, "activation_function": "torch.nn.Tanh"}
-    files = {
-        "config.json": config | {"num_hidden_layers": 1, "max_position_embeddings": 40, "vocab_size": 64},
-        "modules.json": modules,
-        "1_Pooling/config.json": {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True},
-        "2_Dense/config.json": dense,
-    }
+    files = table("commands_cases", "files of a model with a dense layer")
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps(content))
@@ -237,6 +257,7 @@ def test_info_as_json_shows_nested_values(tmp_path: Path, capsys: pytest.Capture
     assert cli.main(["info", str(tmp_path), "--json"]) == 0
     (spec,) = json.loads(capsys.readouterr().out)["fields"]["dense"]["value"]
     assert (spec["in_features"], spec["out_features"], spec["activation"]) == (32, 8, "Tanh")
-    (tmp_path / "2_Dense" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
-    assert cli.main(["info", str(tmp_path)]) == 2
-    assert "2_Dense" in capsys.readouterr().err
+    for folder in ("2_Dense", ""):
+        (tmp_path / folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+        assert cli.main(["info", str(tmp_path)]) == 2
+        assert ("2_Dense" in capsys.readouterr().err) is bool(folder)

@@ -37,7 +37,7 @@ def test_keys_with_dots_beside_json_are_rejected() -> None:
 
 def test_flags_without_effect_are_dropped_with_a_warning() -> None:
     words = ["serve", "--runner", "pooling", "--disable-log-stats", "--gpu_memory_utilization=0.4", "M"]
-    words.append("--convert=embed")
+    words += ["--convert=embed", "--cpu-offload-gb", "0"]
     left, warnings = translate_vllm_flags([*words, "--tensor-parallel-size", "1", "--no-enable-flash-late-interaction"])
     assert left == ["serve", "M"]
     assert [warning.split()[0] for warning in warnings] == table(

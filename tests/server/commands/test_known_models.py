@@ -14,6 +14,7 @@ from penstock.server.commands.known_models import TASKS, KnownModel, as_text, fi
 from ...engine.executors.families import CAUSAL, ENCODERS
 from ...engine.executors.torch.test_transformers import EMBEDDERS
 from ...random_models import TWO_TOWERS, VISION_LANGUAGE_CASES
+from ..bodies import table
 
 MODELS = find_models()
 models = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
@@ -71,26 +72,17 @@ def test_command_lists_all_models(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_facts_of_models_are_aligned_or_wrapped() -> None:
     facts = {"family": "bert", "num_parameters": 22_700_000, "max_tokens": 256, "licence": "MIT", "tested": "weights"}
     embedder = KnownModel(name="o/a", tasks=("embed", "sparse"), dimensions=384, note="a note", **facts)
-    table, _, tested = as_text([embedder, KnownModel(name="o/b", tasks=("rerank",), **facts)], 200).partition("\n\n")
-    assert table.splitlines() == [
-        "task           parameters  dimensions  max tokens  languages  licence  family  tested   command",
-        "embed, sparse  22.7M       384         256         English    MIT      bert    weights  penstock serve o/a",
-        "    a note",
-        "rerank         22.7M       -           256         English    MIT      bert    weights  penstock serve o/b",
-    ]
+    wide, _, tested = as_text([embedder, KnownModel(name="o/b", tasks=("rerank",), **facts)], 200).partition("\n\n")
+    assert wide.splitlines() == table("commands_cases", "aligned facts")
     assert max(map(len, tested.splitlines())) in range(100, 121)
-    assert as_text([embedder], 60).splitlines()[:4] == [
-        "penstock serve o/a",
-        "    embed, sparse; 22.7M parameters; 384 dimensions; 256",
-        "    tokens; languages: English; MIT; family bert; tested:",
-        "    weights; a note",
-    ]
+    assert as_text([embedder], 60).splitlines()[:4] == table("commands_cases", "wrapped facts")
     assert [as_text([embedder], width).startswith("task ") for width in (105, 106)] == [False, True]
 
 
 def test_task_and_word_select_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["models", "--task", "sparse", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = json.loads(text := capsys.readouterr().out)
+    assert text == json.dumps(answer, indent=2) + "\n"
     assert [model["tasks"][0] for model in answer] == ["sparse", "sparse", "sparse", "embed"]
     assert answer[0]["command"] == f"penstock serve {answer[0]['name']}"
     assert cli.main(["models", "QWEN3", "--task", "rerank", "--json"]) == 0

@@ -37,36 +37,18 @@ def test_first_models_of_the_command_line_are_preloaded(settings_and_models) -> 
 
 
 def test_one_model_needs_no_file(settings_and_models) -> None:
-    settings, (plan,) = settings_and_models(model=["owner/a"], served_model_name=["x,y"], default_prompt_name="query")
+    given = {"served_model_name": ["x,y"], "default_prompt_name": "query", "adapter": ["x=/a"]}
+    settings, (plan,) = settings_and_models(model=["owner/a"], **given)
     assert (plan.names, plan.default_prompt_name) == (("x", "y"), "query")
     assert plan.config == settings.engine_config("owner/a", "x")
     assert (plan.is_preloaded, plan.is_pinned, plan.ttl_s) == (True, False, inf)
-
-
-FILE = """
-port = 9000
-dtype = "float32"
-api_key = ["k"]
-
-[[models]]
-model = "owner/a"
-name = "a"
-aliases = ["text-embedding-3-small", "b"]
-pin = true
-dtype = "bfloat16"
-max_model_len = 128
-pooler_config = { pooling_type = "CLS" }
-
-[[models]]
-model = "owner/c"
-preload = false
-ttl = 0.5
-default_prompt_name = "query"
-"""
+    _, (default,) = settings_and_models()
+    assert (default.names, default.is_preloaded) == (model_arguments.DEFAULT_NAMES, True)
 
 
 def test_models_of_a_file(settings_and_models) -> None:
-    settings, (first, second) = settings_and_models(FILE, num_threads="3")
+    file = "\n".join(table("commands_cases", "file with two models"))
+    settings, (first, second) = settings_and_models(file, num_threads="3")
     assert (settings.port, settings.api_key) == (9000, ("k",))
     assert (first.names, first.is_pinned, first.is_preloaded) == (("a", "text-embedding-3-small", "b"), True, True)
     assert (first.config.dtype, first.config.max_model_len, first.config.num_threads) == ("bfloat16", 128, 3)
@@ -113,7 +95,7 @@ def test_environment_does_not_change_tables_of_models(settings_and_models, monke
     monkeypatch.setenv("PENSTOCK_NAME", "x")
     monkeypatch.setenv("PENSTOCK_TTL", "1")
     monkeypatch.setenv("PENSTOCK_DTYPE", "float32")
-    _, (plan,) = settings_and_models("[[models]]\nmodel = 'a/b'\n")
+    _, (plan,) = settings_and_models("[[models]]\nmodel = 'a/b'\npin = true\n")
     assert (plan.names, plan.ttl_s, plan.config.dtype) == (("a/b",), inf, "float32")
 
 

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
@@ -11,6 +12,7 @@ from pyarrow import parquet
 from penstock.engine import logs
 from penstock.server.cluster.ray_settings import RayEmbedSettings, RayServeSettings
 from penstock.server.commands import cli
+from penstock.server.embed_jobs.job_folder import Shard
 from penstock.server.settings import load_settings
 
 from ..bodies import table
@@ -19,11 +21,12 @@ from ..bodies import table
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Run a command as if Ray were installed. Returns its exit code and its error message."""
-    monkeypatch.setattr(logs, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(logs, "configure_logging", configure := Mock())
     monkeypatch.setattr(cli, "find_spec", lambda _: True)
 
     def run(*words: object) -> tuple[int, str]:
         code = cli.main(["ray", *map(str, words)])
+        assert code or configure.call_args.args == ("info", "console")
         return code, capsys.readouterr().err
 
     return run
@@ -103,16 +106,28 @@ def test_manifest_holds_the_dtype(run, tmp_path: Path, monkeypatch: pytest.Monke
     jobs = []
     stub = SimpleNamespace(
         EmbedderConfig=lambda config, *_: config,
-        embed_on_ray=lambda _, config, identity, settings: jobs.append((config, identity)),
+        embed_on_ray=lambda shards, config, identity, settings: jobs.append((shards, config, identity)),
     )
     monkeypatch.setitem(sys.modules, "penstock.server.cluster.ray_embed", stub)
     parquet.write_table(pa.table({"text": ["a"]}), tmp_path / "in.parquet")
     words = ("embed", tmp_path / "in.parquet", tmp_path / "out")
     assert run(*words)[0] == run(*words, "--dtype", "bfloat16")[0] == 0
-    (first, one), (_, other) = jobs
+    (shards, first, one), (_, _, other) = jobs
+    assert shards == [Shard(0, str(tmp_path / "in.parquet"), 0, 1)]
     assert (one["dtype"], one["arithmetic"], other["dtype"]) == ("float32", None, "bfloat16")
     assert first.dtype == "float32"
     assert one["model"] != other["model"]
+    code, error = run(*words, "--image-field", "text")
+    assert (code, "reads no images" in error) == (2, True)
+
+
+def test_models_are_deployed_with_their_settings(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = SimpleNamespace(serve_on_ray=Mock())
+    monkeypatch.setitem(sys.modules, "penstock.server.cluster.ray_serve", stub)
+    assert run("serve", "a/b", "--default-prompt-name", "query", "--min-replicas", "2")[0] == 0
+    (application,), settings = stub.serve_on_ray.call_args.args
+    assert (application.names, application.default_prompt_name, settings.min_replicas) == (("a/b",), "query", 2)
+    assert application.config.dtype == "float32"
 
 
 def test_replica_gets_a_thread_for_each_core_and_an_absolute_path(tmp_path: Path, monkeypatch) -> None:

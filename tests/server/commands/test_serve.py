@@ -82,11 +82,18 @@ def test_machine_is_shared_by_the_engines_in_memory(max_loaded: int | None, num_
 def test_server_that_has_not_started_exits_with_an_error(has_started: bool, tmp_path: Path, monkeypatch) -> None:
     server = Mock(started=has_started)
     monkeypatch.setattr(serve, "HttpServer", Mock(return_value=server))
+    monkeypatch.setattr(serve, "create_app", created := Mock(wraps=serve.create_app))
+    monkeypatch.setattr(serve, "raise_file_limit", raise_file_limit := Mock())
+    monkeypatch.setattr(serve, "freeze_gc", freeze_gc := Mock())
     monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
     settings = ServerSettings(host="127.0.0.1", port=0)
     with contextlib.nullcontext() if has_started else pytest.raises(SystemExit) as ended:
         serve.serve(settings, [plan(model(tmp_path / "a"), "a")])
     assert has_started or ended.value.code == serve.START_FAILED
+    raise_file_limit.assert_called_once_with()
+    freeze_gc.assert_not_called()
+    created.call_args.kwargs["on_ready"]()
+    freeze_gc.assert_called_once_with()
     (listener,) = server.run.call_args.kwargs["sockets"]
     listener.close()
 
@@ -124,12 +131,14 @@ def test_end_of_several_processes_has_an_exit_code(failures, signals, message, c
     supervisor, plans = Mock(failures=failures, signals=signals, run=AsyncMock()), [plan(Path("/models/a"), "a")]
     made = Mock(return_value=supervisor)
     monkeypatch.setattr("penstock.server.workers.supervisor.WorkerSupervisor", made)
+    monkeypatch.setattr(serve, "raise_file_limit", raise_file_limit := Mock())
     settings = ServerSettings(api_workers=2)
     with contextlib.nullcontext() if code is None else pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
         serve._serve_by_workers(settings, plans, plans, ["listener"], "process")
     assert code is None or getattr(ended.value, "code", KeyboardInterrupt) == code
     assert [record.getMessage() for record in caplog.records] == [message] * bool(message)
     supervisor.run.assert_awaited_once_with("listener")
+    raise_file_limit.assert_called_once_with()
     assert made.call_args.args[:3] == (settings, plans, "process")
     with pytest.raises(UsageError, match="--api-key-file: /missing"):
         serve._serve_by_workers(ServerSettings(api_key_file=Path("/missing")), plans, plans, [], None)
@@ -159,6 +168,7 @@ def test_contradicting_devices_are_rejected() -> None:
     plan = ServedModel(("a",), config=EngineConfig(model="/models/a", device="cuda:0", devices=("cuda:1",)))
     with pytest.raises(UsageError, match="remove --device cuda:0"):
         serve.single_core_config(plan, 1)
+    assert serve.single_core_config(ServedModel(("a",), config=EngineConfig(model="/models/a")), 3).num_engines == 3
 
 
 def header(text: bytes) -> bytes:
@@ -202,7 +212,8 @@ async def test_started_process_is_used_by_the_first_load_of_the_first_model(tmp_
     for served in (second, first, first):
         await served.start()
     assert [call.kwargs["process"] for call in start.call_args_list] == [None, process, None]
-    assert [call.args[0].name for call in start.call_args_list] == ["second", "first", "first"]
+    engines = [(call.args[0].name, call.args[0].num_engines) for call in start.call_args_list]
+    assert engines == [("second", 2), ("first", 2), ("first", 2)]
     expected = {"log_level": "INFO", "log_format": "json", "process": None, "cache": cache}
     assert start.call_args.kwargs == expected
 
@@ -232,16 +243,23 @@ def test_model_above_the_memory_limit_names_both_sizes(tmp_path: Path) -> None:
     big = model(tmp_path / "big")
     text = json.dumps({"a": {"dtype": "F32", "shape": [1 << 18], "data_offsets": [0, 1 << 20]}}).encode()
     (big / "model.safetensors").write_bytes(header(text) + bytes(1 << 20))
-    with pytest.raises(UsageError, match=r"big alone needs 1\.0 MiB, but the limit is 0\.5 MiB"):
-        served_models([plan(big, "big")], ServerSettings(model_memory=2**19), 1)
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     (adapter / "adapter_model.safetensors").write_bytes(header(text) + bytes(1 << 20))
-    adapted = plan(big, "big")
-    adapted = replace(adapted, config=replace(adapted.config, adapter=(f"legal={adapter}",)))
-    with pytest.raises(UsageError, match=r"big alone needs 2\.0 MiB"):
-        served_models([adapted], ServerSettings(model_memory=2**19), 1)
+    given = plan(big, "big")
+    for fields, size in (
+        ({}, "1.0"),
+        ({"dtype": "bfloat16"}, "0.5"),
+        ({"devices": ("cuda:0", "cuda:1")}, "2.0"),
+        ({"adapter": (f"legal={adapter}",)}, "2.0"),
+    ):
+        changed = replace(given, config=replace(given.config, **fields))
+        with pytest.raises(UsageError, match=f"big alone needs {size} MiB, but the limit is 0.2 MiB"):
+            served_models([changed], ServerSettings(model_memory=2**18), 1)
+    served_models([given], ServerSettings(model_memory=2**20), 1)
+    inside = replace(given.config, adapter=(f"legal={shutil.move(adapter, big / 'adapter')}",))
+    served_models([replace(given, config=inside)], ServerSettings(model_memory=2**21), 1)
 
 
 def tiers(settings: ServerSettings) -> list[str]:

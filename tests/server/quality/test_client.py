@@ -2,6 +2,7 @@
 
 import base64
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ def client_of(url: str, **settings: object) -> EvalClient:
 
 
 @pytest.mark.parametrize("is_base64", [True, False])
-def test_vectors_are_base64_or_numbers(serve: Serve, is_base64: bool) -> None:
+def test_vectors_are_base64_or_numbers(serve: Serve, is_base64: bool, monkeypatch, capsys) -> None:
     def answer(received: Received) -> Answered:
         if received.body is None:
             return openai_server(received)
@@ -30,9 +31,12 @@ def test_vectors_are_base64_or_numbers(serve: Serve, is_base64: bool) -> None:
         return Answered({"model": "served", "data": [{"embedding": each} for each in shown]})
 
     client = client_of(serve(answer))
-    assert client.model == "m"
+    assert (client.model, client.dimensions) == ("m", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_base64)
     assert client.embed(["a", "bb", "ccc"], "query").tolist() == [[1, 1], [2, 1], [3, 1]]
     assert (client.model, client.dimensions) == ("served", 2)
+    bar = capsys.readouterr().err
+    assert ("query texts: 100%" in bar, "3/3" in bar, bool(bar)) == (is_base64,) * 3
 
 
 def test_unexpected_response_is_an_error_with_the_path(serve: Serve) -> None:
@@ -73,7 +77,8 @@ def test_reports_of_all_tasks(serve: Serve, tmp_path: Path) -> None:
     names = ("ndcg_at_10", "map_at_10", "recall_at_10", "recall_at_100", "mrr_at_10")
     head = {"model": "served", "dimensions": 2}
     counts = {"data": "retrieval", "task": "retrieval", "documents": 103, "queries": 1}
-    scores = {"scores": dict.fromkeys(names, 0.0), "reranked_scores": dict.fromkeys(names, 1.0)}
+    scores = {"scores": dict.fromkeys(names, 0.0) | {"recall_at_100": 1.0}}
+    scores["reranked_scores"] = dict(zip(names, (0.5, 0.33333, 1.0, 1.0, 0.33333), strict=True))
     assert retrieval == {**head, **counts, **scores, "reranker": "r"}
     fields = {"encoding_format": "base64", "truncate_prompt_tokens": -1, "dimensions": 2}
     embed = ("/v1/embeddings", {"model": "m", "input_type": "query", **fields, "input": ["0"]})
@@ -82,10 +87,12 @@ def test_reports_of_all_tasks(serve: Serve, tmp_path: Path) -> None:
     assert requests[2:] == [embed, *((ranked[0], {**ranked[1], "documents": each}) for each in texts)]
     assert {body["input_type"] for _, body in requests[:2]} == {"document"}
     requests.clear()
-    pairs, classes = evaluate(url, folders[1:], EvalSettings())
+    retrieval, pairs, classes = evaluate(url, folders, EvalSettings())
+    assert retrieval["scores"]["recall_at_100"] == 1
     assert pairs == {**head, "data": "pairs", "task": "similarity", "pairs": 3, "scores": {"spearman": 1.0}}
     scores = {"scores": {"accuracy": 0.66667}}
     assert classes == {**head, "data": "classes", "task": "classification", "texts": 3, **scores}
-    assert [body["input_type"] for _, body in requests] == ["similarity"] * 2 + ["classification"] * 2
+    kinds = ["document", "document", "query", "similarity", "similarity", "classification", "classification"]
+    assert [body["input_type"] for _, body in requests] == kinds
     with pytest.raises(UsageError, match=r"--rerank: .*pairs has no retrieval task"):
         next(evaluate(url, folders, settings))

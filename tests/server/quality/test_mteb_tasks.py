@@ -74,6 +74,20 @@ def test_report_has_the_scores_of_each_split(mteb: Any) -> None:
     assert mteb.options == [{"encode_kwargs": {"batch_size": 7, "show_progress_bar": False}, **quiet}] * 2
 
 
+def test_vectors_are_compared_by_their_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
+    meta = SimpleNamespace(
+        ModelMeta=SimpleNamespace(create_empty=lambda overwrites: overwrites),
+        ScoringFunction=SimpleNamespace(COSINE="cosine"),
+    )
+    functions = SimpleNamespace(cos_sim=lambda *given: ("all", *given), pairwise_cos_sim=lambda *given: given)
+    monkeypatch.setitem(sys.modules, "mteb.models.model_meta", meta)
+    monkeypatch.setitem(sys.modules, "mteb.similarity_functions", functions)
+    encoder, (left, right) = MtebEncoder(Client()), np.eye(2)  # type: ignore[arg-type]
+    assert encoder.mteb_model_meta == {"name": "served", "similarity_fn_name": "cosine"}
+    assert encoder.similarity(left, right) == ("all", left, right)
+    assert encoder.similarity_pairwise(left, right) == (left, right)
+
+
 def test_data_that_cannot_be_loaded_are_named(mteb: Any) -> None:
     def fail() -> None:
         raise OSError("no network\nmore")
