@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,25 +82,15 @@ def test_two_servers_are_compared_in_alternating_rounds(serve: Serve, tmp_path: 
 
 
 def others(received: Received) -> Answered:
-    """Answers like TEI, Ollama and Cohere."""
-    path, body = received.path, received.body
-    replies: dict[str, Callable[[], object]] = {
-        "/tei/info": lambda: {"model_id": "t"},
-        "/tei/rerank": lambda: [{"index": i, "score": 0.5} for i in range(len(body["texts"]))],
-        "/ollama/api/tags": lambda: {"models": [{"name": "o"}]},
-        "/ollama/api/embed": lambda: {"embeddings": [[1.0]] * len(body["input"]), "prompt_eval_count": 5},
-        "/cohere/v1/models": lambda: {"models": [{"name": "c", "endpoints": ["classify"]}, {"name": "d"}]},
-        "/cohere/v2/embed": lambda: {"embeddings": {"float": [[1.0]] * len(body["texts"])}},
-        "/infinity/models": lambda: {"data": [{"id": "i"}]},
-        "/infinity/embeddings": lambda: {"data": [{}] * len(body["input"]), "usage": {"total_tokens": 3}},
-    }
-    return Answered(replies[path]()) if path in replies else Answered({}, 404)
+    """Answers like TEI, Ollama, Cohere and Infinity: two results."""
+    replies = table("bench_cases", "replies of other servers")
+    return Answered(replies[received.path]) if received.path in replies else Answered({}, 404)
 
 
 @pytest.mark.parametrize(("server", "flags", "line"), table("bench_cases", "each kind of server is measured"))
 def test_each_kind_of_server_is_measured(serve: Serve, server: str, flags: tuple[str, ...], line: str) -> None:
     url = f"{serve(others)}/{server}"
-    done = bench(url, *SHORT, *flags)
+    done = bench(url, *SHORT, "--batch-size", "2", *flags)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == f"{url}, {line}"
 

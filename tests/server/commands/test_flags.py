@@ -10,10 +10,7 @@ from penstock.server.settings import UsageError
 from ..bodies import table
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    table("commands", "translated"),
-)
+@pytest.mark.parametrize(("words", "expected"), table("commands", "translated"))
 def test_flags_of_vllm_are_translated(words: str, expected: str | None) -> None:
     assert translate_vllm_flags(words.split()) == ((expected or words).split(), [])
 
@@ -46,10 +43,7 @@ def test_flags_without_effect_are_dropped_with_a_warning() -> None:
     assert all(warning.endswith(".") and " has no effect: " in warning for warning in warnings)
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    table("commands", "unsupported"),
-)
+@pytest.mark.parametrize(("flag", "value"), table("commands", "unsupported"))
 def test_unsupported_values_are_rejected(flag: str, value: str) -> None:
     with pytest.raises(UsageError, match=rf"^{flag}: {value!r} is not supported"):
         translate_vllm_flags(["serve", flag, value])

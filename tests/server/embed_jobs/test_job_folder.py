@@ -62,6 +62,14 @@ def test_failed_write_leaves_no_file(output: JobFolder, monkeypatch: pytest.Monk
     assert [path.name for path in output.folder.iterdir()] == [MANIFEST]
 
 
+def test_finished_shard_is_on_disk(job: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("os.fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").readlink()))
+    job.begin(IDENTITY)
+    assert [path.name.startswith(".unfinished-") for path in synced] == [True, False]
+    assert synced[1] == job.folder
+
+
 def test_finished_job_is_not_overwritten(output: JobFolder) -> None:
     output.begin(IDENTITY)
     write(output, SHARDS[0])

@@ -45,10 +45,7 @@ def test_jsonl_to_parquet_keeps_every_column(run, tmp_path: Path) -> None:
     assert without_vectors(table.to_pylist()) == COLUMNS
 
 
-@pytest.mark.parametrize(
-    ("values", "kind"),
-    table("embed_jobs_cases", "type of a column holds all values"),
-)
+@pytest.mark.parametrize(("values", "kind"), table("embed_jobs_cases", "type of a column holds all values"))
 def test_type_of_a_column_holds_all_values(run, values: list, kind: str, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", *({"text": "a", "id": value} for value in values))
     run(source, tmp_path / "out.parquet")
@@ -82,6 +79,8 @@ def test_parquet_to_jsonl_keeps_every_column(run, tmp_path: Path) -> None:
         {"id": 2**64 - 1, "text": "a", "b": "AA=="},
         {"id": None, "text": "b", "b": "AQ=="},
     ]
+    run(tmp_path / "in.parquet", tmp_path / "out.csv")
+    assert (tmp_path / "out.csv").read_text().startswith(f'id,text,b,embedding\n{2**64 - 1},a,"""AA==""","[')
 
 
 def test_parquet_to_parquet_keeps_types_and_metadata(run, tmp_path: Path) -> None:
@@ -208,6 +207,20 @@ def test_unusable_parquet_inputs_are_rejected(tmp_path: Path) -> None:
     parquet.write_table(twice, tmp_path / "twice.parquet")
     with pytest.raises(UsageError, match="two columns are named 'text'; rename one"):
         parquet_inputs(str(tmp_path / "twice.parquet"), "text")
+
+
+def test_damaged_file_and_missing_column_are_named(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, output = write(tmp_path / "a.parquet", range(6), 2), tmp_path / "out.npy"
+    monkeypatch.setattr(parquet_file, "PARQUET_ROWS_AT_ONCE", 2)
+    with pytest.raises(UsageError, match="has no column 'body'"):
+        run(path, output, field="body")
+    content, page = path.read_bytes(), parquet.read_metadata(path).row_group(2).column(1).data_page_offset
+    path.write_bytes(content[:page] + b"\xff" * 16 + content[page + 16 :])
+    with pytest.raises(CommandError, match=r"a\.parquet, row 5 or one soon after it: it cannot be read as Parquet"):
+        run(path, output)
+    path.write_bytes(content[:-1])
+    with pytest.raises(CommandError, match=r"a\.parquet: it cannot be read as Parquet"):
+        run(path, output)
 
 
 def test_rewritten_input_is_rejected_and_has_another_digest(tmp_path: Path) -> None:

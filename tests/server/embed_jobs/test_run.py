@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet
 
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.errors import EngineOverloadedError, MachineError, WeightError
+from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError, MachineError, WeightError
 from penstock.server.embed_jobs import input_file as input_module, run as run_module
 from penstock.server.embed_jobs.parquet_file import PARQUET_ROWS_AT_ONCE, JsonColumns
 from penstock.server.embed_jobs.run import Progress, check_options, pooling_params, row_options
@@ -168,11 +168,12 @@ def test_rows_in_flight_are_bounded(
 def test_model_that_cannot_be_loaded_is_an_error(lines: Path, error, kind, monkeypatch, tmp_path: Path) -> None:
     start = AsyncMock(side_effect=error)
     monkeypatch.setattr(run_module.AsyncEngine, "start", start)
-    monkeypatch.setattr(run_module, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(run_module, "configure_logging", configure := Mock())
     settings = EmbedSettings(output=str(tmp_path / "out.npy"), log_level="debug", log_format="json")
     with pytest.raises(CommandError, match=f"^{error}$") as failed:
         run_module.embed_file(str(lines), settings, str(tmp_path), "shown")
     assert type(failed.value) is kind
+    configure.assert_called_once_with("debug", "json")
     (config,) = start.call_args.args
     assert (config.model, config.name) == (str(tmp_path), "shown")
     assert start.call_args.kwargs == {"log_level": "DEBUG", "log_format": "json"}
@@ -234,7 +235,8 @@ def test_log_has_the_speed_of_the_last_minute(fake, caplog, monkeypatch) -> None
             progress.update([4] * rows_per_interval)
     assert caplog.messages[0] == "101/1000 rows, 10%, 0.1 rows/s, about 2:29:50 left"
     assert caplog.messages[-1] == "381/1000 rows, 38%, 4 rows/s, about 02:34 left"
-    assert len(caplog.messages) == 8
+    speeds = [message.split(", ")[2].removesuffix(" rows/s") for message in caplog.messages]
+    assert speeds == ["0.1", "2.05", "2.7", "3.02", "3.22", "3.35", "4", "4"]
 
 
 def test_bar_counts_rows_of_both_runs_by_their_weight(fake, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,8 +246,10 @@ def test_bar_counts_rows_of_both_runs_by_their_weight(fake, capsys: pytest.Captu
     bars = capsys.readouterr().err.split("\r")
     assert any(bar.startswith("0/3 rows   0%|") for bar in bars)
     assert "3/3 rows 100%|" in bars[-1]
+    assert bars[-1].endswith("\n")
     with Progress({0: 1, 4: 2}, fake.info, is_terminal=True) as progress:
         progress.skip([4])
+        assert progress._bar.initial == 8, "rows of an earlier run do not count for the speed"
         progress._bar.mininterval = 0
         progress.update([0])
     assert "2/3 rows  60%|" in capsys.readouterr().err.split("\r")[-1]
@@ -284,10 +288,11 @@ def test_continued_run_repeats_no_finished_shard(run, unfinished: Path, lines: P
     folder = unfinished.with_name("out.npy.partial")
     assert sorted(path.name for path in folder.glob("part-*")) == ["part-00000000.npy", "part-00000001.npy"]
     replace_info(kernels="native, avx2", num_lanes=1)  # changes no vector
+    (folder / "part-00000002.rejected.json").write_text('[[0, "of an interrupted write"]]')
     run(lines, unfinished)
     assert embedded_texts(fake) == TEXTS[2 * SHARD_ROWS :]
     np.testing.assert_allclose(np.load(unfinished), expected(fake), atol=1e-6)
-    assert not folder.exists()
+    assert {path.name for path in folder.parent.iterdir()} == {lines.name, unfinished.name}
 
 
 @pytest.mark.parametrize("changed", ["input", "model", "dimensions", "normalize"])
@@ -314,17 +319,39 @@ def test_request_is_sent_again_to_a_full_engine(run, lines: Path, fake, tmp_path
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected(fake), atol=1e-6)
 
 
-def test_error_of_the_first_row_is_reported(run, fake, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("kind", [OSError, InvalidRequestError])
+def test_error_of_the_first_row_is_reported(run, fake, kind: type, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(run_module, "REQUEST_ROWS", 1)
 
     async def fail(inputs, params, options):
         await asyncio.sleep(0.01 * (inputs[0] == "a"))  # b fails first
-        raise OSError(f"lost {inputs[0]}")
+        raise kind(f"lost {inputs[0]}")
 
     fake.embed = fail
     (tmp_path / "in.txt").write_text("a\nb\n")
     with pytest.raises(CommandError, match="lost a"):
         run(tmp_path / "in.txt", tmp_path / "out.npy")
+
+
+def test_changed_file_cancels_the_rows_in_flight(run, small_shards, lines: Path, fake, monkeypatch) -> None:
+    async def embed(inputs, params, options):
+        if inputs[0] == TEXTS[0]:
+            return await type(fake).embed(fake, inputs, params, options)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            closed.append(fake.is_closed)
+
+    def shorten(_: object) -> str:
+        lines.write_text("\n".join(TEXTS[: SHARD_ROWS + 2]))
+        return "digest"
+
+    closed: list[bool] = []
+    fake.embed = embed
+    monkeypatch.setattr(run_module, "model_digest", shorten)
+    with pytest.raises(CommandError, match="was changed while it was read"):
+        run(lines, lines.with_name("out.npy"))
+    assert closed == [False], "the engine is closed after its last request"
 
 
 def test_existing_output_is_replaced_only_with_overwrite(run, lines: Path, tmp_path: Path) -> None:

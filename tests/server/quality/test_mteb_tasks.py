@@ -3,6 +3,7 @@
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -75,17 +76,14 @@ def test_report_has_the_scores_of_each_split(mteb: Any) -> None:
 
 
 def test_vectors_are_compared_by_their_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
-    meta = SimpleNamespace(
-        ModelMeta=SimpleNamespace(create_empty=lambda overwrites: overwrites),
-        ScoringFunction=SimpleNamespace(COSINE="cosine"),
-    )
-    functions = SimpleNamespace(cos_sim=lambda *given: ("all", *given), pairwise_cos_sim=lambda *given: given)
-    monkeypatch.setitem(sys.modules, "mteb.models.model_meta", meta)
-    monkeypatch.setitem(sys.modules, "mteb.similarity_functions", functions)
-    encoder, (left, right) = MtebEncoder(Client()), np.eye(2)  # type: ignore[arg-type]
-    assert encoder.mteb_model_meta == {"name": "served", "similarity_fn_name": "cosine"}
-    assert encoder.similarity(left, right) == ("all", left, right)
-    assert encoder.similarity_pairwise(left, right) == (left, right)
+    monkeypatch.setitem(sys.modules, "mteb.models.model_meta", meta := Mock())
+    monkeypatch.setitem(sys.modules, "mteb.similarity_functions", functions := Mock())
+    encoder = MtebEncoder(Client())  # type: ignore[arg-type]
+    assert encoder.mteb_model_meta is meta.ModelMeta.create_empty.return_value
+    known = {"name": "served", "similarity_fn_name": meta.ScoringFunction.COSINE}
+    meta.ModelMeta.create_empty.assert_called_once_with(overwrites=known)
+    assert encoder.similarity(np.eye(1), np.eye(1)) is functions.cos_sim.return_value
+    assert encoder.similarity_pairwise(np.eye(1), np.eye(1)) is functions.pairwise_cos_sim.return_value
 
 
 def test_data_that_cannot_be_loaded_are_named(mteb: Any) -> None:

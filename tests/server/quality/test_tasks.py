@@ -142,10 +142,7 @@ def test_separable_classes_are_classified_without_error(write: Write) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    table("quality_cases", "wrong folder is rejected with file and line"),
-)
+@pytest.mark.parametrize(("files", "message"), table("quality_cases", "wrong folder is rejected with file and line"))
 def test_wrong_folder_is_rejected_with_file_and_line(files: dict[str, str | None], message: str, write: Write) -> None:
     wanted = {**RETRIEVAL, **files} if files else {}
     folder = write({name: text for name, text in wanted.items() if text is not None})
