@@ -31,15 +31,8 @@ def test_each_data_set_gives_a_line_of_scores(folders: list[str], run, server, h
     assert done.returncode == 0, done.stderr
     retrieval, similarity = map(json.loads, done.stdout.splitlines())
     model = http.get("/v1/models").json()["data"][0]["id"]
-    assert retrieval == {
-        "data": "retrieval",
-        "model": model,
-        "dimensions": 384,
-        "task": "retrieval",
-        "documents": 3,
-        "queries": 2,
-        "scores": dict.fromkeys(("ndcg_at_10", "map_at_10", "recall_at_10", "recall_at_100", "mrr_at_10"), 1.0),
-    }
+    assert (retrieval["model"], retrieval["dimensions"], retrieval["queries"]) == (model, 384, 2)
+    assert list(retrieval["scores"].values()) == [1.0] * 5
     assert (similarity["task"], similarity["pairs"], similarity["scores"]) == ("similarity", 3, {"spearman": 1.0})
 
 
@@ -64,6 +57,3 @@ def test_errors_have_a_reason_and_keep_earlier_results(folders: list[str], run, 
     done = run("eval", server.url, folders[0], "--model", "nope")
     assert (done.returncode, done.stdout) == (1, "")
     assert "The model 'nope' does not exist" in done.stderr
-    done = run("eval", server.url, *folders, "--rerank", "nope")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--rerank: " in done.stderr

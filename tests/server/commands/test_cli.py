@@ -51,18 +51,6 @@ def test_no_command_prints_the_help_with_code_2(capsys) -> None:
     assert capsys.readouterr().out == f"penstock {penstock_version()}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"), table("commands_cases", "failed process prints one line with code 2")
-)
-def test_failed_process_prints_one_line_with_code_2(arguments: str, message: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "PENSTOCK_PORT": "x"} if arguments == "serve" else None
-    words = arguments.format(folder=tmp_path).split()
-    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, env=environment, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1
-    assert message.format(folder=tmp_path) in done.stderr
-
-
 def test_output_that_cannot_be_written_ends_with_one_line() -> None:
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run([*COMMAND, "models"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)

@@ -32,19 +32,11 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-@pytest.mark.parametrize("words", ["serve", "embed in out"])
-def test_missing_ray_names_the_package(run, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda _: None)
-    message = "penstock: error: penstock ray needs Ray: run `pip install 'penstock[ray]'`\n"
+@pytest.mark.parametrize(("words", "name"), [("serve", "Ray"), ("embed a b", "Ray"), ("embed a b", "pandas")])
+def test_missing_package_is_named(run, monkeypatch: pytest.MonkeyPatch, words: str, name: str) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda package: None if package == name.lower() else True)
+    message = f"penstock: error: penstock ray needs {name}: run `pip install 'penstock[ray]'`\n"
     assert run(*words.split()) == (2, message)
-
-
-def test_ray_without_its_data_packages_names_the_missing_one(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda package: None if package == "pandas" else True)
-    assert run("embed", "in", "out") == (
-        2,
-        "penstock: error: penstock ray needs pandas: run `pip install 'penstock[ray]'`\n",
-    )
 
 
 @pytest.mark.parametrize(("words", "message"), table("wrong_settings", "ray command lines"))

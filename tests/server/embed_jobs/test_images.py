@@ -12,12 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from penstock.engine.protocol.images import ImageInput
-from penstock.server.embed_jobs import (
-    input_file as input_module,
-    output_file as output_module,
-    parquet_file as parquet_module,
-    run as run_module,
-)
+from penstock.server.embed_jobs import input_file as input_module, parquet_file as parquet_module
 from penstock.server.embed_jobs.input_file import Row
 from penstock.server.embed_jobs.input_formats import open_input
 from penstock.server.settings import CommandError, UsageError
@@ -89,20 +84,10 @@ def test_jsonl_has_paths_data_uris_and_objects(run, fake, folder: Path, tmp_path
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["id"], row["picture"]) for row in rows] == list(enumerate(values))
     check(fake, rows)
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
-def test_parquet_output_holds_few_large_rows_at_once(run, fake, tmp_path: Path, suffix: str, monkeypatch) -> None:
-    values = [f"data:;base64,{base64.b64encode(data).decode()}" for data in FILES]
-    monkeypatch.setattr(output_module, "CHARS_AT_ONCE", len(values[0]) + len(values[1]))
-    source, output = tmp_path / f"in.{suffix}", tmp_path / "out.parquet"
-    lines = [json.dumps({"picture": value}) if suffix == "jsonl" else f'"{value}"' for value in values]
-    source.write_text("\n".join(lines if suffix == "jsonl" else ["picture", *lines]))
-    run(source, output, image_field="picture")
-    with parquet.ParquetFile(output) as file:
-        groups = [file.read_row_group(group).to_pylist() for group in range(file.num_row_groups)]
-    assert [[row["picture"] for row in group] for group in groups] == [values[:2], values[2:]]
-    check(fake, [row for group in groups for row in group])
+    for name, head in (("in.csv", "picture\n"), ("in.txt", "")):
+        (folder / name).write_text(head + "\n".join(NAMES))
+        run(folder / name, tmp_path / "out.npy", image_field="picture", overwrite=True)
+        np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected(fake), atol=1e-6)
 
 
 @pytest.mark.parametrize("form", ["bytes", "struct", "path"])
@@ -178,7 +163,7 @@ def test_changed_image_does_not_continue_an_interrupted_run(
         run(folder, output, on_bad_row="skip")
 
 
-def test_shards_and_requests_are_bounded_in_bytes(run, fake, folder: Path, tmp_path: Path, monkeypatch) -> None:
+def test_shards_are_bounded_in_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large = colored("red") + bytes(4_000_000)
     for i in range(8):
         (folder / f"{i}.png").write_bytes(large)
@@ -187,22 +172,6 @@ def test_shards_and_requests_are_bounded_in_bytes(run, fake, folder: Path, tmp_p
     assert [row.size for row in rows] == [12_500] * 8 + [800] * 4
     monkeypatch.setattr(input_module, "SHARD_CHARS", 30_000)
     assert [shard.num_rows for shard in source.summarize(lambda row: None, skip_bad=False).shards] == [2, 2, 2, 4 + 2]
-    monkeypatch.setattr(run_module, "IN_FLIGHT_CHARS", 20_000)
-    in_flight, most = 0, 0
-    value_to_text = fake.embed
-
-    async def embed(inputs, params, options):
-        nonlocal in_flight, most
-        in_flight += len(inputs)
-        most = max(most, in_flight)
-        result = await value_to_text(inputs, params, options)
-        in_flight -= len(inputs)
-        return result
-
-    fake.embed = embed
-    run(folder, tmp_path / "out.npy", batch_size=512)
-    assert len(np.load(tmp_path / "out.npy")) == 12
-    assert most <= 6
 
 
 def test_unusable_inputs_are_rejected(run, fake, folder: Path, tmp_path: Path, replace_info) -> None:

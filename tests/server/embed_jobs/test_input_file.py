@@ -8,7 +8,6 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.server.embed_jobs import input_file as input_module, input_formats
 from penstock.server.embed_jobs.input_file import BadRow, Row
 from penstock.server.embed_jobs.input_formats import open_input
-from penstock.server.settings import CommandError
 
 
 @pytest.mark.parametrize(("max_rows", "max_chars"), [(5, 10**6), (1000, 60), (1000, 39), (1, 1)])
@@ -48,16 +47,6 @@ def test_too_long_lines_are_bad_rows(tmp_path: Path, suffix: str, monkeypatch: p
     found = list(open_input(path, "text").rows())
     assert [type(row) for row in found] == [Row, Row, BadRow, BadRow, Row, BadRow]
     assert found[2] == BadRow(3, "longer than 16 bytes")
-
-
-def test_file_that_became_shorter_is_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "in.txt"
-    path.write_text("a\nb\n")
-    source = open_input(path, "text")
-    shards = source.summarize(lambda row: None, skip_bad=False).shards
-    path.write_text("a\n")
-    with pytest.raises(CommandError, match=r"in\.txt was changed while it was read; start over"):
-        list(source.read_shards(shards))
 
 
 def test_unreadable_images_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,12 +43,6 @@ def test_shard_is_finished_when_its_file_is_whole(output: JobFolder, job: JobFol
         assert not folder.is_finished(SHARDS[0])
 
 
-def test_folder_of_a_job_is_created_with_its_parents(tmp_path: Path) -> None:
-    job = JobFolder(tmp_path / "a" / "b", ".npy", "")
-    job.begin(IDENTITY)
-    assert [path.name for path in job.folder.iterdir()] == [MANIFEST]
-
-
 def test_failed_write_leaves_no_file(output: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     output.begin(IDENTITY)
 
@@ -62,10 +56,11 @@ def test_failed_write_leaves_no_file(output: JobFolder, monkeypatch: pytest.Monk
     assert [path.name for path in output.folder.iterdir()] == [MANIFEST]
 
 
-def test_finished_shard_is_on_disk(job: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[Path] = []
+def test_manifest_of_a_new_folder_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, synced = JobFolder(tmp_path / "a" / "b", ".npy", ""), list[Path]()
     monkeypatch.setattr("os.fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").readlink()))
     job.begin(IDENTITY)
+    assert [path.name for path in job.folder.iterdir()] == [MANIFEST]
     assert [path.name.startswith(".unfinished-") for path in synced] == [True, False]
     assert synced[1] == job.folder
 

@@ -349,7 +349,7 @@ def test_changed_file_cancels_the_rows_in_flight(run, small_shards, lines: Path,
     closed: list[bool] = []
     fake.embed = embed
     monkeypatch.setattr(run_module, "model_digest", shorten)
-    with pytest.raises(CommandError, match="was changed while it was read"):
+    with pytest.raises(CommandError, match=r"in\.txt was changed while it was read; start over"):
         run(lines, lines.with_name("out.npy"))
     assert closed == [False], "the engine is closed after its last request"
 
