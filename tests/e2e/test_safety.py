@@ -158,8 +158,8 @@ def test_rejected_text_is_not_in_the_log(secure: SecureServer, body: bytes) -> N
     ("flags", "part"),
     [
         (("--ssl-keyfile", "{key}"), "--ssl-keyfile: needs --ssl-certfile"),
-        (("--ssl-certfile", "{certificate}"), "must be a PEM certificate with its unencrypted key"),
-        (("--ssl-certfile", "{key}", "--ssl-keyfile", "{key}"), "must be a PEM certificate with its unencrypted key"),
+        (("--ssl-certfile", "{certificate}"), "{certificate} must be a PEM certificate with its unencrypted key"),
+        (("--ssl-certfile", "{key}", "--ssl-keyfile", "{key}"), "{key} and {key} must be a PEM certificate with its"),
     ],
 )
 def test_unusable_files_are_one_line(
@@ -169,4 +169,4 @@ def test_unusable_files_are_one_line(
     given = [flag.format(certificate=certificate[0], key=certificate[1]) for flag in flags]
     assert cli.main(["serve", "--host", "127.0.0.1", "--port", "0", *given]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert part in line
+    assert part.format(certificate=certificate[0], key=certificate[1]) in line

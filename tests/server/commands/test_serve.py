@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, Mock, call
 
 import pytest
 
@@ -199,8 +199,10 @@ def test_damaged_model_keeps_no_other_from_serving(file: str, content: bytes, tm
     good, bad = model(tmp_path / "good"), model(tmp_path / "bad")
     (bad / "modules.json").write_text("[]")
     (bad / file).write_bytes(content)
-    models = served_models([plan(bad, "bad"), plan(good, "good")], ServerSettings(model_memory=2**30), 2)
-    assert [served.names for served in models] == [("bad",), ("good",)]
+    plans = [plan(bad, str(bad)), replace(plan(good, "good"), names=("good", str(good), "alias"))]
+    models = served_models(plans, ServerSettings(model_memory=2**30), 2)
+    names = [(served.names[0], set(served.hidden_names)) for served in models]
+    assert names == [(str(bad), set()), ("good", {str(good)})], "a path on the disk is not shown"
     assert models[1].info is not None
     assert models[1].num_bytes == (good / "model.safetensors").stat().st_size
 
@@ -262,20 +264,12 @@ def test_model_above_the_memory_limit_names_both_sizes(tmp_path: Path) -> None:
     served_models([replace(given, config=inside)], ServerSettings(model_memory=2**21), 1)
 
 
-def tiers(settings: ServerSettings) -> list[str]:
-    cache = serve.open_cache(settings)
-    if cache is None:
-        return []
-    names = [tier.name for tier in cache.stats()]
-    cache.close()
-    return names
-
-
-def test_cache_is_off_by_default(tmp_path: Path) -> None:
-    assert tiers(ServerSettings()) == []
-    assert tiers(ServerSettings(cache=2**30)) == ["memory"]
-    assert tiers(ServerSettings(cache_dir=tmp_path, cache_dir_size=2**20)) == ["memory", "disk"]
-    assert (tmp_path / "vectors-1" / "data.mdb").stat().st_size == 2**20
+def test_cache_is_off_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "VectorCache", made := Mock())
+    assert serve.open_cache(ServerSettings()) is None
+    serve.open_cache(ServerSettings(cache=2**30, cache_dir_size=2**20))
+    serve.open_cache(ServerSettings(cache_dir=tmp_path, cache_dir_size=2**20))
+    assert made.call_args_list == [call(2**30, None, 2**20), call(0, tmp_path, 2**20)]
 
 
 def test_cache_of_several_http_processes_is_rejected(tmp_path: Path) -> None:

@@ -249,3 +249,5 @@ def test_missing_pyarrow_names_the_pip_command(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(UsageError, match=r"^FILE: Parquet needs pyarrow: run `pip install 'penstock\[parquet\]'`"):
         open_input(path, "text")
+    with pytest.raises(UsageError, match=r"^--output: Parquet needs pyarrow"):
+        output_file.writer_for(path)

@@ -17,6 +17,7 @@ from pyarrow import parquet
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError, MachineError, WeightError
 from penstock.server.embed_jobs import input_file as input_module, run as run_module
+from penstock.server.embed_jobs.input_formats import open_input
 from penstock.server.embed_jobs.parquet_file import PARQUET_ROWS_AT_ONCE, JsonColumns
 from penstock.server.embed_jobs.run import Progress, check_options, pooling_params, row_options
 from penstock.server.settings import CommandError, EmbedSettings, UsageError
@@ -209,10 +210,10 @@ def test_jsonl_values_are_written_as_csv(run, fake, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "message"), table("embed_jobs_cases", "unusable csv header is rejected"))
-def test_unusable_csv_header_is_rejected(run, content: str, message: str, tmp_path: Path) -> None:
+def test_unusable_csv_header_is_rejected(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text(content, errors="surrogateescape")
     with pytest.raises(UsageError, match=message):
-        run(tmp_path / "in.csv", tmp_path / "out.npy")
+        open_input(tmp_path / "in.csv", "text")
 
 
 def test_log_shows_finished_rows_of_both_runs(run, unfinished: Path, lines: Path, caplog, monkeypatch) -> None:
