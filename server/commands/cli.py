@@ -135,7 +135,7 @@ def _open_closed_streams() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="penstock", description="Embedding, rerank, score and classification server.")
     parser.add_argument("--version", action="version", version=f"penstock {penstock_version()}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     serve = commands.add_parser("serve", help=_SERVE, description=_SERVE, usage="%(prog)s [MODEL ...] [FLAG ...]")
     add_flags(serve, ServerSettings, positional="model", nargs="*")
@@ -286,7 +286,7 @@ def _stopped_by_sigterm(*advice: str) -> Iterator[None]:
 
 def _info(arguments: dict[str, Any]) -> int:
     as_json = arguments.pop("json")
-    settings = load_settings(InfoSettings, arguments, positional=("model",))
+    settings = load_settings(InfoSettings, arguments)
     model, names = model_and_names(settings.model)
     from penstock.engine.checkpoint.files import check_weights
     from penstock.engine.model_files.resolve import format_table, resolve_model, resolved_table

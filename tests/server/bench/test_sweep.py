@@ -189,7 +189,7 @@ def test_plot_names_servers_percentiles_and_loads(serve: Serve, tmp_path: Path) 
 
 
 def test_plot_has_a_line_for_each_percentile_and_a_number_for_each_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = pytest.importorskip("matplotlib.figure", reason="needs matplotlib: pip install 'penstock[plot]'")
+    figures, text = (pytest.importorskip(f"matplotlib.{name}") for name in ("figure", "text"))
     saved: list[Any] = []
     monkeypatch.setattr(figures.Figure, "savefig", lambda figure, _, **options: saved.extend((figure, options)))
     latencies = [number / 1000 for number in range(100, 200)]
@@ -201,7 +201,7 @@ def test_plot_has_a_line_for_each_percentile_and_a_number_for_each_load(monkeypa
     plot([*results, failed], {"a": "first, a"}, "the title", Path("p.png"))
     figure, options = saved
     (axes,), expected = figure.axes, table("bench_cases", "plot")
-    texts = figure.findobj(lambda artist: hasattr(artist, "get_text") and artist.get_text())
+    texts = [each for each in figure.findobj(text.Text) if each.get_text()]
     grids = [ticks[0].gridline for ticks in (axes.xaxis.get_major_ticks(), axes.yaxis.get_minor_ticks(1))]
     lines = [
         [each.get_label(), each.get_xydata().tolist(), each.get_color(), each.get_linestyle(), each.get_markersize()]
