@@ -110,14 +110,14 @@ def test_killed_run_continues(nodes: Starting, source: Path, tmp_path: Path, mod
 
 
 class RejectsShort:
-    """A fake LLM. A vector is the length of its text. Texts of one letter are rejected."""
+    """A fake LLM. A vector is the length of its text. Texts of one letter are rejected, and two texts "both"."""
 
     def __init__(self, **_: object) -> None: ...
 
     def embed(self, texts: Sequence[Any], **options: object) -> list[Any]:
         assert options == {"pooling_params": PoolingParams(), "prompt_name": "query", "use_tqdm": False}
         texts = [text.read_bytes() if isinstance(text, Path) else text for text in texts]
-        if any(len(text) == 1 for text in texts):
+        if any(len(text) == 1 for text in texts) or texts == ["both", "both"]:
             raise InvalidRequestError("too short")
         return [SimpleNamespace(outputs=SimpleNamespace(embedding=[len(text)])) for text in texts]
 
@@ -210,18 +210,19 @@ def test_job_embeds_its_unfinished_shards_until_a_bad_row(embedder_class: Any, t
 
 
 def test_shards_report_their_rows_or_the_first_bad_row(embedder_class: Any, tmp_path: Path) -> None:
-    texts, path = ["aa", "bbb", "cc", "d", "ee", None], str(tmp_path / "in.parquet")
+    texts, path = ["aa", "bbb", "cc", "d", "ee", None, "both", "both"], str(tmp_path / "in.parquet")
     parquet.write_table(pa.table({"text": texts}), path)
-    shards = [Shard(number, path, 2 * number, 2) for number in range(3)]
+    shards = [Shard(number, path, 2 * number, 2) for number in range(4)]
     job = JobFolder(tmp_path / "out", ".parquet", "--overwrite")
     job.begin({})
     config = embedder_class.EmbedderConfig(
         EngineConfig(model="m"), "text", False, PoolingParams(), "query", job, "info", "text"
     )
     embed = embedder_class.Embedder(config, shards)
-    found = embed({"item": np.array([2, 0, 1])})
-    assert found["num_rows"] == [2, 2, 2]
-    assert found["error"] == [f"{path}, row 6: the column 'text' has no text", "", f"{path}, row 4: too short"]
+    found = embed({"item": np.array([2, 0, 1, 3])})
+    assert found["num_rows"] == [2, 2, 2, 2]
+    bad_rows = [f"{path}, row 6: the column 'text' has no text", f"{path}, row 4: too short"]
+    assert found["error"] == [bad_rows[0], "", bad_rows[1], f"{path}: the engine rejects rows 7 to 8 together"]
     rows = parquet.read_table(job.path(shards[0])).to_pylist()
     assert rows == [{"text": "aa", "embedding": [2.0]}, {"text": "bbb", "embedding": [3.0]}]
     assert job.unfinished_shards(shards) == shards[1:]
