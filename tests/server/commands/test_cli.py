@@ -173,7 +173,7 @@ def test_help_of_a_flag_has_its_default_and_its_variable() -> None:
     helps = {action.dest: str(action.help) for action in parser._actions}
     assert helps["output"].endswith(" (required) [PENSTOCK_OUTPUT]")
     assert helps["field"].endswith(" (default: text) [PENSTOCK_FIELD]")
-    assert helps["prompt_name"].endswith(". [PENSTOCK_PROMPT_NAME]")
+    assert helps["dimensions"].endswith("default: all dimensions of the model. [PENSTOCK_DIMENSIONS]")
 
 
 @pytest.mark.parametrize("command", ["serve", "embed", "eval", "info", "models"])
