@@ -28,7 +28,8 @@ from types import FrameType
 from machine import cpu_name, machine
 from peers.catalogue import PEERS, Place, given_server
 from peers.comparison import LOADS, Comparison, Plan
-from peers.model import IMAGE_MODEL, SHAPES, Model
+from peers.model import IMAGE_MODEL, SHAPES, TRAINED_MODEL, Model
+from peers.quality import QualityTasks
 from peers.report import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,12 +57,15 @@ def main() -> None:
     peers = {name: PEERS[name] for name in args.peers} | {name: given_server(url) for name, url in args.server}
     plan = Plan(args.rounds, args.seconds, args.settle, args.longest)
     folders = {name: Path(folder) for name, folder in args.folder}
+    tasks = QualityTasks.read(args.data) if args.data else None
     for name in args.models:
         logs = Path(tempfile.mkdtemp(prefix="compare-peers-"))
         print(f"{name}: logs of the peers: {logs}", flush=True)
         model = Model.make(name, args.cache, folders.get(name))
         place = Place(model, args.cache, logs, args.torch_index, tuple(sorted(os.sched_getaffinity(0))))
-        report["models"][name] = Comparison(place, peers, args.loads, plan).run()
+        has_trained_weights = name in folders or name == TRAINED_MODEL
+        comparison = Comparison(place, peers, args.loads, plan, tasks if has_trained_weights else None)
+        report["models"][name] = comparison.run()
         report["minutes"] = round((time.monotonic() - began_s) / 60, 1)
         stem.with_name(f"{stem.name}.json").write_text(json.dumps(report, indent=1) + "\n")
         stem.with_name(f"{stem.name}.md").write_text(table(report))
@@ -89,6 +93,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--settle", type=float, default=0.7, help="seconds of a load before a round, not counted")
     parser.add_argument(
         "--longest", type=float, default=30.0, help="skip loads with requests for more seconds than this; 0: none"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="folder with scifact and banking77 (docs/quality.md): also measures the quality of trained weights",
     )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-peers"
     parser.add_argument("--cache", type=Path, default=cache, help=f"environments and models (default: {cache})")

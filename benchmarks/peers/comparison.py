@@ -15,6 +15,7 @@ from summary import summarize
 from .agreement import Reference, make_reference
 from .catalogue import Peer, Place, Setting
 from .environments import InstallError
+from .quality import QualityTasks
 from .sides import Side, SideError
 
 CONNECTIONS = (1, 4, 16, 64)
@@ -57,9 +58,12 @@ class Comparison:
         peers: The peers by name.
         loads: Names of loads.
         plan: How long each load takes.
+        tasks: Also scored by each side, after the loads. None for random weights.
     """
 
-    def __init__(self, place: Place, peers: dict[str, Peer], loads: list[str], plan: Plan) -> None:
+    def __init__(
+        self, place: Place, peers: dict[str, Peer], loads: list[str], plan: Plan, tasks: QualityTasks | None
+    ) -> None:
         self._place = place
         self._peers = peers
         named = [LOADS[name] for name in loads]
@@ -67,13 +71,14 @@ class Comparison:
         if not self._loads:
             raise ValueError(f"none of the loads {', '.join(loads)} has inputs that {place.model.name} reads")
         self._plan = plan
+        self._tasks = tasks
         self._left_out: dict[str, str] = {}
 
     def run(self) -> dict[str, Any]:
         """Measures and returns the report of the model.
 
         Raises:
-            SideError: The float32 reference could not be computed.
+            SideError: The float32 reference or the scores of a side could not be computed.
             RuntimeError: No peer is left.
         """
         reference = make_reference(self._place.model, self._loads, self._place.logs)
@@ -93,6 +98,10 @@ class Comparison:
             loads = {load.name: figures for load in self._loads if (figures := self._measure(sides, load))}
             for name, side in sides.items():
                 facts[name]["peak_mib"] = round(processes.peak_memory_bytes(side.pid) / 2**20) if side.pid else None
+            if self._tasks:
+                for name, side in sides.items():
+                    facts[name]["quality"] = scores = self._tasks.scores(side)
+                    print(f"{name}: {scores}", flush=True)
         return {"peers": facts, "loads": loads, "left_out": self._left_out}
 
     def _start_best(self, name: str, peer: Peer, reference: Reference) -> tuple[Side, dict[str, Any]]:

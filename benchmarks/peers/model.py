@@ -49,7 +49,9 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
-"""By name: model type, pooling, and config.json. MiniLM is the embedded model with its trained weights."""
+"""By name: model type, pooling, and config.json."""
+TRAINED_MODEL = "MiniLM"
+"""The embedded model with its trained weights."""
 IMAGE_MODEL = "CLIP-B/32"
 """Texts and images, with the shape of clip-vit-base-patch32; only loads of images run."""
 _INITIALIZER_RANGE = 0.05

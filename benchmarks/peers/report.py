@@ -41,8 +41,11 @@ def _sides(model: dict[str, Any]) -> str:
         trials += "".join(f"; {reason}" for reason in facts.get("rejected", []))
         side = f"{name} {facts['version']}".strip()
         memory = facts.get("peak_mib") or ""
-        lines.append([side, facts["over"], setting, facts["least_cosine"], facts["ready_s"], memory, trials])
-    header = ("side", "how", "setting", "least cosine", "ready, s", "peak MiB", "trials, texts/s of the first load")
+        quality = facts.get("quality", {})
+        scores = [quality.get("ndcg_at_10", ""), quality.get("accuracy", "")]
+        lines.append([side, facts["over"], setting, facts["least_cosine"], *scores, facts["ready_s"], memory, trials])
+    columns = ("side", "how", "setting", "least cosine", "SciFact nDCG@10", "Banking77 accuracy")
+    header = (*columns, "ready, s", "peak MiB", "trials, texts/s of the first load")
     return _rows(header, lines)
 
 
