@@ -96,12 +96,15 @@ def given_server(url: str) -> Peer:
 
 
 def _open_penstock(place: Place, setting: Setting) -> Side:
-    """Without its limit on queued seconds, because the others have none."""
+    """Without its limit on queued seconds, because the others have none. The KV cache has the size of vLLM's.
+
+    By default it is a quarter of the free memory: in a short run each text would write to new pages.
+    """
     program = Path(sys.executable).with_name("penstock")
     port = free_port()
     command = (
         f"{_quoted(program)} serve {_quoted(place.model.folder)} --host 127.0.0.1 --port {port} "
-        f"--dtype {setting.dtype} --max-queue-s 0"
+        f"--dtype {setting.dtype} --max-queue-s 0 --kv-cache-memory 1GiB"
     )
     return _server("penstock", command, port, place)
 

@@ -48,8 +48,7 @@ static void work(Job *job, int unit, int lane) {
     const Encoder *encoder = forward->encoder;
     Scratch *scratch = &forward->scratch[lane];
     int is_joint = job->members > 1;
-    /* Batches are sorted by length: run the last parts, with the longest sequences, first. */
-    const Part *part = is_joint ? &forward->whole : forward->parts + (forward->num_parts - 1 - unit);
+    const Part *part = is_joint ? &forward->whole : forward->parts + unit;
     Rows *rows = is_joint ? &forward->rows : &(Rows){0};
     long lane_scratch = lane_bytes(forward->isa, encoder, forward->longest);
     long bytes = assign_buffers(encoder, part->rows, NULL, &(Rows){0});
@@ -90,6 +89,14 @@ static int split_into_parts(const Batch *batch, long target, Part *parts) {
     return count;
 }
 
+/* Order of parts: the largest first, so that the lanes end at almost the same time (longest processing time rule, Graham
+ * 1969). Batches are sorted by length, so of two equal parts the later one has longer sequences and needs more time. */
+static int compare_parts(const void *left, const void *right) {
+    const Part *a = left, *b = right;
+    if (a->rows != b->rows) return a->rows > b->rows ? -1 : 1;
+    return a->first > b->first ? -1 : 1;
+}
+
 /* Maximum joint lanes: each has at least two panels of every product. More would lose the gain to synchronisation. */
 static int max_joint_lanes(const Isa *isa, const Encoder *encoder) {
     long narrowest = isa->panels(&encoder->layers->attention_out);
@@ -117,8 +124,8 @@ Forward *forward_begin(const Isa *isa, const Encoder *encoder, const Batch *batc
                          .scratch = scratch, .longest = longest, .parts = parts,
                          .whole = {.last = batch->num_seqs, .rows = total}};
     forward->num_parts = split_into_parts(batch, target, parts);
-    long largest = least; /* a smaller part takes as long */
-    for (int i = 0; i < forward->num_parts; i++) largest = parts[i].rows > largest ? parts[i].rows : largest;
+    qsort(parts, (size_t)forward->num_parts, sizeof(Part), compare_parts);
+    long largest = parts->rows > least ? parts->rows : least; /* a smaller part takes as long */
     int joint = max_joint_lanes(isa, encoder) < count ? max_joint_lanes(isa, encoder) : (int)count;
     int runs_jointly = (double)largest * (double)joint > JOINT_RATIO * (double)total;
     lanes_begin(lanes, &forward->job, forward->num_parts, runs_jointly ? joint : 1);
