@@ -224,7 +224,7 @@ class BatchRun:
         starting = asyncio.create_task(self._start_lines())
         cancelled = asyncio.create_task(self._cancelled.wait())
         try:
-            remaining_s = max(self.batch.expires_at - self._context.now(), 0.0)
+            remaining_s = self.batch.expires_at - self._context.now()  # may be negative
             await asyncio.wait({starting, cancelled}, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
             if self._cancelled.is_set():
                 return BatchStatus.CANCELLED

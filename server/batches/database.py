@@ -256,7 +256,7 @@ class BatchDatabase:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    database = sqlite3.connect(path, isolation_level=None, timeout=30.0)
+    database = sqlite3.connect(path, isolation_level=None)
     try:
         with closing(database.execute("PRAGMA user_version")) as rows:
             (version,) = rows.fetchone()

@@ -151,13 +151,12 @@ class OutputWriter:
         self.done.update(numbers)
 
     def _append(self, texts: Sequence[bytes], starts: Sequence[int]) -> None:
-        """Writes at the recorded ends of the files and truncates the rest."""
+        """Writes at the recorded ends of the files."""
         for path, text, start in zip(self._paths, texts, starts, strict=True):
             if not text:
                 continue
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
             with os.fdopen(descriptor, "wb") as file:
-                file.truncate(start)
                 file.seek(start)
                 file.write(text)
                 file.flush()

@@ -312,8 +312,8 @@ class ModelManager:
         total = entry.num_bytes + sum(other.num_bytes for other in loaded)
         return max_bytes is not None and bool(loaded) and total > max_bytes
 
-    async def _drain_and_unload(self, entry: ModelEntry, why: str, *, is_forced: bool = False) -> bool:
-        """Unloads a model when its requests have ended. Returns False if they do not end in time.
+    async def _drain_and_unload(self, entry: ModelEntry, why: str, *, is_forced: bool = False) -> None:
+        """Unloads a model when its requests have ended. It stays loaded if they do not end in time.
 
         Args:
             entry: A loaded model.
@@ -329,13 +329,12 @@ class ModelManager:
         if entry.num_requests and not is_forced:
             entry.serve_waiters(time.monotonic())
             self._changed.set()
-            return False
+            return
         try:
             await _stop(entry, max(ends_s - time.monotonic(), 0.0))
         finally:
             self._changed.set()
         logger.info("%s was unloaded %s", entry.name, why)
-        return True
 
     def _became_idle(self, entry: ModelEntry) -> None:
         self._changed.set()

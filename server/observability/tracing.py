@@ -60,9 +60,7 @@ class Tracing:
         record.trace_id = format_trace_id(record.span.get_span_context().trace_id)
 
     def observe(self, record: RequestRecord) -> None:
-        """Ends the span of a request and adds the spans of its stages. Starts it if `begin` was not called."""
-        if record.span is None:
-            self.begin(record)
+        """Ends the span of a request and adds the spans of its stages."""
         scope, span = record.scope, record.span
         if span is None or not span.is_recording():
             return

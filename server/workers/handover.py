@@ -95,7 +95,6 @@ class Acceptor:
         self._port = port
         self._senders: list[ConnectionSender] = []
         self._waiting: socket.socket | None = None  # accepted, and no process has taken it
-        self._retry: asyncio.TimerHandle | None = None
         self._is_reading = False
         self._is_failing = False  # the last attempt to accept a connection failed
         self._is_closed = False
@@ -115,8 +114,6 @@ class Acceptor:
         """Stops accepting."""
         self._is_closed = True
         self._read(False)
-        if self._retry is not None:
-            self._retry.cancel()
         for each in (self._listener, self._waiting):
             if each is not None:
                 each.close()
@@ -131,8 +128,7 @@ class Acceptor:
                 loop.remove_reader(self._listener.fileno())
 
     def _accept(self) -> None:
-        self._retry = None
-        if self._is_closed:
+        if self._is_closed:  # closed before the retry
             return
         for _ in range(_MAX_ACCEPTED):
             try:
@@ -160,7 +156,7 @@ class Acceptor:
 
     def _pause(self) -> None:
         self._read(False)
-        self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._accept)
+        asyncio.get_running_loop().call_later(_RETRY_S, self._accept)
 
 
 class PassedConnection(Connection):

@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import weakref
+from collections import Counter
 from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
@@ -14,14 +15,17 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from penstock.engine.protocol.errors import ConflictError, StorageError
+from penstock.engine.protocol.stage_times import STAGE_TIMES
 from penstock.server.batches.batch_run import _MAX_REJECTED, BatchRun, _on_thread, _retry_delay_s
 from penstock.server.batches.database import BatchDatabase
 from penstock.server.batches.input_lines import BatchInput, CheckResult
 from penstock.server.batches.internal_client import InternalClient, RouteResponse
+from penstock.server.batches.line_limiter import LineLimiter
 from penstock.server.batches.output_writer import OutputWriter
-from penstock.server.batches.records import BatchStatus, LineError
+from penstock.server.batches.records import BatchRecord, BatchStatus, LineError
+from penstock.server.observability.request_record import CURRENT_RECORD
 
-from ...waiting import until
+from ...waiting import loop_iterations, until
 from ..bodies import table
 from .helpers import (
     Routes,
@@ -59,13 +63,17 @@ async def test_unanswered_lines_fail_when_the_window_ends(running, clock, second
 
 async def test_error_after_the_start_of_a_response_replaces_it() -> None:
     async def fail(scope: Scope, receive: Receive, send: Send) -> None:
+        record = CURRENT_RECORD.get()
+        assert record is not None
+        record.stages.was_sent, record.model, record.num_tokens = True, "m", 7
         for status, body in ((200, b'{"data": [1'), (500, b'{"error": 1}')):
             await send({"type": "http.response.start", "status": status, "headers": []})
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
     client = InternalClient(FastAPI(), fail, Mock(), lambda owner: owner, lambda owner: owner, lambda owner: True)
     response = await client.send("/v1/embeddings", b"{}", "me", "line-1")
-    assert (response.status, response.body) == (500, b'{"error": 1}')
+    assert response == (500, {}, b'{"error": 1}', "line-1", "m", 7, True)
+    assert (CURRENT_RECORD.get(), STAGE_TIMES.get()) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -133,11 +141,13 @@ async def test_restarted_batch_runs_only_unanswered_lines(running, tmp_path: Pat
 
 @pytest.mark.parametrize("status", [BatchStatus.COMPLETED, BatchStatus.CANCELLED])
 async def test_batch_killed_before_its_end_ends_after_a_restart(running, tmp_path, monkeypatch, caplog, status) -> None:
-    routes, end = Routes(), BatchDatabase.end
+    routes, end, stored = Routes(), BatchDatabase.end, []
 
-    async def kill_and_end(*arguments: object) -> None:
+    async def kill_and_end(database: BatchDatabase, batch: BatchRecord, *files: object) -> None:
+        found = await database.batch(batch.id, batch.owner)
+        stored.append(None if found is None else found.status)
         killed(tmp_path / "data", tmp_path / "killed")
-        await end(*arguments)
+        await end(database, batch, *files)
 
     with monkeypatch.context() as patched:
         patched.setattr(BatchDatabase, "end", kill_and_end)
@@ -149,6 +159,7 @@ async def test_batch_killed_before_its_end_ends_after_a_restart(running, tmp_pat
                 await batches.cancel(batch.id, "me")
             routes.gate.set()
             batch = await until_status(batches, batch, status)
+    assert stored == [BatchStatus.FINALIZING if status is BatchStatus.COMPLETED else BatchStatus.CANCELLING]
     for file in (batch.output_id, batch.error_id):
         if (tmp_path / "killed" / "files" / file).exists():
             with (tmp_path / "killed" / "files" / file).open("ab") as torn:
@@ -169,7 +180,10 @@ async def test_batch_killed_before_its_end_ends_after_a_restart(running, tmp_pat
 async def test_rejected_line_is_retried(
     running, monkeypatch, status: int, num_rejections: int, num_failed: int
 ) -> None:
-    monkeypatch.setattr("penstock.server.batches.batch_run._MAX_WAIT_S", 0.01)
+    num_responses, reject = Counter(), Mock()
+    delay = lambda response, number: num_responses.update([number]) or 0.01  # noqa: E731
+    monkeypatch.setattr("penstock.server.batches.batch_run._retry_delay_s", delay)
+    monkeypatch.setattr(LineLimiter, "reject", reject)
     routes = Routes()
     routes.status_of = lambda number: status if routes.received[number] <= num_rejections else 200
     async with running(routes) as batches:
@@ -177,6 +191,8 @@ async def test_rejected_line_is_retried(
         batch = await until_status(batches, batch, BatchStatus.COMPLETED)
         assert (batch.num_completed, batch.num_failed) == (2 * _MAX_REJECTED - num_failed, num_failed)
         assert set(routes.received.values()) == {3 if num_failed else num_rejections + 1}
+        assert num_responses == dict.fromkeys(range(1, 3 if num_failed else num_rejections + 1), 2 * _MAX_REJECTED)
+        assert reject.call_count == num_responses.total(), "the number of lines at once is lowered"
 
 
 async def test_rejected_lines_do_not_block_other_batches(running) -> None:
@@ -237,20 +253,24 @@ async def test_short_disk_failure_fails_no_batch(running, monkeypatch, owner: ty
             raise error
         return original(*arguments, **options)
 
+    slept, sleep = Counter(), asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: (slept.update([seconds]), sleep(seconds))[1])
     monkeypatch.setattr(owner, method, fail_sometimes)
     routes = Routes()
     async with running(routes) as batches:
         batch = await until_status(batches, await begin(batches, lines(range(250))), BatchStatus.COMPLETED)
         assert numbers(output_files(batches, batch)[0]) == list(range(250))
         assert (batch.num_completed, routes.received.total(), next(fails, None)) == (250, 250, None)
+        assert slept[0.05] == {"_append": 0, "save": 3}.get(method, 2), "it pauses after each failure"
 
 
 async def test_server_stops_while_the_disk_is_full(running, monkeypatch, caplog) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(OutputWriter, "_append", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        append = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        patched.setattr(OutputWriter, "_append", append)
         async with running(Routes()) as batches:
             batch = await begin(batches, lines(range(3)))
-            await until(lambda: "its responses cannot be written" in caplog.text)
+            await until(lambda: append.call_count > 2)
     async with running(Routes()) as batches:
         assert (await until_status(batches, batch, BatchStatus.COMPLETED)).num_completed == 3
     assert caplog.text.count("its responses cannot be written") == 1
@@ -275,6 +295,7 @@ async def test_ended_run_is_freed_and_has_its_error(running, monkeypatch, caplog
             run = weakref.ref(batches._runs[batch.id][0])
             if cause == "removed file":
                 await until(lambda: routes.received[0])
+                assert (await batches.find(batch.id, "me")).last_started == 4, "it may kill the server"
             if cause.endswith("file"):
                 batches.files.path(batch.input_file_id).unlink()
             routes.gate.set()
@@ -336,30 +357,79 @@ async def test_lines_are_suspects_only_after_a_kill(running, tmp_path: Path, cap
             assert caplog.text.count("the server was killed while lines") == 1
 
 
-async def test_line_that_ran_alone_in_two_kills_fails(running, tmp_path: Path) -> None:
-    routes = Routes()
-    routes.holds = lambda number: number == 7
+async def test_line_that_ran_alone_in_two_kills_fails(running, tmp_path: Path, monkeypatch) -> None:
+    """Line 40 runs beside others in the first kill, waits after a rejection in the second, and then runs alone."""
+    monkeypatch.setattr("penstock.server.batches.batch_run._retry_delay_s", lambda *_: 3600.0)
+    routes, folder = Routes(), tmp_path / "data"
     routes.gate.clear()
-    folder = tmp_path / "data"
-    for num_kills in range(1, 4):
+    for num_kills in range(1, 5):
+        routes.holds = {1: lambda number: number >= 7, 2: lambda _: False}.get(num_kills, lambda number: number == 39)
+        rejected = {39} if num_kills == 2 else set()
+        routes.status_of = lambda number, rejected=rejected: 429 if number in rejected else 200
         async with running(routes, folder) as batches:
             if num_kills == 1:
                 batch = await begin(batches, lines(range(40)))
-            await until(lambda: routes.received[7])
-            if num_kills == 1:
                 await until_completed(batches, batch, 7)
+                await until(lambda: routes.received[7])
             else:
+                await until(lambda: routes.received[39])
                 assert routes.max_at_once == 1
+            if num_kills == 2:
+                async with asyncio.timeout(120):
+                    while (await batches.find(batch.id, "me")).lone_line is not None:
+                        await asyncio.sleep(0)
+            if num_kills == 3:  # other files are checked meanwhile
+                await until_status(batches, await begin(batches, lines(range(2))), BatchStatus.IN_PROGRESS)
             folder = killed(folder, tmp_path / f"kill {num_kills}")
-        assert routes.received[7] == 1
         routes.received.clear()
         routes.max_at_once = 0
     async with running(routes, folder) as batches:
         batch = await until_status(batches, batch, BatchStatus.COMPLETED)
         output, (error,) = output_files(batches, batch)
-        assert numbers(output) == [number for number in range(40) if number != 7]
-        assert (error["custom_id"], error["error"]["code"]) == ("7", "server_crashed")
-        assert not routes.received[7]
+        assert numbers(output) == list(range(39))
+        assert (error["custom_id"], error["error"]["code"]) == ("39", "server_crashed")
+        assert (routes.received[39], batch.num_crashes, batch.lone_line) == (0, {}, None)
+
+
+async def test_suspects_of_a_kill_run_alone_after_clean_stops(running, tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("penstock.server.batches.input_lines._SPANS_PER_READ", 20)
+    routes, folder = Routes(), tmp_path / "data"
+    routes.gate.clear()
+    routes.holds = lambda number: number >= 2
+    async with running(routes, folder) as batches:
+        batch = await begin(batches, lines(range(40)))
+        await until_completed(batches, batch, 2)
+        folder = killed(folder, tmp_path / "kill")
+    routes.holds = lambda number: number == 18  # of 20 suspects; later lines run beside it
+    for _ in range(2):
+        routes.received.clear()
+        async with running(routes, folder) as batches:
+            await until_completed(batches, batch, 38)
+            await until(lambda: routes.received[18])
+    routes.gate.set()
+    async with running(routes, folder) as batches:
+        assert (await until_status(batches, batch, BatchStatus.COMPLETED)).num_completed == 40
+    assert caplog.text.count("the server was killed while lines") == 3
+
+
+async def test_line_that_is_written_during_a_cancellation_is_answered_once(running, monkeypatch) -> None:
+    is_writing, may_write, append = threading.Event(), threading.Event(), OutputWriter._append
+
+    def slow_append(*arguments: object) -> None:
+        is_writing.set()
+        assert may_write.wait(60)
+        append(*arguments)
+
+    monkeypatch.setattr(OutputWriter, "_append", slow_append)
+    async with running(Routes()) as batches:
+        batch = await begin(batches, lines(range(5)))
+        await until(is_writing.is_set)
+        await batches.cancel(batch.id, "me")
+        await loop_iterations(1000)
+        may_write.set()
+        batch = await until_status(batches, batch, BatchStatus.CANCELLED)
+        output, errors = output_files(batches, batch)
+        assert (numbers(output), numbers(errors)) == ([0], [1, 2, 3, 4])
 
 
 async def test_file_whose_check_ran_in_two_kills_fails(running, tmp_path: Path, monkeypatch) -> None:
@@ -380,6 +450,8 @@ async def test_file_whose_check_ran_in_two_kills_fails(running, tmp_path: Path, 
             await asyncio.to_thread(checking.acquire)
             folder = killed(folder, tmp_path / f"kill {num_kills}")
             may_end.set()
+            checked = await until_status(batches, batch, BatchStatus.COMPLETED)
+            assert (checked.num_crashes, checked.lone_line) == ({}, None)
     async with running(Routes(), folder) as batches:
         batch = await until_status(batches, batch, BatchStatus.FAILED)
         assert [error.code for error in batch.errors] == ["server_crashed"]

@@ -93,6 +93,7 @@ WRONG = [
     (HEAD + FILE + b"x\r\n" + FILE + b"y" + END, "more than one file"),
     (HEAD + FILE + b"x\r\n--b", "ends before its last boundary"),
     (b"no form", "cannot be read"),
+    (HEAD + b"--b\r\nX: y\r\n\r\nz\r\n" + FILE + b"x" + END, "'' has no use here"),
     (field("other", "1") + HEAD + FILE + b"x" + END, "'other' has no use here"),
     (field("n" * 65, "1" * 4097) + HEAD + FILE + b"x" + END, "longer than 4096 bytes"),
     (field("n" * 65, "1" * 4096) + HEAD + FILE + b"x" + END, "has no use here"),

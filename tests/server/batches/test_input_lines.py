@@ -56,12 +56,15 @@ def test_values_of_a_line_are_counted_before_parsing(read) -> None:
     assert codes(read(b"\xff\xfe\n" + line("a"))) == [("invalid_json_line", 1)]
 
 
-def test_inputs_of_all_lines_are_limited(read) -> None:
+def test_inputs_of_all_lines_are_limited(read, monkeypatch: pytest.MonkeyPatch) -> None:
     lists = [line(str(i), input=["x"] * 1000) for i in range(50)]
     assert codes(read(b"\n".join(lists))) == []
     assert codes(read(b"\n".join([*lists, line("one", input="x")]))) == [("too_many_inputs", None)]
-    ids = [line(str(i), input=list(range(1000))) for i in range(51)]  # token ids: one text in each line
-    assert codes(read(b"\n".join(ids))) == []
+    monkeypatch.setattr(input_lines, "MAX_INPUTS", 2)
+    inputs = ("x", [1, 2, 3], [], ["a"])  # a text, the token ids of a text, nothing, a list of one text
+    file = read(b"\n".join(line(str(i), input=each) for i, each in enumerate(inputs)))
+    (error,) = file.check().errors
+    assert error.message == "The lines hold 3 inputs together; the limit is 2. Split the file."
 
 
 def test_lines_and_errors_of_a_file_are_limited(read, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
 import asyncio
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,6 +12,7 @@ from penstock.server.batches.line_limiter import (
 )
 
 from ...clock import Clock
+from ...waiting import loop_iterations
 
 MAX_BYTES = 1000
 
@@ -55,24 +57,25 @@ async def test_quick_lines_raise_the_number_of_lines(limiter: LineLimiter, clock
     assert limiter.num_lines == MAX_CONCURRENT_LINES
 
 
-async def test_slow_or_rejected_lines_lower_the_number_of_lines(limiter: LineLimiter, clock: Clock) -> None:
-    for _ in range(12):
-        run(limiter, clock, 0.0)
-    run(limiter, clock, 2 * AHEAD_S)
-    limiter.reject()
-    assert await enter_all(limiter) == 1
-    limiter.release(1)
-    for _ in range(20):
-        limiter.reject()
-    assert await enter_all(limiter) == 1, "one line may always run"
-
-
 @pytest.fixture
 def wide_limiter(limiter: LineLimiter, clock: Clock) -> LineLimiter:
     """A limiter that admits many lines."""
     for _ in range(100):
         run(limiter, clock, 0.0)
     return limiter
+
+
+async def test_slow_or_rejected_lines_lower_the_number_of_lines(wide_limiter, clock) -> None:
+    wide_limiter.reject()  # from 26 to 13
+    run(wide_limiter, clock, 2 * AHEAD_S)  # to 11.7
+    assert await enter_all(wide_limiter) == 11
+    for _ in range(11):
+        wide_limiter.release(1)
+    for lower in (wide_limiter.reject, lambda: run(wide_limiter, clock, 2 * AHEAD_S)):
+        for _ in range(30):
+            lower()
+        assert await enter_all(wide_limiter) == 1, "one line may always run"
+        wide_limiter.release(1)
 
 
 async def test_lines_run_after_a_pause_of_live_requests(wide_limiter, traffic, clock) -> None:
@@ -116,19 +119,29 @@ async def test_bytes_of_running_lines_are_bounded(wide_limiter, clock) -> None:
     assert wide_limiter.has_capacity(100)
 
 
-async def test_waiting_line_enters_when_another_leaves(limiter: LineLimiter, monkeypatch) -> None:
+async def test_waiting_line_enters_when_another_leaves(limiter: LineLimiter, clock: Clock, monkeypatch) -> None:
     monkeypatch.setattr("penstock.server.batches.line_limiter.QUIET_S", 3600)
+    monkeypatch.setattr(limiter, "has_capacity", checks := Mock(wraps=limiter.has_capacity))
     await limiter.acquire(1)
     waiting = [asyncio.create_task(limiter.acquire(1)) for _ in range(2)]
     await asyncio.sleep(0)
     waiting[0].cancel()
     await asyncio.gather(waiting[0], return_exceptions=True)
-    assert not waiting[1].done()
+    await loop_iterations()
+    assert (waiting[1].done(), checks.call_count) == (False, 3), "it waits without checking"
     limiter.release(1)
     async with asyncio.timeout(60):
         await waiting[1]
     assert waiting[0].cancelled()
     assert limiter.num_lines == 1
+    for _ in range(4):
+        run(limiter, clock, 0.0)  # two lines may run
+    with limiter.count_response(MAX_BYTES):
+        waits_for_space = asyncio.create_task(limiter.acquire(1))
+        await loop_iterations()
+        assert not waits_for_space.done()
+    async with asyncio.timeout(60):
+        await waits_for_space
 
 
 async def test_line_outside_the_window_lets_another_enter(limiter: LineLimiter) -> None:

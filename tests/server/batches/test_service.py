@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sqlite3
+import stat
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -59,6 +60,10 @@ async def test_number_of_files_is_limited_for_parallel_uploads(running) -> None:
         )
         # Each batch reserves two output files.
         assert Counter(type(each) for each in created) == {BatchRecord: 2, LimitError: 3}
+        file_id = await upload(batches, lines(range(1)), owner="third")
+        batches.files._arriving["third"] = [Mock()] * 3  # running uploads
+        with pytest.raises(LimitError, match="would be 6; the limit is 5"):
+            await create(batches, file_id, owner="third")
 
 
 async def test_uploads_leave_disk_space_for_outputs(running, monkeypatch) -> None:
@@ -93,13 +98,18 @@ async def test_file_is_on_the_disk_before_it_counts(running, monkeypatch) -> Non
     synced, fsync = Counter(), os.fsync
 
     def record(descriptor: int) -> None:
-        synced[Path(f"/proc/self/fd/{descriptor}").readlink().name] += 1
+        status = os.fstat(descriptor)
+        size = status.st_size if stat.S_ISREG(status.st_mode) else 0
+        synced[Path(f"/proc/self/fd/{descriptor}").readlink().name, size] += 1
         fsync(descriptor)
 
     async with running(Routes(lambda number: 400 if number == 1 else 200)) as batches:
         monkeypatch.setattr(os, "fsync", record)
         batch = await until_status(batches, await begin(batches, lines(range(2))), BatchStatus.COMPLETED)
-    assert synced == {f"{batch.input_file_id}.part": 1, batch.output_id: 1, batch.error_id: 1, "files": 3}
+    files = [(file_id, num_bytes) for _, file_id, num_bytes in batch.output_files]
+    modes = [batches.files.path(file_id).stat().st_mode & 0o777 for file_id, _ in files]
+    files.append((f"{batch.input_file_id}.part", len(lines(range(2)))))
+    assert (synced, modes) == ({**dict.fromkeys(files, 1), ("files", 0): 3}, [0o600] * 2)
 
 
 async def test_number_of_unfinished_batches_is_limited(running) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ async def test_batch_answers_every_line_of_its_file(client, engine) -> None:
     batch = await start(client, [embedding(i) for i in range(250)], metadata={"note": "x"})
     assert (batch["object"], batch["status"], batch["metadata"]) == ("batch", "validating", {"note": "x"})
     assert batch["expires_at"] == batch["created_at"] + 24 * 3600
+    assert re.fullmatch(r"batch_[0-9a-f]{24} file-[0-9a-f]{24}", f"{batch['id']} {batch['input_file_id']}")
     batch = await finished(client, batch)
     assert batch["status"] == "completed"
     assert batch["request_counts"] == {"total": 250, "completed": 250, "failed": 0}
@@ -256,7 +258,7 @@ async def test_batch_of_a_revoked_key_is_cancelled(serving, engine, tmp_path: Pa
         assert len(engine.calls) == 1
         file.write_text("one\n")
         batch = await finished(client, batch)
-        assert batch["status"] == "cancelled"
+        assert (batch["status"], bool(batch["cancelling_at"])) == ("cancelled", True)
         assert [error["code"] for error in batch["errors"]["data"]] == ["invalid_api_key"]
         assert sum(batch["request_counts"][name] for name in ("completed", "failed")) == 20
         codes = {error["error"]["code"] for error in await content(client, batch["error_file_id"])}
@@ -312,12 +314,12 @@ async def test_without_a_data_folder_errors_name_the_flag(serving, engine) -> No
 
 
 async def test_data_folder_is_used_by_one_server(serving, engine, tmp_path: Path) -> None:
-    folder = tmp_path / "data"
+    folder = tmp_path / "new" / "data"
     async with serving(engine, data_dir=folder):
         with pytest.raises(UsageError, match="--data-dir: another server uses"):
             create_app([ServedModel(("m",), None)], ServerSettings(data_dir=folder))
         assert (folder / "secret").stat().st_mode & 0o777 == 0o600
-        assert folder.stat().st_mode & 0o777 == 0o700
+        assert [path.stat().st_mode & 0o777 for path in (folder, folder / "files")] == [0o700] * 2
     async with serving(engine, data_dir=folder):
         pass
 
@@ -370,6 +372,7 @@ async def test_content_of_a_removed_file_is_404(client: httpx.AsyncClient, tmp_p
     response = await client.get(f"/v1/files/{file_id}/content")
     assert response.status_code == 404
     assert file_id in response.json()["error"]["message"]
+    assert (await client.delete(f"/v1/files/{file_id}")).status_code == 200
 
 
 @pytest.mark.parametrize(
