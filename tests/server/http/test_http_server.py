@@ -5,7 +5,7 @@ import gc
 import resource
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import uvicorn
@@ -67,6 +67,7 @@ async def test_each_port_has_its_application_and_both_count_connections(monkeypa
 
 async def test_signal_reloads_the_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "_TICK_S", 3600.0)
+    monkeypatch.setattr(HttpServer, "_collect_if_idle", collect := Mock())
     calls: list[int] = []
     async with running(app) as (server, _):
         server._on_reload = lambda: calls.append(len(calls))
@@ -74,6 +75,17 @@ async def test_signal_reloads_the_keys_at_once(monkeypatch: pytest.MonkeyPatch) 
             server.request_reload()
             await until(lambda: len(calls) == number + 1)  # noqa: B023
     assert calls == [0, 1]
+    assert collect.call_count >= 2, "it looks for garbage at each tick"
+
+
+async def test_certificate_is_watched_and_read_again_after_a_signal() -> None:
+    server = HttpServer(uvicorn.Config(app))
+    server._certificate = certificate = Mock()
+    server._reload_if_changed()
+    server.request_reload()
+    for _ in range(2):
+        server._reload_if_changed()
+    assert certificate.method_calls == [call.reload_if_changed(), call.reload(), call.reload_if_changed()]
 
 
 @pytest.mark.parametrize("num_iterations", range(8))

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol.errors import EngineUnavailableError, ModelLoadError
+from penstock.server.admission import ServerRejectionReason
 from penstock.server.models import model_manager as manager_module
 from penstock.server.models.model_entry import ModelEntry, ModelMetrics, ModelStatus
 from penstock.server.models.model_manager import ModelLimits, ModelManager
@@ -236,7 +237,7 @@ async def test_failed_load_is_retried_after_a_pause(engines: Engines, monkeypatc
     for _ in range(2):
         with pytest.raises(EngineUnavailableError, match="a could not be loaded; the server's log") as error:
             await manager.acquire(entry)
-        assert "secret" not in error.value.message
+        assert ("secret" in error.value.message, error.value.reason) == (False, ServerRejectionReason.MODEL_LOADING)
         assert manager_module.RETRY_S - 1 < error.value.retry_after_s <= manager_module.RETRY_S
     assert engines.started == ["a"]
     assert caplog.text.count("secret path") == 1
@@ -294,8 +295,9 @@ async def test_time_and_memory_of_a_load_are_measured(engines: Engines, monkeypa
 async def test_request_is_rejected_if_pinned_models_take_all_space(engines: Engines) -> None:
     manager = engines.manager(engines.model("a", is_pinned=True), "b", max_loaded=1)
     await use(manager, manager.entries[0])
-    with pytest.raises(EngineUnavailableError, match=r"cannot be loaded now\. b does not fit beside the pinned"):
+    with pytest.raises(EngineUnavailableError, match=r"cannot be loaded now\. b does not fit beside the p") as error:
         await manager.acquire(manager.entries[1])
+    assert error.value.reason is ServerRejectionReason.MODEL_MEMORY
 
 
 async def test_model_in_use_is_unloaded_after_its_requests(engines: Engines) -> None:
@@ -388,6 +390,8 @@ async def test_idle_model_is_unloaded_after_its_ttl(engines: Engines) -> None:
     assert "b" not in manager._timers, "it has no ttl"
     await use(manager, a)
     assert a.state == "ready"
+    await manager.close()
+    assert manager._timers["a"].cancelled()
 
 
 async def test_timer_may_be_early_by_10_ms(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:

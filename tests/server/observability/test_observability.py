@@ -28,8 +28,9 @@ from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage
 from penstock.server import penstock_version
 from penstock.server.admission import REJECTION_REASONS
 from penstock.server.app import create_app
-from penstock.server.observability import request_record
+from penstock.server.observability import request_record, tracing as tracing_module
 from penstock.server.observability.metrics import ConnectionMetrics, Metrics
+from penstock.server.observability.request_record import RequestRecord, log_access
 from penstock.server.observability.tracing import Tracing
 from penstock.server.settings import ServerSettings, UsageError
 
@@ -186,6 +187,21 @@ def test_ignored_fields_are_logged_once_a_minute(monkeypatch: pytest.MonkeyPatch
     assert texts == [f"{start} ({number} such requests were not logged)" for number in (0, 2)]
 
 
+def test_access_log_of_a_request_without_client_and_model(caplog) -> None:
+    caplog.set_level(logging.INFO, "penstock.access")
+    scope = {"type": "http", "method": "GET", "path": "/version"}
+    record = RequestRecord(scope, 0.0, 0, seconds=1.23456789)
+    record.begin_response(200)
+    record.stages.last_s = 0.0  # an engine has answered
+    log_access(record)
+    assert caplog.messages == ["GET /version 200 in 1234.6 ms ()"]
+    fields = {"request_id": "", "method": "GET", "path": "/version", "route": "other", "status": 200}
+    assert caplog.records[0].fields == {**fields, "client": None, "duration_ms": 1234.568}
+    for status, is_success in ((399, True), (400, False)):
+        record.begin_response(status)
+        assert (record.is_success, len(record.stages.entries)) == (is_success, 1), "errors are not encoded"
+
+
 class Collected:
     """Collects spans."""
 
@@ -232,7 +248,7 @@ async def test_trace_continues_the_trace_of_the_client(serving, engine, collecte
         span = spans[stage]
         assert span.parent == request.context
         assert span.end_time - span.start_time == pytest.approx(seconds * 1e9)
-        assert span.start_time >= request.start_time
+        assert request.start_time <= span.start_time <= request.end_time
     assert request.attributes is not None
     expected = table("observability_cases", "attributes of a span") | {"penstock.request_id": logged["request_id"]}
     assert request.attributes == expected
@@ -253,6 +269,13 @@ def test_operator_may_name_the_service(monkeypatch: pytest.MonkeyPatch, variable
     assert tracing._provider.resource.attributes["service.name"] == name
     assert tracing._provider.resource.attributes["service.version"] == penstock_version()
     tracing.close()
+
+
+def test_path_of_the_collector_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, sent_to in (("", "/v1/traces"), ("/", "/v1/traces"), ("/own", "/own")):
+        monkeypatch.setattr(tracing_module, "OTLPSpanExporter", exporter := Mock())
+        Tracing.to(COLLECTOR + path).close()
+        exporter.assert_called_once_with(COLLECTOR + sent_to)
 
 
 def test_traces_without_the_extra_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,7 @@ async def test_ended_and_full_processes_get_no_connections(server: Server, resou
         server.connect()
     await until(lambda: good.sender.num_open == 5)
     assert len(good.receive()) == 5
+    assert not asyncio.get_running_loop().remove_reader(ended.sender._socket.fileno()), "its end is read once"
     server.acceptor.remove(good.sender)
     server.connect(b"hello")
     await until(lambda: server.acceptor._waiting is not None)
@@ -111,6 +112,13 @@ async def test_ended_and_full_processes_get_no_connections(server: Server, resou
     await until(lambda: good.sender.num_open == 6)
     (connection,) = good.receive()
     assert connection.recv(100) == b"hello"
+    server.connect()
+    await until(lambda: good.sender.num_open == 7)
+    server.acceptor.remove(good.sender)
+    client = server.connect()
+    await until(lambda: server.acceptor._waiting is not None)
+    server.acceptor.close()
+    assert client.recv(1) == b"", "no process can take it any more"
 
 
 async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -130,12 +138,12 @@ async def metrics_application(scope: dict[str, Any], receive: Any, send: Any) ->
 
 @contextlib.asynccontextmanager
 async def passed_connection_server(
-    **options: Any,
+    settings: ServerSettings | None = None, **options: Any
 ) -> AsyncIterator[tuple[PassedConnectionServer, socket.socket, socket.socket]]:
     """A running server, and both ends of its socket: the acceptor's and its own. At the end the server must stop."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        server = PassedConnectionServer(uvicorn_config(application, ServerSettings()), theirs, **options)
+        server = PassedConnectionServer(uvicorn_config(application, settings or ServerSettings()), theirs, **options)
         serving = asyncio.create_task(server.serve())
         await until(lambda: server.started)
         yield server, ours, theirs
@@ -160,11 +168,26 @@ async def status(client: socket.socket) -> bytes:
 
 
 async def test_connection_to_the_metrics_port_gets_its_application(resources) -> None:
-    async with passed_connection_server(metrics_app=metrics_application) as (_, end, _):
+    async with passed_connection_server(metrics_app=metrics_application) as (server, end, _):
         sender = ConnectionSender(end)
         assert await status(connect(sender, MAIN, resources)) == b"200"
         assert await status(connect(sender, METRICS, resources)) == b"204"
         await until(lambda: not sender.num_open)
+        assert not server.servers[0]._openings
+
+
+async def test_connections_that_cannot_be_opened_count_as_closed(resources, certificate, caplog) -> None:
+    files = dict(zip(("ssl_certfile", "ssl_keyfile"), certificate, strict=True))
+    async with passed_connection_server(ServerSettings(**files)) as (_, end, _):
+        sender, descriptor = ConnectionSender(end), end.fileno()
+        connect(sender, MAIN, resources)  # it does not speak TLS
+        await until(lambda: not sender.num_open)
+        sender.num_open = 1
+        end.send(MAIN)  # without a descriptor: the process has reached its limit
+        await until(lambda: not sender.num_open)
+        assert "a connection was lost: this process has reached its limit of open files" in caplog.messages
+        sender.close()
+        assert not asyncio.get_running_loop().remove_reader(descriptor)
 
 
 async def test_ending_server_serves_its_passed_connections(resources) -> None:
@@ -183,6 +206,7 @@ async def test_server_ends_after_the_acceptor_died_with_unread_reports() -> None
         own_end.send(b"report")
         end.close()  # resets the connection
         server.servers[0].close()
+        assert not asyncio.get_running_loop().remove_reader(own_end.fileno())
 
 
 class FullTable:
@@ -206,6 +230,7 @@ async def test_connection_waits_until_it_can_be_accepted(server: Server, resourc
     server.acceptor._listener = full = FullTable(listener)
     server.connect(b"hello")
     await until(lambda: full.num_failed >= 2)  # the second attempt follows a pause
+    assert not asyncio.get_running_loop().remove_reader(descriptor)
     server.acceptor._listener = listener
     await until(lambda: process.sender.num_open == 1)
     failed = "connections cannot be accepted now: Too many open files"
@@ -214,7 +239,7 @@ async def test_connection_waits_until_it_can_be_accepted(server: Server, resourc
     assert connection.recv(100) == b"hello"
     caplog.clear()
     server.acceptor.close()
-    assert not asyncio.get_running_loop().remove_reader(descriptor)
+    assert (asyncio.get_running_loop().remove_reader(descriptor), listener.fileno()) == (False, -1)
     server.acceptor.add(Process(resources).sender)
     assert not caplog.records
 

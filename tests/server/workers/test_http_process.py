@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
-from unittest.mock import Mock, call
+import sys
+from typing import Any
+from unittest.mock import AsyncMock, Mock, call
 
 import pytest
 
@@ -18,7 +21,7 @@ from penstock.server.workers.messages import (
     decode_from_supervisor,
 )
 
-from ...waiting import until
+from ...waiting import loop_iterations, until
 
 
 @pytest.fixture
@@ -52,7 +55,8 @@ class Process:
     async def start(self) -> tuple[Process, socket.socket, socket.socket]:
         (end, own_end), (connections, self.connections) = socket.socketpair(), socket.socketpair()
         self.channel.open(own_end)
-        return self, end, connections
+        self.ours = (end, connections)
+        return self, *self.ours
 
     def send_signal(self, number: int) -> None:
         self.signals.append(number)
@@ -101,6 +105,7 @@ async def test_end_of_a_process_ends_its_heartbeat_and_questions(worker, pauses,
     assert "an HTTP process ended with exit code 0; another one is started" in caplog.text
     await update
     assert heartbeat.cancelling()
+    assert [sock.fileno() for sock in first.ours] == [-1, -1]
     acceptor.remove.assert_called_once()
     send(GetMetrics(7))
     worker.send(GetMetrics(8))
@@ -109,6 +114,55 @@ async def test_end_of_a_process_ends_its_heartbeat_and_questions(worker, pauses,
     worker.stop(15)
     await asyncio.wait_for(running, 120)
     assert (first.signals, second.signals, worker._on_end.call_count) == ([], [15], 2)
+    worker.open()
+    await asyncio.wait_for(worker.update_metrics(120), 30)  # no process is left
+    acceptor.add.assert_called_once()
+    assert not worker._metrics_requests
+
+
+async def test_stop_during_the_start_or_a_pause_ends_the_process(worker, monkeypatch, caplog) -> None:
+    process, may_start = Process(), asyncio.Event()
+
+    async def start() -> tuple[Process, socket.socket, socket.socket]:
+        await may_start.wait()
+        return await process.start()
+
+    monkeypatch.setattr(worker, "_start", start)
+    running = asyncio.create_task(worker.run())
+    await loop_iterations()
+    worker.stop(2)
+    may_start.set()
+    await asyncio.wait_for(running, 30)
+    assert process.signals == [15]
+
+    run_process = AsyncMock(return_value="signal 9")
+    monkeypatch.setattr(worker, "_run_process", run_process)
+    monkeypatch.setattr(http_process, "restart_pause_s", lambda _: 3600.0)
+    worker._stopping.clear()
+    running = asyncio.create_task(worker.run())
+    await until(lambda: "another one is started in 3600 s" in caplog.text)
+    await loop_iterations()
+    assert not running.done()
+    worker.stop(15)
+    await asyncio.wait_for(running, 30)
+    assert (process.signals, run_process.await_count) == ([15], 1), "an ended process gets no signal"
+
+
+async def test_process_gets_the_other_ends_of_its_sockets(worker, monkeypatch) -> None:
+    theirs: list[socket.socket] = []
+
+    async def execute(*arguments: str, pass_fds: tuple[int, int], **options: Any) -> tuple[object, ...]:
+        theirs.extend(socket.socket(fileno=os.dup(descriptor)) for descriptor in pass_fds)
+        return arguments[:-2], arguments[-2:] == tuple(map(str, pass_fds)), options
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", execute)
+    started, *ours = await worker._start()
+    command = (sys.executable, "-P", "-m", "penstock.server.workers.worker")
+    assert started == (command, True, {"stdin": asyncio.subprocess.DEVNULL, "start_new_session": True})
+    for own, other in zip(ours, theirs, strict=True):
+        with own, other:
+            own.send(b"x")
+            assert other.recv(2) == b"x"
 
 
 async def test_process_may_hang_without_a_timeout(worker, monkeypatch) -> None:
@@ -132,6 +186,7 @@ async def test_process_may_hang_without_a_timeout(worker, monkeypatch) -> None:
 
 async def test_process_that_closes_its_socket_or_hangs_is_killed(worker, pauses, monkeypatch, caplog) -> None:
     monkeypatch.setattr(http_process, "Heartbeat", heartbeat := Mock())
+    heartbeat.return_value.run = AsyncMock()
     processes = [Process(), Process()]
     starts = iter(processes)
     monkeypatch.setattr(worker, "_start", lambda: next(starts).start())
@@ -141,6 +196,10 @@ async def test_process_that_closes_its_socket_or_hangs_is_killed(worker, pauses,
     await until(lambda: worker._process is processes[1] and worker._channel is not None)
     assert processes[0].signals == [9]
     assert "could not serve: it ended with signal 9" in caplog.text
+    assert worker.has_failed
+    processes[1].channel.send(WorkerListening())
+    await until(lambda: worker.has_served)
+    assert not worker.has_failed
     worker._give_up()
     assert processes[1].signals == [9]
     assert "an HTTP process has not answered for 60 s; it is killed" in caplog.text

@@ -63,6 +63,17 @@ async def test_closed_channel_leaves_no_reader() -> None:
     assert not end.has_ended.is_set()
 
 
+async def test_handler_may_close_the_channel_between_two_messages() -> None:
+    ours, theirs = socket.socketpair()
+    end, received = End(ours), list[FromWorker]()
+    channel = Channel(decode_from_worker, lambda message: (received.append(message), channel.close()), Mock())
+    channel.open(theirs)
+    for number in (1, 2):
+        end.channel.send(GetMetrics(number))
+    await until(end.has_ended.is_set)
+    assert received == [GetMetrics(1)]
+
+
 async def test_invalid_message_ends_the_channel(caplog: pytest.LogCaptureFixture) -> None:
     one, other = map(End, socket.socketpair())
     one.channel._connection.send(b"no message")

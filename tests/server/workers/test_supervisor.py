@@ -9,7 +9,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from penstock.engine import EngineConfig
-from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 from penstock.server.workers import supervisor as supervisor_module
@@ -26,12 +26,11 @@ from penstock.server.workers.supervisor import (
     NothingServedError,
     SupervisedModels,
     WorkerSupervisor,
-    cumulative,
     merge_metrics,
     sum_metrics,
 )
 
-from ...waiting import until
+from ...waiting import later, loop_iterations, until
 from ..bodies import table
 
 
@@ -87,43 +86,60 @@ async def test_server_continues_while_one_process_serves(deaths: list[int]) -> N
     assert (supervisor.failures, supervisor.signals) == ([], [15])
 
 
+async def test_server_ends_if_a_process_cannot_be_supervised(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(HttpProcess, "run", AsyncMock(side_effect=RuntimeError("a bug")))
+    supervisor = make_supervisor()
+    await asyncio.wait_for(supervisor.run(listener()), 120)
+    assert [type(error) for error in supervisor.failures] == [NothingServedError]
+    assert "an HTTP process cannot be supervised any more" in caplog.messages
+
+
 async def test_process_that_does_not_end_in_time_is_killed(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(supervisor_module, "_EXIT_TIMEOUT_S", 0.02)
     killed = asyncio.Event()
     monkeypatch.setattr(HttpProcess, "run", lambda self: killed.wait())
     monkeypatch.setattr(HttpProcess, "kill", lambda self: killed.set())
-    supervisor = WorkerSupervisor(ServerSettings(api_workers=2, drain_timeout_s=0), [], None, Mock())
+    supervisor = WorkerSupervisor(ServerSettings(api_workers=2, drain_timeout_s=5), [], None, Mock())
     running = asyncio.create_task(supervisor.run(listener()))
     await asyncio.sleep(0)
     supervisor._handle_signal(15)
-    await asyncio.wait_for(running, 120)
+    await loop_iterations()
+    with later(9.0):
+        await loop_iterations()
+        assert not killed.is_set()
+    with later(16.0):
+        await asyncio.wait_for(running, 120)
     assert "2 HTTP processes have not ended in time; they are killed" in caplog.messages
 
 
 async def test_loaded_and_failed_models_are_reported(make_engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[Any, dict[str, Any]]] = []
+    made: list[tuple[Any, Any, dict[str, Any]]] = []
+    failures = {"bad": InvalidRequestError("no weights"), "worse": RuntimeError("a bug")}
 
     def engine_server(config: EngineConfig, on_status: Any, **named: Any) -> Any:
         engine = make_engine(name=config.model)
         engine.ready, engine.status = "ready", "status"
-        engine.start = AsyncMock(side_effect=ModelLoadError("no weights") if config.model == "bad" else None)
-        made.append((on_status, named))
+        engine.start = AsyncMock(side_effect=failures.get(config.model))
+        engine.drain = AsyncMock(return_value=True)
+        made.append((engine, on_status, named))
         return engine
 
     monkeypatch.setattr(supervisor_module, "EngineServer", engine_server)
     sent: list[Any] = []
-    models = [ServedModel((name,), config=EngineConfig(model=name)) for name in ("good", "bad")]
-    settings, process, nothing = ServerSettings(log_level="debug", log_format="json"), Mock(), Mock()
+    models = [ServedModel((name,), config=EngineConfig(model=name)) for name in ("good", *failures)]
+    settings = ServerSettings(log_level="debug", log_format="json", drain_timeout_s=7)
+    process, nothing = Mock(), Mock()
     supervised = SupervisedModels(settings, models, process, send_all=sent.append, on_ready=nothing, on_failure=nothing)
-    for number in (0, 1):
+    for number in range(3):
         await supervised.send_model(number, sent.append)
-    made[1][0]("new")
-    expected = [EngineChanged(0, "status"), ModelLoaded(0, "ready"), ModelNotLoaded(1, "ModelLoadError", "no weights")]
+    made[1][1]("new")
+    expected = [EngineChanged(0, "status"), ModelLoaded(0, "ready")]
+    expected += [ModelNotLoaded(1, "InvalidRequestError", "no weights"), ModelNotLoaded(2, "ModelLoadError", "a bug")]
     assert sent == [*expected, EngineChanged(1, "new")]
     await supervised.manager.unload(supervised.manager.entries[0])
+    assert 0 < made[0][0].drain.call_args.args[0] <= 7
     await supervised.send_model(0, sent.append)
     logs = {"log_level": "DEBUG", "log_format": "json"}
-    assert [named for _, named in made] == [{**logs, "process": each} for each in (process, None, None)]
+    assert [named for _, _, named in made] == [{**logs, "process": each} for each in (process, None, None, None)]
 
 
 async def test_second_ctrl_c_reaches_the_processes() -> None:
@@ -183,6 +199,11 @@ def test_engine_metrics_are_those_of_the_supervisor() -> None:
     assert of_all == table("workers_cases", "engine metrics are those of the supervisor")
 
 
-def test_counts_of_ended_processes_remain() -> None:
+async def test_counts_of_ended_processes_remain() -> None:
     families = to_families([counter("penstock_answers", a=3), gauge("penstock_open", 4), histogram(1, 2, total=1.5)])
-    assert [family.kind for family in cumulative(families)] == ["counter", "histogram"]
+    supervisor, worker = make_supervisor(), Mock(metrics=families, has_failed=False)
+    supervisor._workers = [worker]
+    for _ in range(2):  # the second process ends before it has sent metrics
+        supervisor._handle_worker_end(worker)
+    assert [family.kind for family in supervisor._ended_metrics] == ["counter", "histogram"]
+    assert lines(supervisor._ended_metrics)[0] == 'penstock_answers_total{route="a"} 3.0'

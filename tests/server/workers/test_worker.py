@@ -22,6 +22,7 @@ from penstock.server.middleware.auth import SALT_BYTES
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 from penstock.server.workers import supervisor as supervisor_module, worker as worker_module
+from penstock.server.workers.handover import MAIN, METRICS
 from penstock.server.workers.http_process import HttpProcess
 from penstock.server.workers.messages import (
     Channel,
@@ -122,10 +123,13 @@ async def test_processes_share_engines_metrics_and_signals(make_engine, attached
     engine = make_engine(name="m")
     engine.ready, engine.status, engine.start = READY, EngineStatus(EngineState.DEAD, reason="new"), loaded.wait
     monkeypatch.setattr(supervisor_module, "EngineServer", Mock(return_value=engine))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    with socket.socket() as listener, socket.socket() as metrics_listener:
+        for each in (listener, metrics_listener):
+            each.bind(("127.0.0.1", 0))
         supervisor = WorkerSupervisor(ServerSettings(api_workers=2), [MODEL], None, announced)
-        running = asyncio.create_task(supervisor.run(listener))
+        supervisor._start_task(asyncio.Event().wait())
+        (endless,) = supervisor._tasks
+        running = asyncio.create_task(supervisor.run(listener, metrics_listener))
         await until(lambda: all(worker.link for worker in workers))
         plans, links = [worker.worker_config for worker in workers], [worker.link for worker in workers]
         assert sorted(worker_config.connection_number for worker_config in plans) == [1, 2]
@@ -137,6 +141,8 @@ async def test_processes_share_engines_metrics_and_signals(make_engine, attached
         loading = [asyncio.create_task(link.engine(0)) for link in links]
         links[0].report_listening()
         await until(lambda: supervisor._workers[0].has_served)
+        acceptors = supervisor._workers[0]._acceptors
+        assert [(each._port, len(each._senders)) for each in acceptors] == [(MAIN, 1), (METRICS, 1)]
         loaded.set()
         assert [await each for each in loading] == ["engine"] * 2
         config, ready, _, client = attached.call_args.args
@@ -151,12 +157,14 @@ async def test_processes_share_engines_metrics_and_signals(make_engine, attached
         announced.assert_called_once_with(supervisor._models.manager.entries)
         (counter,) = [metric for metric in metrics if metric.name == "penstock_answers"]
         assert [sample.value for sample in counter.samples] == [3]
-        assert "penstock_engine_ready" in {metric.name for metric in metrics}
+        assert {"penstock_engine_ready", "penstock_model_loaded"} <= {metric.name for metric in metrics}
+        assert [len(each._senders) for each in acceptors] == [2, 2]
 
         os.kill(os.getpid(), signal.SIGHUP)
         await until(lambda: [worker.num_reloads for worker in workers] == [1, 1])
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(running, 120)
+        assert (listener.fileno(), metrics_listener.fileno(), endless.cancelling()) == (-1, -1, 1)
     assert [worker.signals for worker in workers] == [[signal.SIGTERM]] * 2
     assert (supervisor.signals, supervisor.failures, announced.call_count) == ([signal.SIGTERM], [], 1)
 
