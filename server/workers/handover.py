@@ -213,19 +213,16 @@ class _ConnectionReceiver:
         self._socket = sock
         self._make = make
         self._loop = asyncio.get_running_loop()
-        self._is_closed = False
         self._openings: set[asyncio.Task[None]] = set()
         self._num_closed = 0  # not yet reported to the accepting process
         self._loop.add_reader(sock.fileno(), self._handle)
 
     def close(self) -> None:
         """Receives the connections that were already sent. The acceptor sends later ones to another process."""
-        if not self._is_closed:
-            self._is_closed = True
-            # Sent connections stay readable, no more can be sent, and ended connections are still reported.
-            self._socket.shutdown(socket.SHUT_RD)
-            while self._handle():
-                pass
+        # Sent connections stay readable, no more can be sent, and ended connections are still reported.
+        self._socket.shutdown(socket.SHUT_RD)
+        while self._handle():
+            pass
 
     async def wait_closed(self) -> None:
         """Waits until the received connections are open."""

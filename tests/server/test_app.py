@@ -118,20 +118,3 @@ async def test_loading_model_gets_503_with_retry_after(engine) -> None:
         await app.state.model_manager.wait_until_started()
         assert (await client.get("/health/ready")).status_code == 200
         assert (await client.post("/v1/embeddings", json={"input": "a", "model": "b"})).status_code == 200
-
-
-async def test_shutdown_cancels_the_loading_of_a_model() -> None:
-    has_begun, was_cancelled = asyncio.Event(), False
-
-    async def start():
-        nonlocal was_cancelled
-        has_begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            was_cancelled = True
-
-    app = create_app([ServedModel(("a",), start)], ServerSettings())
-    async with app.router.lifespan_context(app):
-        await has_begun.wait()
-    assert was_cancelled

@@ -338,23 +338,31 @@ async def test_bytes_of_running_lines_are_bounded(running) -> None:
         assert 0 < routes.max_bytes_at_once < 35_000
 
 
-async def test_lines_are_suspects_only_after_a_kill(running, tmp_path: Path, caplog) -> None:
+async def test_lines_are_suspects_only_after_a_kill(running, tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("penstock.server.batches.input_lines._SPANS_PER_READ", 20)
     routes, folder = Routes(), tmp_path / "data"
-    routes.holds = lambda number: number >= 20
+    routes.holds = lambda number: number >= 2
     routes.gate.clear()
     async with running(routes, folder) as batches:
-        batch = await begin(batches, lines(range(250)))
-        await until_completed(batches, batch, 20)
-        await until(lambda: routes.max_at_once > 1)
+        batch = await begin(batches, lines(range(80)))
+        await until_completed(batches, batch, 2)
     async with running(routes, folder) as batches:
-        await until(lambda: routes.received[20] == 2)
+        await until(lambda: routes.received[2] == 2)
         assert "the server was killed while lines" not in caplog.text, "it stopped cleanly"
         folder = killed(folder, tmp_path / "kill")
-    routes.holds = lambda number: number >= 150
-    for _ in range(2):  # the first run passes all lines that ran during the kill
+    routes.holds = lambda number: number == 18 or number >= 40  # one of 20 suspects; later lines run beside it
+    for _ in range(2):
+        routes.received.clear()
         async with running(routes, folder) as batches:
-            await until_completed(batches, batch, 150)
-            assert caplog.text.count("the server was killed while lines") == 1
+            await until_completed(batches, batch, 38)
+            await until(lambda: routes.received[18])
+    routes.holds = lambda number: number >= 60
+    for _ in range(2):  # the first run passes all lines that ran during the kill
+        routes.received.clear()
+        async with running(routes, folder) as batches:
+            await until_completed(batches, batch, 60)
+            await until(lambda: routes.received[60])
+            assert caplog.text.count("the server was killed while lines") == 3
 
 
 async def test_line_that_ran_alone_in_two_kills_fails(running, tmp_path: Path, monkeypatch) -> None:
@@ -389,27 +397,6 @@ async def test_line_that_ran_alone_in_two_kills_fails(running, tmp_path: Path, m
         assert numbers(output) == list(range(39))
         assert (error["custom_id"], error["error"]["code"]) == ("39", "server_crashed")
         assert (routes.received[39], batch.num_crashes, batch.lone_line) == (0, {}, None)
-
-
-async def test_suspects_of_a_kill_run_alone_after_clean_stops(running, tmp_path: Path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("penstock.server.batches.input_lines._SPANS_PER_READ", 20)
-    routes, folder = Routes(), tmp_path / "data"
-    routes.gate.clear()
-    routes.holds = lambda number: number >= 2
-    async with running(routes, folder) as batches:
-        batch = await begin(batches, lines(range(40)))
-        await until_completed(batches, batch, 2)
-        folder = killed(folder, tmp_path / "kill")
-    routes.holds = lambda number: number == 18  # of 20 suspects; later lines run beside it
-    for _ in range(2):
-        routes.received.clear()
-        async with running(routes, folder) as batches:
-            await until_completed(batches, batch, 38)
-            await until(lambda: routes.received[18])
-    routes.gate.set()
-    async with running(routes, folder) as batches:
-        assert (await until_status(batches, batch, BatchStatus.COMPLETED)).num_completed == 40
-    assert caplog.text.count("the server was killed while lines") == 3
 
 
 async def test_line_that_is_written_during_a_cancellation_is_answered_once(running, monkeypatch) -> None:

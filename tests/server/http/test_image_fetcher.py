@@ -34,7 +34,7 @@ class Site:
         self.parts: list[bytes] = []
         self.by_path: dict[str, bytes] = {}
         self.requests: list[bytes] = []
-        self.addresses: dict[str, list[list[str]]] = {}
+        self.addresses: dict[str, list[str]] = {}
         self.opened: list[tuple[str, str]] = []
         self.delay_s = 0.0
         self.is_endless = False
@@ -59,8 +59,7 @@ class Site:
 
     async def resolve(self, host: str, port: int) -> list[str]:
         self.resolved.append(host)
-        answers = self.addresses.get(host, [[PUBLIC]])
-        return answers.pop(0) if len(answers) > 1 else answers[0]
+        return self.addresses.get(host, [PUBLIC])
 
     async def connect(self, address: str, port: int, trust: ssl.SSLContext, host: str):
         self.opened.append((address, host))
@@ -92,7 +91,7 @@ async def test_image_is_fetched_from_the_checked_address(site) -> None:
     counted = []
     site.on_bytes = counted.append
     assert await site.fetch(f"https://{HOST}/ä b!.png?q=ü".replace(" ", "%20")) == b"image"
-    assert site.opened == [(PUBLIC, HOST)]
+    assert (site.resolved, site.opened) == ([HOST], [(PUBLIC, HOST)]), "the name is resolved only once"
     assert sum(counted) == 5
     request = site.requests[0].decode("ascii")
     assert request.startswith("GET /%C3%A4%20b!.png?q=%C3%BC HTTP/1.1\r\nHost: img.example.org\r\n")
@@ -132,7 +131,7 @@ PRIVATE = table("http_cases", "private")
 @pytest.mark.parametrize("address", PRIVATE)
 async def test_name_with_an_address_that_is_not_public_is_not_connected(site, address) -> None:
     for addresses in ([address], [PUBLIC, address], [address, PUBLIC]):
-        site.addresses[HOST] = [addresses]
+        site.addresses[HOST] = addresses
         with pytest.raises(FetchError, match="address that is not public") as error:
             await site.fetch()
         assert address not in str(error.value)
@@ -141,13 +140,6 @@ async def test_name_with_an_address_that_is_not_public_is_not_connected(site, ad
 
 def test_public_addresses_are_public() -> None:
     assert all(map(is_public, (PUBLIC, "8.8.8.8", "2606:4700::1111", "2a00:1450:4001::1")))
-
-
-async def test_name_that_changes_after_the_check_has_no_effect(site) -> None:
-    site.parts = [response(b"image")]
-    site.addresses[HOST] = [[PUBLIC], ["127.0.0.1"]]
-    assert await site.fetch() == b"image"
-    assert (site.resolved, site.opened) == ([HOST], [(PUBLIC, HOST)])
 
 
 @pytest.mark.parametrize(
@@ -208,7 +200,7 @@ async def test_redirect_is_followed_and_resolved_again(site, target) -> None:
 
 @pytest.mark.parametrize(("target", "part"), table("http_cases", "redirect is checked like the url"))
 async def test_redirect_is_checked_like_the_url(site, target, part) -> None:
-    site.addresses["private.example.org"] = [["169.254.169.254"]]
+    site.addresses["private.example.org"] = ["169.254.169.254"]
     with pytest.raises(FetchError, match=part) as error:
         await redirect(site, target)
     assert "169.254" not in str(error.value)
@@ -262,16 +254,6 @@ async def test_slow_server_ends_at_the_deadline(site, head) -> None:
         await site.fetch(timeout_s=0.1)
 
 
-async def test_slow_resolver_ends_at_the_deadline(site) -> None:
-    async def resolve(host: str, port: int) -> list[str]:
-        await asyncio.Event().wait()
-        return []
-
-    site.resolve = resolve
-    with pytest.raises(FetchError, match=r"longer than 0.05 s"):
-        await site.fetch(timeout_s=0.05)
-
-
 async def test_certificate_of_another_host_is_rejected(site) -> None:
     with pytest.raises(FetchError, match="certificate"):
         await site.fetch("https://other.example.org/")
@@ -285,7 +267,7 @@ async def test_certificate_of_another_host_is_rejected(site) -> None:
 async def test_next_address_is_tried(site, hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.server.http.image_fetcher._CONNECT_TIMEOUT_S", 0.05)
     site.parts = [response(b"image")]
-    site.addresses[HOST] = [["2606:4700::1111", PUBLIC]]
+    site.addresses[HOST] = ["2606:4700::1111", PUBLIC]
     connect = site.connect
 
     async def unreachable(address: str, *rest: object):

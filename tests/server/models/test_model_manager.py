@@ -158,16 +158,6 @@ async def test_number_of_waiting_requests_is_limited(engines: Engines, monkeypat
     await manager.acquire(b)
 
 
-async def test_models_are_swapped_without_a_wait(engines: Engines) -> None:
-    manager = engines.manager("a", "b", max_loaded=1, wait_s=0.0)
-    a, b = manager.entries
-    assert await manager.load(a) is None
-    with pytest.raises(EngineUnavailableError):
-        await manager.acquire(b)
-    assert await manager.load(b) is None
-    assert states(manager) == ["unloaded", "ready"]
-
-
 async def test_unload_waits_for_a_load_or_another_unload(engines: Engines) -> None:
     manager = engines.manager("a", "b", max_loaded=1, drain_timeout_s=0.1)
     engines.gates["a"] = asyncio.Event()
@@ -433,18 +423,6 @@ async def test_loaded_model_counts_as_used(engines: Engines) -> None:
         await until(lambda: d.state == "unloaded")
 
 
-async def test_request_before_the_end_of_its_ttl_keeps_a_model(engines: Engines) -> None:
-    manager = engines.manager(engines.model("a", ttl_s=0.0))
-    (entry,) = manager.entries
-    await manager.acquire(entry)
-    entry.release(0.0)
-    manager._expire(entry)
-    entry.acquire()  # before the task of `_expire` runs
-    await loop_iterations()
-    assert entry.status is ModelStatus.LOADED
-    entry.release(time.monotonic())
-
-
 async def test_ttl_of_a_client_holds_until_the_next_load(engines: Engines) -> None:
     models = (engines.model("b", is_preloaded=False), engines.model("c", ttl_s=60.0, is_pinned=True))
     manager = engines.manager("a", *models)
@@ -494,11 +472,9 @@ async def test_patient_request_unloads_no_pinned_model(engines: Engines, monkeyp
     assert other.status is ModelStatus.UNLOADED
 
 
-async def test_close_cancels_a_load(engines: Engines) -> None:
+async def test_shutdown_cancels_a_load(engines: Engines) -> None:
     manager = engines.manager("c")
     engines.gates["c"] = asyncio.Event()
-    loading = asyncio.create_task(manager.acquire(manager.entries[0]))
-    await until(lambda: "c" in engines.started)
-    await manager.close()
+    async with manager.running():
+        await until(lambda: "c" in engines.started)
     assert (engines.cancelled, states(manager)) == (["c"], ["unloaded"])
-    await cancel(loading)

@@ -332,6 +332,7 @@ async def test_statistics_of_the_engine_are_in_metrics(client: httpx.AsyncClient
         stats.step_tokens.observe(num_tokens)
         stats.step_fill.observe(num_tokens / 2048)
     monkeypatch.setattr(engine, "stats", lambda: stats)
+    monkeypatch.setattr(engine, "host_bytes", lambda: 3 << 20)
     text = (await client.get("/metrics")).text
     for name, value in table("responses", "engine metrics").items():
         assert samples(text, f"penstock_engine_{name}") == {("fake-model",): value}, name
@@ -420,9 +421,3 @@ async def test_open_and_closed_connections_are_counted() -> None:
         ("invalid_http",): 1,
         ("slow_response",): 0,
     }
-
-
-async def test_memory_of_engine_processes_is_reported(client: httpx.AsyncClient, engine, monkeypatch) -> None:
-    monkeypatch.setattr(engine, "host_bytes", lambda: 3 << 20)
-    text = (await client.get("/metrics")).text
-    assert samples(text, "penstock_engine_resident_memory_bytes") == {("fake-model",): 3 << 20}

@@ -4,7 +4,6 @@ import errno
 import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -17,7 +16,6 @@ from penstock.server.workers.handover import (
     Acceptor,
     ConnectionSender,
     PassedConnectionServer,
-    _ConnectionReceiver,
 )
 
 from ...waiting import until
@@ -242,14 +240,3 @@ async def test_connection_waits_until_it_can_be_accepted(server: Server, resourc
     assert (asyncio.get_running_loop().remove_reader(descriptor), listener.fileno()) == (False, -1)
     server.acceptor.add(Process(resources).sender)
     assert not caplog.records
-
-
-async def test_second_close_of_a_receiver_does_nothing() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        end = Mock(wraps=theirs)
-        receiver = _ConnectionReceiver(end, Mock())
-        receiver.close()
-        receiver.close()
-        end.shutdown.assert_called_once_with(socket.SHUT_RD)
-        await receiver.wait_closed()
