@@ -225,12 +225,7 @@ class FakeEngine:
         await self._enter("tokenize_details", texts, add_special_tokens)
         batches = await self.tokenize(texts, add_special_tokens=add_special_tokens, on_count=on_count)
         return [
-            TokenizedText(
-                ids,
-                text.split(),
-                [word.span() for word in re.finditer(r"\S+", text)],
-                [False] * len(ids),
-            )
+            TokenizedText(ids, text.split(), [word.span() for word in re.finditer(r"\S+", text)], [False] * len(ids))
             for ids, text in zip(batches, texts, strict=True)
         ]
 

@@ -157,8 +157,7 @@ async def posted(client: httpx.AsyncClient, path: str, headers: list[tuple[str, 
 
 
 @pytest.mark.parametrize(
-    ("path", "headers", "status"),
-    table("server_cases", "media type is read as json by its dialect"),
+    ("path", "headers", "status"), table("server_cases", "media type is read as json by its dialect")
 )
 async def test_media_type_is_read_as_json_by_its_dialect(client, path: str, headers, status: int) -> None:
     assert (await posted(client, path, headers)).status_code == status

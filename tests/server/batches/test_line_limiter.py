@@ -3,13 +3,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from penstock.server.batches.line_limiter import (
-    AHEAD_S,
-    MAX_CONCURRENT_LINES,
-    QUIET_S,
-    ClientTraffic,
-    LineLimiter,
-)
+from penstock.server.batches.line_limiter import AHEAD_S, MAX_CONCURRENT_LINES, QUIET_S, ClientTraffic, LineLimiter
 
 from ...clock import Clock
 from ...waiting import loop_iterations

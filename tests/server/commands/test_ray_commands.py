@@ -79,9 +79,7 @@ def test_output_that_holds_the_input_is_rejected(run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "dtype"),
-    table("commands_cases", "all engines of a cluster have one dtype"),
-    ids=str,
+    ("given", "dtype"), table("commands_cases", "all engines of a cluster have one dtype"), ids=str
 )
 def test_all_engines_of_a_cluster_have_one_dtype(given: dict[str, object], dtype: str, caplog) -> None:
     caplog.set_level("INFO")

@@ -127,8 +127,7 @@ async def waiting_for(server: HttpServer, part: TransferPart) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("path", "num_bytes"),
-    [("/v1/embeddings", 1_000), ("/v1/embeddings", 100_000), ("/embed", 1_000)],
+    ("path", "num_bytes"), [("/v1/embeddings", 1_000), ("/v1/embeddings", 100_000), ("/embed", 1_000)]
 )
 async def test_slow_body_gets_a_408_and_a_closed_connection(path: str, num_bytes: int) -> None:
     async with served(FakeEngine()) as (server, port):

@@ -78,13 +78,7 @@ async def test_numbers_of_a_short_body_are_counted() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [
-        b"{" + b" " * SLICE_BYTES,
-        b'"' + b" " * SLICE_BYTES + b"\\",
-        b'{"a": nul}' + b" " * SLICE_BYTES,
-        b"{",
-        b"",
-    ],
+    [b"{" + b" " * SLICE_BYTES, b'"' + b" " * SLICE_BYTES + b"\\", b'{"a": nul}' + b" " * SLICE_BYTES, b"{", b""],
 )
 async def test_invalid_json_raises_a_validation_error(body: bytes) -> None:
     with pytest.raises(RequestValidationError) as raised:

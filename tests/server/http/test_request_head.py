@@ -80,8 +80,7 @@ async def test_without_two_keys_all_are_one_client(serving, engine, keys: tuple[
 
 
 @pytest.mark.parametrize(
-    ("header", "own_s", "status"),
-    [("0.5", 600.0, 408), ("0.5", 0.0, 408), ("0.5", 0.1, 504), (None, 0.1, 504)],
+    ("header", "own_s", "status"), [("0.5", 600.0, 408), ("0.5", 0.0, 408), ("0.5", 0.1, 504), (None, 0.1, 504)]
 )
 async def test_own_deadline_gets_408_and_that_of_the_server_504(serving, engine, header, own_s, status: int) -> None:
     engine.failure = DeadlineExceededError("The deadline passed before the result.")

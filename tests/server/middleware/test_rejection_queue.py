@@ -7,13 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.server.middleware import requests as requests_module
-from penstock.server.middleware.requests import (
-    MAX_DELAY_S,
-    REJECTIONS_PER_TICK,
-    TICK_S,
-    RejectionQueue,
-    max_delay_s,
-)
+from penstock.server.middleware.requests import MAX_DELAY_S, REJECTIONS_PER_TICK, TICK_S, RejectionQueue, max_delay_s
 
 
 class Clock:

@@ -239,8 +239,7 @@ async def test_failed_load_is_retried_after_a_pause(engines: Engines, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("requests", "limits", "unloaded"),
-    table("models_cases", "least recently used models are unloaded"),
+    ("requests", "limits", "unloaded"), table("models_cases", "least recently used models are unloaded")
 )
 async def test_least_recently_used_models_are_unloaded(engines: Engines, requests: str, limits, unloaded: str) -> None:
     sizes = {"a": 60, "b": 30, "c": 50}

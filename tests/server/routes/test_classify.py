@@ -59,8 +59,7 @@ def check_cohere_answer(answer: dict[str, Any], texts: list[str], labels: list[s
 
 
 @pytest.mark.parametrize(
-    ("activation", "scores", "predictions"),
-    table("routes_cases", "sigmoid scores of several labels are multi label"),
+    ("activation", "scores", "predictions"), table("routes_cases", "sigmoid scores of several labels are multi label")
 )
 async def test_sigmoid_scores_of_several_labels_are_multi_label(
     serving, make_engine, monkeypatch, activation, scores: list[float], predictions: list[str]

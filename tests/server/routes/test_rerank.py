@@ -40,10 +40,7 @@ async def test_response_has_the_fields_that_clients_read(client, path: str, body
         "id": answer["id"],
         "model": "alias" if body["model"] == "alias" else "fake-model",
         "results": results,
-        "meta": {
-            "api_version": {"version": "2" if "/v2/" in path else "1"},
-            "billed_units": {"search_units": 1},
-        },
+        "meta": {"api_version": {"version": "2" if "/v2/" in path else "1"}, "billed_units": {"search_units": 1}},
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
     if "top_k" in body:
