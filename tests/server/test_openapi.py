@@ -11,6 +11,7 @@ from jsonschema import Draft202012Validator
 
 from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol.tasks import PoolingTask
+from penstock.server import penstock_version
 from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, load_settings
@@ -226,6 +227,7 @@ async def test_document_lists_keys_of_routes_that_need_one(serving, make_engine)
     assert not any("security" in operation or "401" in operation["responses"] for operation in OPERATIONS.values())
     document = document_of(api_key=("k",))
     assert set(document["components"]["securitySchemes"]) == {"bearer", "apiKey"}
+    assert [document["info"][name] for name in ("title", "version")] == ["penstock", penstock_version()]
     async with serving(make_engine(), api_key=("k",)) as client:
         for path, item in document["paths"].items():
             for method, operation in item.items():

@@ -97,8 +97,10 @@ async def test_documentation_loads_assets_from_this_server(client: httpx.AsyncCl
         assert asset.status_code == 200
         assert asset.content
         assert asset.headers["content-type"].partition(";")[0] == types[Path(link).suffix]
+        assert link.endswith(".json") or asset.headers["cache-control"] == "max-age=3600"
     assert "://" not in page.text
     assert (await client.get("/redoc")).status_code == 404
+    assert (await client.head("/openapi.json")).status_code == 200
     assert (await client.get("/docs/oauth2-redirect")).status_code == 404
 
 
