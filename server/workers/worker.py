@@ -33,7 +33,7 @@ from penstock.engine.protocol.messages import ModelReady, first_request_id
 from ..admission import ServerRejectionReason
 from ..app import SharedState, create_app
 from ..http.connection_limits import TransferLimits
-from ..http.http_server import freeze_gc, raise_file_limit, uvicorn_config
+from ..http.http_server import freeze_gc, uvicorn_config
 from ..models import model_manager
 from ..observability.metrics import ConnectionMetrics, Metrics
 from ..settings import UsageError
@@ -199,7 +199,6 @@ def main() -> None:
     configure_logging(settings.log_level, settings.log_format)
     for name in (model_manager.__name__, "uvicorn.error"):  # the supervising process logs loads, start and end
         logging.getLogger(name).setLevel(max(logging.getLogger().level, logging.WARNING))
-    raise_file_limit()
 
     def end() -> None:
         """Ends this process, which cannot serve without its supervisor."""

@@ -133,6 +133,8 @@ def test_metrics_port_has_the_sums_of_all_workers(running: Server, connections: 
         connection.request("GET", "/version")
         assert receive(connection) == 200
     assert running.metric(name) == before + NUM_WORKERS
+    assert running.metric("penstock_http_connections") >= NUM_WORKERS
+    assert running.log.read_text().count(" is ready as ") == 1, "only the supervisor logs it"
     assert httpx.get(f"{running.url}/metrics").status_code == 404
 
 

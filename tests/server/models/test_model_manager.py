@@ -290,9 +290,10 @@ async def test_request_is_rejected_if_pinned_models_take_all_space(engines: Engi
 
 
 async def test_model_in_use_is_unloaded_after_its_requests(engines: Engines) -> None:
-    manager = engines.manager("a", "b", max_loaded=1, drain_timeout_s=120.0)
-    a, b = manager.entries
-    await manager.acquire(a)
+    manager = engines.manager("a", "b", "c", max_loaded=2, drain_timeout_s=120.0)
+    a, b, c = manager.entries
+    for entry in (a, c):
+        await manager.acquire(entry)
     for_b = asyncio.create_task(manager.acquire(b))
     await until(lambda: a.status is ModelStatus.UNLOADING)
     for_a = asyncio.create_task(manager.acquire(a))
@@ -304,7 +305,7 @@ async def test_model_in_use_is_unloaded_after_its_requests(engines: Engines) -> 
     assert not for_a.done()
     b.release(time.monotonic())
     await for_a
-    assert states(manager) == ["ready", "unloaded"]
+    assert states(manager) == ["ready", "unloaded", "ready"]
 
 
 async def test_model_that_fits_does_not_wait_for_one_that_needs_space(engines: Engines) -> None:
@@ -377,10 +378,13 @@ async def test_idle_model_is_unloaded_after_its_ttl(engines: Engines) -> None:
         await until(lambda: a.state == "unloaded" and not manager._unloads)
     assert b.state == "ready"
     assert "b" not in manager._timers, "it has no ttl"
-    await use(manager, a)
-    assert a.state == "ready"
+    timers = []
+    for _ in range(2):
+        await use(manager, a)
+        timers.append(manager._timers["a"])
+    assert (a.state, [timer.cancelled() for timer in timers]) == ("ready", [True, False])
     await manager.close()
-    assert manager._timers["a"].cancelled()
+    assert timers[1].cancelled()
 
 
 async def test_timer_may_be_early_by_10_ms(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
