@@ -303,9 +303,9 @@ async def test_model_in_use_is_unloaded_after_its_requests(engines: Engines) -> 
     a.release(0.0)
     await for_b
     assert not for_a.done()
-    b.release(time.monotonic())
+    c.release(time.monotonic())
     await for_a
-    assert states(manager) == ["ready", "unloaded", "ready"]
+    assert states(manager) == ["ready", "ready", "unloaded"]
 
 
 async def test_model_that_fits_does_not_wait_for_one_that_needs_space(engines: Engines) -> None:
