@@ -82,6 +82,7 @@ def running(launch, small_bert: Path) -> Server:
     flags = ("--api-workers", str(NUM_WORKERS), *SLOW, "--metrics-port", str(free_port()))
     server = launch(*flags, model=small_bert)
     server.wait_for_log(READY)
+    assert all(os.getsid(pid) == pid for pid in workers_of(server)), "Ctrl-C reaches the supervisor only"
     return server
 
 

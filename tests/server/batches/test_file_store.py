@@ -123,16 +123,6 @@ async def test_body_that_is_no_form_is_rejected_with_415(files: FileStore, media
     assert is_empty(files)
 
 
-async def test_disconnected_upload_leaves_no_file(files: FileStore) -> None:
-    async def body() -> AsyncIterator[bytes]:
-        yield HEAD + FILE + b"x"
-        raise HTTPException(400)
-
-    with pytest.raises(HTTPException):
-        await files.receive("multipart/form-data; boundary=b", body(), "me")
-    assert is_empty(files)
-
-
 async def test_upload_cancelled_while_it_is_added_keeps_its_file(files: FileStore, monkeypatch) -> None:
     settle, is_settling, may_settle = files._settle, threading.Event(), threading.Event()
 

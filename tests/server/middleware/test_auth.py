@@ -152,18 +152,6 @@ def test_replaced_file_of_the_same_age_is_read(text: str, tmp_path: Path, monkey
     assert accepts(keys, "a-key") == ("a-key" in text)
 
 
-def test_grown_file_of_the_same_age_is_read(tmp_path: Path) -> None:
-    file, clock = tmp_path / "keys", TickingClock()
-    write(file, "a-key\n")
-    keys = ApiKeyStore((), file, clock_s=clock)
-    before = file.stat()
-    with file.open("a") as lines:
-        lines.write("b-key\n")
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    clock.tick()
-    assert accepts(keys, "b-key")
-
-
 @pytest.mark.parametrize("text", [None, "", "# only this\n"])
 def test_invalid_file_keeps_the_keys(text: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import sys
-from typing import Any
 from unittest.mock import AsyncMock, Mock, call
 
 import pytest
@@ -146,23 +143,6 @@ async def test_stop_during_the_start_or_a_pause_ends_the_process(worker, monkeyp
     worker.stop(15)
     await asyncio.wait_for(running, 30)
     assert (process.signals, run_process.await_count) == ([15], 1), "an ended process gets no signal"
-
-
-async def test_process_gets_the_other_ends_of_its_sockets(worker, monkeypatch) -> None:
-    theirs: list[socket.socket] = []
-
-    async def execute(*arguments: str, pass_fds: tuple[int, int], **options: Any) -> tuple[object, ...]:
-        theirs.extend(socket.socket(fileno=os.dup(descriptor)) for descriptor in pass_fds)
-        return arguments[:-2], arguments[-2:] == tuple(map(str, pass_fds)), options
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", execute)
-    started, *ours = await worker._start()
-    command = (sys.executable, "-P", "-m", "penstock.server.workers.worker")
-    assert started == (command, True, {"stdin": asyncio.subprocess.DEVNULL, "start_new_session": True})
-    for own, other in zip(ours, theirs, strict=True):
-        with own, other:
-            own.send(b"x")
-            assert other.recv(2) == b"x"
 
 
 async def test_process_may_hang_without_a_timeout(worker, monkeypatch) -> None:
