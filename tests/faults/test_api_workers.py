@@ -192,6 +192,7 @@ def test_terminated_worker_ends_after_its_request(
     os.kill(engine, signal.SIGCONT)
     assert receive(connections[victim]) == 200
     wait_until(lambda: len(workers_of(running)) == NUM_WORKERS and victim not in workers_of(running))
+    assert "an HTTP process ended with exit code 0; another one is started" in running.log.read_text()
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """Start and stop of the engines of the application."""
 
 import asyncio
-from unittest.mock import AsyncMock
+from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.server.app import SharedState, create_app
 from penstock.server.http.http_server import file_limit
+from penstock.server.middleware.auth import ApiKeyStore
 from penstock.server.models.served_model import ServedModel
 from penstock.server.observability.metrics import Metrics
-from penstock.server.settings import ServerSettings
+from penstock.server.settings import ServerSettings, UsageError
 
 from .bodies import FORWARDS
 from .conftest import client_of
@@ -49,10 +51,15 @@ def test_process_without_others_has_all_of_the_memory() -> None:
 
 def test_processes_with_one_salt_know_clients_by_the_same_names() -> None:
     settings = ServerSettings(api_key=("data",), admin_key=("admin",))
-    apps = [create_app([], settings, shared=SharedState(salt=b"s" * 32)) for _ in range(2)]
+    cache = Mock(shared_secret=bytes(range(32)))
+    apps = [create_app([], settings, cache=cache, shared=SharedState(salt=b"s" * 32)) for _ in range(2)]
     owners = [[keys.owner_of([key]) for keys, key in zip(app.keys, (b"data", b"admin"), strict=True)] for app in apps]
     assert owners[0] == owners[1]
     assert None not in owners[0]
+    of_cache = ApiKeyStore(("data",), namespace_salt=cache.shared_secret)
+    assert apps[0].keys[0].namespace_of(owners[0][0]) == of_cache.namespace_of(of_cache.owner_of([b"data"]))
+    with pytest.raises(UsageError, match=r"^--admin-key-file: .* cannot be read"):
+        create_app([], ServerSettings(admin_key_file=Path("/nowhere")))
 
 
 async def test_unknown_default_prompt_is_a_load_error(serving, engine) -> None:
