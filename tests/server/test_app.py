@@ -51,13 +51,14 @@ def test_process_without_others_has_all_of_the_memory() -> None:
 
 def test_processes_with_one_salt_know_clients_by_the_same_names() -> None:
     settings = ServerSettings(api_key=("data",), admin_key=("admin",))
-    cache = Mock(shared_secret=bytes(range(32)))
+    cache = Mock(shared_secret=bytes(range(32)), stats=list)
     apps = [create_app([], settings, cache=cache, shared=SharedState(salt=b"s" * 32)) for _ in range(2)]
     owners = [[keys.owner_of([key]) for keys, key in zip(app.keys, (b"data", b"admin"), strict=True)] for app in apps]
     assert owners[0] == owners[1]
     assert None not in owners[0]
     of_cache = ApiKeyStore(("data",), namespace_salt=cache.shared_secret)
     assert apps[0].keys[0].namespace_of(owners[0][0]) == of_cache.namespace_of(of_cache.owner_of([b"data"]))
+    assert "penstock_vector_cache_bytes" in {family.name for family in apps[0].state.context.metrics.families()}
     with pytest.raises(UsageError, match=r"^--admin-key-file: .* cannot be read"):
         create_app([], ServerSettings(admin_key_file=Path("/nowhere")))
 

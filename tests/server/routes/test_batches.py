@@ -79,6 +79,7 @@ async def test_batch_answers_every_line_of_its_file(client, engine) -> None:
     details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
     assert batch["usage"] == {**usage, **details}
     assert (batch["model"], batch["error_file_id"], batch["errors"]) == ("fake-model", None, None)
+    assert 'penstock_batch_lines_total{outcome="completed"} 250.0' in (await client.get("/metrics")).text
     assert all(batch[f"{name}_at"] for name in ("in_progress", "finalizing", "completed"))
     answers = await content(client, batch["output_file_id"])
     assert sorted(answer["custom_id"] for answer in answers) == sorted(f"line-{i}" for i in range(250))
