@@ -91,17 +91,19 @@ async def begin(batches: BatchService, content: bytes, hours: int = 24) -> Batch
     return await create(batches, await upload(batches, content), hours)
 
 
-async def until_status(batches: BatchService, batch: BatchRecord, status: BatchStatus) -> BatchRecord:
+async def until_stored(batches: BatchService, batch: BatchRecord, holds: Callable[[BatchRecord], bool]) -> BatchRecord:
     async with asyncio.timeout(TIMEOUT_S):
-        while (batch := await batches.find(batch.id, "me")).status is not status:
+        while not holds(batch := await batches.find(batch.id, "me")):
             await asyncio.sleep(0.005)
     return batch
 
 
+async def until_status(batches: BatchService, batch: BatchRecord, status: BatchStatus) -> BatchRecord:
+    return await until_stored(batches, batch, lambda stored: stored.status is status)
+
+
 async def until_completed(batches: BatchService, batch: BatchRecord, num_lines: int) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while (await batches.find(batch.id, "me")).num_completed < num_lines:
-            await asyncio.sleep(0.005)
+    await until_stored(batches, batch, lambda stored: stored.num_completed >= num_lines)
 
 
 def output_files(batches: BatchService, batch: BatchRecord) -> tuple[list[dict], list[dict]]:

@@ -38,6 +38,7 @@ from .helpers import (
     record,
     until_completed,
     until_status,
+    until_stored,
     upload,
 )
 
@@ -383,11 +384,10 @@ async def test_line_that_ran_alone_in_two_kills_fails(running, tmp_path: Path, m
                 await until(lambda: routes.received[39])
                 assert routes.max_at_once == 1
             if num_kills == 2:
-                async with asyncio.timeout(120):
-                    while (await batches.find(batch.id, "me")).lone_line is not None:
-                        await asyncio.sleep(0)
+                await until_stored(batches, batch, lambda stored: stored.lone_line is None)
             if num_kills == 3:  # other files are checked meanwhile
-                await until_status(batches, await begin(batches, lines(range(2))), BatchStatus.IN_PROGRESS)
+                other = await begin(batches, lines(range(2)))
+                await until_stored(batches, other, lambda stored: stored.status is not BatchStatus.VALIDATING)
             folder = killed(folder, tmp_path / f"kill {num_kills}")
         routes.received.clear()
         routes.max_at_once = 0
