@@ -347,22 +347,23 @@ async def test_lines_are_suspects_only_after_a_kill(running, tmp_path: Path, mon
     async with running(routes, folder) as batches:
         batch = await begin(batches, lines(range(80)))
         await until_completed(batches, batch, 2)
+        await until(lambda: routes.received[2])
     async with running(routes, folder) as batches:
         await until(lambda: routes.received[2] == 2)
         assert "the server was killed while lines" not in caplog.text, "it stopped cleanly"
         folder = killed(folder, tmp_path / "kill")
-    routes.holds = lambda number: number == 18 or number >= 40  # one of 20 suspects; later lines run beside it
+    routes.holds = lambda number: number == 20 or number >= 40  # one of 20 suspects; later lines run beside it
     for _ in range(2):
         routes.received.clear()
         async with running(routes, folder) as batches:
             await until_completed(batches, batch, 38)
-            await until(lambda: routes.received[18])
-    routes.holds = lambda number: number >= 60
+            await until(lambda: routes.received[20])
+    routes.holds = lambda number: number >= 70
     for _ in range(2):  # the first run passes all lines that ran during the kill
         routes.received.clear()
         async with running(routes, folder) as batches:
-            await until_completed(batches, batch, 60)
-            await until(lambda: routes.received[60])
+            await until_completed(batches, batch, 70)
+            await until(lambda: routes.received[70])
             assert caplog.text.count("the server was killed while lines") == 3
 
 
