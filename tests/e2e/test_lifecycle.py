@@ -108,11 +108,7 @@ def begin(penstock, default_model, tmp_path_factory) -> Iterator[Begin]:
 
 @pytest.mark.parametrize(
     ("number", "code", "output"),
-    [
-        (signal.SIGTERM, 0, ""),
-        (signal.SIGINT, 130, "penstock: interrupted\n"),
-        (signal.SIGKILL, -9, ""),
-    ],
+    [(signal.SIGTERM, 0, ""), (signal.SIGINT, 130, "penstock: interrupted\n"), (signal.SIGKILL, -9, "")],
 )
 def test_server_stopped_while_it_starts_leaves_nothing(number: int, code: int, output: str, begin: Begin) -> None:
     server, child, folder = begin()

@@ -84,12 +84,7 @@ def is_supported(
 
 
 @every_pair(
-    is_supported,
-    target=TARGETS,
-    case=ATTENTION_CASES,
-    mask=list(MASKS),
-    bias=[False, True],
-    dtype=FLOAT_DTYPES,
+    is_supported, target=TARGETS, case=ATTENTION_CASES, mask=list(MASKS), bias=[False, True], dtype=FLOAT_DTYPES
 )
 def test_backend_equals_reference(
     target: Target, case: AttentionCase, mask: str, bias: bool, dtype: torch.dtype
@@ -229,13 +224,7 @@ def is_quick(dtype: torch.dtype, case: PagedCase | None = None, mask: str = "all
     return not IS_INTERPRETED or (is_exact and (case is None or case.is_quick))
 
 
-@every_pair(
-    is_quick,
-    target=PAGED_TARGETS,
-    case=PAGED_CASES,
-    mask=list(PAGED_MASKS),
-    dtype=FLOAT_DTYPES,
-)
+@every_pair(is_quick, target=PAGED_TARGETS, case=PAGED_CASES, mask=list(PAGED_MASKS), dtype=FLOAT_DTYPES)
 def test_paged_backend_equals_reference(target: Target, case: PagedCase, mask: str, dtype: torch.dtype) -> None:
     """Slots of no token hold NaN, and the tables end with invalid blocks."""
     inputs = make_paged_inputs(case, dtype, target.device)

@@ -26,10 +26,7 @@ def test_reference_equals_torch(activation: GateActivation) -> None:
 
 
 @every_pair(
-    target=TARGETS,
-    activation=GATE_ACTIVATIONS,
-    shape=[(1, 1), (5, 63), (33, 80), (3, 3000)],
-    dtype=FLOAT_DTYPES,
+    target=TARGETS, activation=GATE_ACTIVATIONS, shape=[(1, 1), (5, 63), (33, 80), (3, 3000)], dtype=FLOAT_DTYPES
 )
 def test_backend_equals_reference(
     target: Target, activation: GateActivation, shape: tuple[int, int], dtype: torch.dtype

@@ -17,10 +17,7 @@ QUICK = f"(equals_reference or nan_stays) and not (nan_stays and inf) and (test_
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("chosen", "min_passed"),
-    [
-        (f"triton and {QUICK}", 150),
-        pytest.param("triton", 290, marks=pytest.mark.slow),
-    ],
+    [(f"triton and {QUICK}", 150), pytest.param("triton", 290, marks=pytest.mark.slow)],
     ids=["quick", "all"],
 )
 def test_kernels_pass_in_the_interpreter(chosen: str, min_passed: int) -> None:

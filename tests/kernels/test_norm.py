@@ -192,11 +192,7 @@ VALID_IDS: dict[str, Any] = {
         (add_norm, {"backend": "cuda"}, "backend must be one of"),
         (embed_norm, {"input_ids": torch.ones(3)}, "input_ids must be int64 or int32"),
         (embed_norm, {"tables": Embeddings(torch.ones(5, 7))}, r"the word table must be \[rows, 8\]"),
-        (
-            embed_norm,
-            {"tables": Embeddings(torch.ones(5, 8))},
-            "the position table must be given together",
-        ),
+        (embed_norm, {"tables": Embeddings(torch.ones(5, 8))}, "the position table must be given together"),
         (embed_norm, {"positions": torch.tensor([1])}, r"positions must be int64 or int32 \[3\]"),
         (embed_norm, {"token_type_ids": torch.tensor([1])}, r"token_type_ids must be int64 or int32 \[3\]"),
         (

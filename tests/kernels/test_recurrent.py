@@ -13,15 +13,7 @@ from penstock.kernels.ssd import ssd
 
 from ..interpreter import IS_INTERPRETED
 from .assertions import assert_close
-from .cases import (
-    ConvCase,
-    ScanCase,
-    SsdCase,
-    make_conv_inputs,
-    make_cu_seqlens,
-    make_scan_inputs,
-    make_ssd_inputs,
-)
+from .cases import ConvCase, ScanCase, SsdCase, make_conv_inputs, make_cu_seqlens, make_scan_inputs, make_ssd_inputs
 from .parameters import FLOAT_DTYPES, TARGETS, TRITON_TARGETS, Target, cases_of, every_pair
 from .references import causal_conv1d_reference, selective_scan_reference, ssd_reference
 

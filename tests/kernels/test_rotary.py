@@ -87,10 +87,7 @@ GAPS = torch.ones(1, 2, 1, 16)[..., ::2]
         ({"sin": torch.ones(3, 3)}, "equal strides"),
         ({"norm": HeadNorm(torch.ones(4, 8), 1e-6)}, "norm.weight must be"),
         ({"norm": HeadNorm(torch.ones(8, 3).T, 1e-6)}, "norm.weight must be contiguous"),
-        (
-            {"store": KvDestination(GAPS, GAPS, torch.ones(3).long())},
-            "store.k_cache must be contiguous",
-        ),
+        ({"store": KvDestination(GAPS, GAPS, torch.ones(3).long())}, "store.k_cache must be contiguous"),
         (
             {"num_rotated": 2, "store": KvDestination(*[torch.ones(1, 2, 2, 8)] * 2, torch.ones(3).long())},
             "2 heads of q and k are too few for 2 of v",

@@ -114,10 +114,7 @@ async def test_deadline_counts_from_the_arrival(dispatcher: Dispatcher, core: Fa
 
 @pytest.mark.parametrize(
     ("kind", "error"),
-    [
-        ("DeadlineExceededError", errors.DeadlineExceededError),
-        ("UnknownError", errors.ModelExecutionError),
-    ],
+    [("DeadlineExceededError", errors.DeadlineExceededError), ("UnknownError", errors.ModelExecutionError)],
 )
 async def test_failed_request_raises_the_error_of_the_core(
     dispatcher: Dispatcher, core: FakeCore, kind: str, error: type[errors.EngineError]

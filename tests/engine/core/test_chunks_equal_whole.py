@@ -323,8 +323,7 @@ def test_results_equal_after_preemption(
 
 
 @pytest.mark.parametrize(
-    ("task", "pooling"),
-    [(PoolingTask.EMBED, PoolingType.MEAN), (PoolingTask.TOKEN_EMBED, PoolingType.MEAN)],
+    ("task", "pooling"), [(PoolingTask.EMBED, PoolingType.MEAN), (PoolingTask.TOKEN_EMBED, PoolingType.MEAN)]
 )
 def test_results_equal_with_two_batches_in_flight(
     loaded: Loaded, client: Callable[..., Client], pooling: PoolingType, task: PoolingTask

@@ -102,10 +102,7 @@ def test_core_without_requests_exceeds_no_limit() -> None:
 
 @pytest.mark.usefixtures("three_lane_library")
 async def test_process_with_a_hanging_forward_is_replaced(
-    minilm_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    minilm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_hanging_forwards(tmp_path, "begin")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -15,15 +15,7 @@ from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.model_info import ModelKind
 
 from ...tables import table
-from .families import (
-    BASES,
-    EXECUTORS,
-    assert_close,
-    first_row_logits,
-    logits_of,
-    relative_error,
-    rows_of,
-)
+from .families import BASES, EXECUTORS, assert_close, first_row_logits, logits_of, relative_error, rows_of
 
 # Values of mixedbread-ai/mxbai-rerank-base-v1, in small.
 HUB = BASES["deberta on the hub"]
@@ -69,11 +61,7 @@ def test_buckets_are_those_of_transformers(num_buckets, reach):
     assert np.array_equal(distance_buckets(distances, num_buckets, reach), expected.numpy())
 
 
-@pytest.mark.parametrize(
-    "change",
-    table(__file__, "other variant runs on transformers"),
-    ids=str,
-)
+@pytest.mark.parametrize("change", table(__file__, "other variant runs on transformers"), ids=str)
 def test_other_variant_runs_on_transformers(change, resolve, tmp_path):
     config = HUB | {"model_type": "deberta-v2", "architectures": ["DebertaV2Model"]} | change
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -97,10 +97,7 @@ YARN = {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta"
 
 @pytest.mark.parametrize(
     ("class_name", "config", "override", "message"),
-    [
-        ("BertModel", SIZES, {"hidden_act": "swiglu"}, "'swiglu'"),
-        ("ModernBertModel", MODERNBERT, YARN, "'yarn'"),
-    ],
+    [("BertModel", SIZES, {"hidden_act": "swiglu"}, "'swiglu'"), ("ModernBertModel", MODERNBERT, YARN, "'yarn'")],
 )
 def test_unknown_option_is_named(class_name, config, override, message, load_on_torch, save_model, resolve):
     folder, _ = save_model(class_name, **config)

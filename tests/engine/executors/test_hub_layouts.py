@@ -128,11 +128,7 @@ def test_dynamic_scaling_equals_transformers(
     assert_close(model.forward(pack(short)).hidden_states, rows_of(reference, short))
 
 
-@pytest.mark.parametrize(
-    ("family", "change"),
-    table(__file__, "other variant is rejected"),
-    ids=str,
-)
+@pytest.mark.parametrize(("family", "change"), table(__file__, "other variant is rejected"), ids=str)
 def test_other_variant_is_rejected(family, change, resolve, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HUB[family] | change))
     with pytest.raises(ModelLoadError, match="unknown" if "unknown" in str(change) else next(iter(change))):

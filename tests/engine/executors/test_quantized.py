@@ -61,13 +61,7 @@ def save_quantized(save_model):
 
 @pytest.mark.parametrize("executor", ["torch", "cpu"])
 @pytest.mark.parametrize(("layout", "num_groups"), [("int-quantized", 1), ("pack-quantized", 1), ("pack-quantized", 2)])
-@pytest.mark.parametrize(
-    ("class_name", "config"),
-    [
-        ("BertModel", ENCODER_SIZES | ODD),
-        ("Qwen3Model", WIDE),
-    ],
-)
+@pytest.mark.parametrize(("class_name", "config"), [("BertModel", ENCODER_SIZES | ODD), ("Qwen3Model", WIDE)])
 def test_compressed_tensors_equal_their_floats(
     class_name, config, layout, num_groups, save_quantized, load, resolve, pack, sequences
 ):

@@ -14,11 +14,7 @@ from penstock.engine.daemon_threads import DaemonThreadPool
 from penstock.engine.images.decode_queue import TRIM_BYTES
 from penstock.engine.images.image_file import ImageFile, ImageLimits, read_image_file
 from penstock.engine.images.preprocessor import ImagePreprocessor
-from penstock.engine.protocol.errors import (
-    EngineUnavailableError,
-    InvalidRequestError,
-    MachineError,
-)
+from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError, MachineError
 from penstock.engine.protocol.images import ImageInput, ImagePatches, ImageResize, ImageSpec
 
 from ...waiting import until, wait_until

@@ -40,10 +40,7 @@ def fuzz(library: Path, variables: dict[str, str]) -> subprocess.CompletedProces
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("flags", [ADDRESSES, THREADS], ids=["addresses", "threads"])
 def test_sanitizers_find_no_error(
-    flags: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    build_amx_model: Callable[..., Path],
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build_amx_model: Callable[..., Path]
 ) -> None:
     """Invalid reads, undefined behaviour, and races between lanes."""
     preload = runtime("libasan.so" if flags is ADDRESSES else "libtsan.so")

@@ -100,12 +100,7 @@ CODE = table(__file__, "code runs on compatible devices")
     ("num_devices", "has_bf16", "chosen", "dtype", "expected"), table(__file__, "auto takes cuda and its fastest dtype")
 )
 def test_auto_takes_cuda_and_its_fastest_dtype(
-    monkeypatch: pytest.MonkeyPatch,
-    num_devices: int,
-    has_bf16: bool,
-    chosen: str,
-    dtype: str,
-    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch, num_devices: int, has_bf16: bool, chosen: str, dtype: str, expected: list[str]
 ) -> None:
     def is_bf16_supported(including_emulation: bool = True) -> bool:
         return including_emulation or has_bf16

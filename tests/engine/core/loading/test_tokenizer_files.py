@@ -85,10 +85,7 @@ def unigram_of_deberta() -> Tokenizer:
 
 # A vocabulary, and the model types that use it with the class that their files declare.
 FILES: dict[str, tuple[list[tuple[str, str | None]], Callable[[], Tokenizer]]] = {
-    "word pieces": (
-        [("bert", "BertTokenizer"), ("bert", None)],
-        lambda: word_piece(BERT),
-    ),
+    "word pieces": ([("bert", "BertTokenizer"), ("bert", None)], lambda: word_piece(BERT)),
     "word pieces of mpnet": (
         [("mpnet", "MPNetTokenizer"), ("mpnet", "PreTrainedTokenizerFast")],
         lambda: word_piece(["<pad>", "[UNK]", "<s>", "</s>", "<mask>"]),

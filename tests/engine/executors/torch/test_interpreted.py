@@ -16,10 +16,7 @@ NO_WAITS = "(embedding and simulated-bert) or classes_never_wait[simulated-bert]
 @pytest.mark.skipif(IS_INTERPRETED, reason="this process runs the interpreted tests for another one")
 @pytest.mark.parametrize(
     ("chosen", "min_passed"),
-    [
-        (f"{FUSED} or {NO_WAITS}", 5),
-        pytest.param("fused or simulated", 80, marks=pytest.mark.slow),
-    ],
+    [(f"{FUSED} or {NO_WAITS}", 5), pytest.param("fused or simulated", 80, marks=pytest.mark.slow)],
     ids=["quick", "all"],
 )
 def test_models_pass_in_the_interpreter(chosen: str, min_passed: int) -> None:
