@@ -232,7 +232,9 @@ def test_log_has_the_speed_of_the_last_minute(fake, caplog, monkeypatch) -> None
     with Progress({4: 1000}, fake.info, is_terminal=False) as progress:
         progress.skip([4] * 100)
         for rows_per_interval in (1, *[40] * 7):  # the first interval is slow
-            clock.now_s += run_module.LOG_EVERY_S
+            clock.now_s += run_module.LOG_EVERY_S / 2
+            progress.update([])
+            clock.now_s += run_module.LOG_EVERY_S / 2
             progress.update([4] * rows_per_interval)
     assert caplog.messages[0] == "101/1000 rows, 10%, 0.1 rows/s, about 2:29:50 left"
     assert caplog.messages[-1] == "381/1000 rows, 38%, 4 rows/s, about 02:34 left"
