@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,8 @@ def test_manifest_of_a_new_folder_is_on_disk(tmp_path: Path, monkeypatch: pytest
     job, synced = JobFolder(tmp_path / "a" / "b", ".npy", ""), list[Path]()
     monkeypatch.setattr("os.fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").readlink()))
     job.begin(IDENTITY)
+    manifest = {"identity": IDENTITY, "finished": False}
+    assert (job.folder / MANIFEST).read_text() == json.dumps(manifest, indent=2)
     assert [path.name for path in job.folder.iterdir()] == [MANIFEST]
     assert [path.name.startswith(".unfinished-") for path in synced] == [True, False]
     assert synced[1] == job.folder
