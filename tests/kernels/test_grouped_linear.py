@@ -71,22 +71,3 @@ def test_no_rows_or_columns_give_an_empty_result(target: Target) -> None:
     for sizes, num_out in (([0, 0], 8), ([2, 1], 0)):
         given = make(sizes, 16, num_out, torch.float32, device)
         assert grouped_linear(*given, backend=backend).shape == (sum(sizes), num_out)
-
-
-X, WEIGHT, ENDS = make([2, 3], 16, 8, torch.float32, "cpu")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"x": X[0]}, "x must be"),
-        ({"weight": WEIGHT.bfloat16()}, r"weight must be torch\.float32"),
-        ({"weight": WEIGHT[..., 1:]}, r"weight must be .* \[G, O, 16\]"),
-        ({"x": X.to("meta")}, "must share a device, got meta, cpu, cpu"),
-        ({"ends": ENDS.long()}, r"ends must be int32 \[2\]"),
-        ({"backend": "cutlass"}, "backend must be one of"),
-    ],
-)
-def test_invalid_argument_is_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        grouped_linear(**{"x": X, "weight": WEIGHT, "ends": ENDS} | changes)

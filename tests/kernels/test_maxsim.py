@@ -72,22 +72,3 @@ def test_no_documents_or_queries_give_no_scores() -> None:
     rows = make((4,), 8, torch.float32, torch.device("cpu"))
     assert maxsim(rows, rows[:0], query_lens=(4,), document_lens=(), query_of=()).shape == (0, 4)
     assert maxsim(rows[:0], rows, query_lens=(0,), document_lens=(4,), query_of=(0,)).shape == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"query_lens": (3,)}, "lengths of queries sum to 3, but there are 4 rows"),
-        ({"document_lens": (5, -1)}, "lengths of documents"),
-        ({"query_of": (0, 1)}, "query_of must be from 0 to 0, got 0 to 1"),
-        ({"query_of": (0,)}, "query_of has 1 values for 2 documents"),
-        ({"documents": torch.zeros(4, 9)}, "share width, dtype and device"),
-        ({"queries": torch.zeros(4, 8, dtype=torch.int32)}, "queries must be"),
-        ({"backend": "cuda"}, "backend must be one of"),
-    ],
-)
-def test_invalid_argument_is_named(change: dict[str, object], message: str) -> None:
-    rows = torch.ones(4, 8)
-    arguments = {"queries": rows, "documents": rows, "query_lens": (4,), "document_lens": (2, 2), "query_of": (0, 0)}
-    with pytest.raises(ValueError, match=message):
-        maxsim(**arguments | change)

@@ -170,39 +170,3 @@ def test_rows_wider_than_a_program_use_torch(target: Target) -> None:
     if backend == "triton":
         with pytest.raises(ValueError, match="at most 8192 columns"):
             add_norm(x, norm, backend="triton")
-
-
-VALID: dict[str, Any] = {"x": torch.ones(3, 8), "norm": Norm("layer", torch.ones(8), None, 1e-5)}
-VALID_IDS: dict[str, Any] = {
-    "input_ids": torch.tensor([1, 2, 3]),
-    "tables": Embeddings(torch.ones(5, 8), torch.ones(5, 8), 5),
-    "norm": VALID["norm"],
-    "positions": torch.tensor([0, 1, 2]),
-    "out_dtype": torch.float32,
-}
-
-
-@pytest.mark.parametrize(
-    ("function", "changes", "message"),
-    [
-        (add_norm, {"x": torch.ones(3, 7)}, r"x must be \[T, 8\]"),
-        (add_norm, {"x": torch.ones(3, 8).double()}, "got torch.float64"),
-        (add_norm, {"residual": torch.ones(2, 8)}, r"residual must be \[3, 8\]"),
-        (add_norm, {"x": torch.ones(8, 3).T}, "last axis of x and residual must be contiguous"),
-        (add_norm, {"backend": "cuda"}, "backend must be one of"),
-        (embed_norm, {"input_ids": torch.ones(3)}, "input_ids must be int64 or int32"),
-        (embed_norm, {"tables": Embeddings(torch.ones(5, 7))}, r"the word table must be \[rows, 8\]"),
-        (embed_norm, {"tables": Embeddings(torch.ones(5, 8))}, "the position table must be given together"),
-        (embed_norm, {"positions": torch.tensor([1])}, r"positions must be int64 or int32 \[3\]"),
-        (embed_norm, {"token_type_ids": torch.tensor([1])}, r"token_type_ids must be int64 or int32 \[3\]"),
-        (
-            embed_norm,
-            {"tables": Embeddings(torch.ones(5, 8)), "positions": None, "token_type_ids": torch.ones(3).long()},
-            "token_type_ids need positions",
-        ),
-        (embed_norm, {"out_dtype": torch.int64}, "out_dtype must be float32"),
-    ],
-)
-def test_invalid_argument_is_named(function: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        function(**(VALID if function is add_norm else VALID_IDS) | changes)

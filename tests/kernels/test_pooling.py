@@ -191,38 +191,3 @@ def test_width_of_several_programs_uses_torch(device: torch.device) -> None:
     expected = pool_reference(inputs.hidden_states, inputs.cu_seqlens, "mean")
     assert_close("pooled", expected, pool(inputs.hidden_states, inputs.cu_seqlens, "mean"), 1e-6)
     assert pool(inputs.hidden_states[:0], make_cu_seqlens((), device), "mean", dimensions=4).shape == (0, 4)
-
-
-HIDDEN = torch.ones(4, 8)
-CU_SEQLENS = make_cu_seqlens((1, 3))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"pooling": "median"}, "pooling must be one of"),
-        ({"hidden_states": torch.ones(4, 8, dtype=torch.float64)}, "hidden_states must be"),
-        ({"hidden_states": torch.ones(8, 4).t()}, "last axis of hidden_states must be contiguous"),
-        ({"cu_seqlens": CU_SEQLENS.long()}, "cu_seqlens must be int32"),
-        ({"out_dtype": torch.float64}, "out_dtype must be"),
-        *(
-            ({"pooling": k, "weights": w}, "weights are required")
-            for k, w in (("mean", torch.ones(4)), ("weighted", None))
-        ),
-        ({"pooling": "weighted", "weights": torch.ones(3)}, r"weights must be torch.float32 \[4\]"),
-        *(({"dimensions": n}, f"dimensions must be between 1 and .*, got {n}") for n in (0, 9)),
-        ({"dimensions": torch.ones(2)}, r"dimensions must be torch.int32 \[2\]"),
-        ({"dimensions": 4, "max_dimensions": 4}, "max_dimensions needs a tensor"),
-        ({"normalize": torch.ones(3, dtype=torch.bool)}, r"normalize must be torch.bool \[2\]"),
-        ({"skip_tokens": torch.ones(2, dtype=torch.int64)}, r"skip_tokens must be torch.int32 \[2\]"),
-        (
-            {"weights": torch.ones(4, device="meta"), "pooling": "weighted"},
-            "weights must be on cpu like hidden_states, got meta",
-        ),
-        ({"backend": "cuda"}, "backend must be one of"),
-    ],
-)
-def test_invalid_argument_is_named(changes: dict[str, object], message: str) -> None:
-    arguments = {"hidden_states": HIDDEN, "cu_seqlens": CU_SEQLENS, "pooling": "mean"} | changes
-    with pytest.raises(ValueError, match=message):
-        pool(**arguments)

@@ -1,7 +1,5 @@
 """rotary equals its reference on Triton; the torch path equals the formula."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -72,38 +70,3 @@ def test_batch_without_rows_is_accepted() -> None:
     qkv, angles = torch.ones(0, 3, 8), torch.ones(0, 4)
     rotary(qkv, angles, angles, 2)
     rotary(qkv, angles, angles, 2, backend="triton")
-
-
-GAPS = torch.ones(1, 2, 1, 16)[..., ::2]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"qkv": torch.ones(3, 32)}, r"qkv must be \[T, U, K\]"),
-        ({"qkv": torch.ones(3, 8, 4).transpose(1, 2)}, "last two axes contiguous"),
-        ({"num_rotated": 5}, "num_rotated must be from 1 to 4"),
-        ({"cos": torch.ones(3, 5)}, r"cos must be float32 \[3, J\]"),
-        ({"sin": torch.ones(3, 3)}, "equal strides"),
-        ({"norm": HeadNorm(torch.ones(4, 8), 1e-6)}, "norm.weight must be"),
-        ({"norm": HeadNorm(torch.ones(8, 3).T, 1e-6)}, "norm.weight must be contiguous"),
-        ({"store": KvDestination(GAPS, GAPS, torch.ones(3).long())}, "store.k_cache must be contiguous"),
-        (
-            {"num_rotated": 2, "store": KvDestination(*[torch.ones(1, 2, 2, 8)] * 2, torch.ones(3).long())},
-            "2 heads of q and k are too few for 2 of v",
-        ),
-        (
-            {"store": KvDestination(torch.ones(1, 2, 2, 8), torch.ones(1, 2, 1, 8), torch.ones(3).long())},
-            "store.k_cache",
-        ),
-        (
-            {"store": KvDestination(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8), torch.ones(2).long())},
-            "store.slot_mapping",
-        ),
-        ({"backend": "cuda"}, "backend must be one of"),
-    ],
-)
-def test_invalid_argument_is_named(changes: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {"qkv": torch.ones(3, 4, 8), "cos": torch.ones(3, 4), "sin": torch.ones(3, 4)}
-    with pytest.raises(ValueError, match=message):
-        rotary(**(arguments | {"num_rotated": 3} | changes))
