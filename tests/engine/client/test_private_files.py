@@ -49,6 +49,7 @@ def test_folder_of_another_user_needs_group_write(folder: Path, monkeypatch: pyt
 
 def test_secret_is_constant_and_private(folder: Path) -> None:
     num_open_files = len(list(Path("/proc/self/fd").iterdir()))
+    (folder / "secret.new").write_bytes(b"of a killed process")
     secret = secret_of(folder)
     assert len(secret) == 32
     assert secret_of(folder) == secret

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.client.replica_group import ReplicaBalancer
+from penstock.engine.client.replica_group import ReplicaBalancer, even_shares
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.messages import (
     ClientMessage,
@@ -188,14 +188,18 @@ async def test_finished_inputs_leave_the_queue_of_their_replica(two: Dispatcher,
 
 async def test_large_request_is_divided_and_joined_in_order(two: Dispatcher, cores: list[FakeCore]) -> None:
     lengths = [300, 200, 150, 400, 256, 344]
+    times = StageTimes()
+    token = STAGE_TIMES.set(times)
     task = await begin(two, *lengths)
+    STAGE_TIMES.reset(token)
     assert [num_inputs(core) for core in cores] == [[3], [3]]
     assert queued(two) == [650, 1000]
-    cores[1].answer()
+    cores[1].answer(seconds=2.0)
     await loop_iterations()
     assert not task.done()
     cores[0].answer()
     assert values(await task) == [length * (place + 1) for place, length in enumerate(lengths)]
+    assert times.seconds() == {Stage.QUEUE: 2.0, Stage.INFERENCE: 2.0}  # of the slowest part
     assert queued(two) == [0, 0]
     assert [replica.stats.num_requests for replica in two.replicas] == [0, 0]
 
@@ -210,6 +214,12 @@ async def test_request_with_too_small_parts_is_not_divided(
         core.replica.receive(StepResults([], 8, 0.1, scheduler_stats=SchedulerStats(1, budget, 0, 0, 0)), [])
     await begin(two, *lengths)
     assert [num_inputs(core) for core in cores] == [[len(lengths)], []]
+
+
+def test_shares_make_the_queues_equal() -> None:
+    assert even_shares([0, 688], 1_200, 256) == [944.0, 256.0]
+    assert even_shares([690, 0], 1_200, 256) == [0.0, 1_200.0]
+    assert even_shares([5_000, 100, 0], 1_000, 256) == [0.0, 450.0, 550.0]
 
 
 async def test_failed_part_cancels_the_others(two: Dispatcher, cores: list[FakeCore]) -> None:

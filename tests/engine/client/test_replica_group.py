@@ -68,6 +68,8 @@ def test_replicas_have_their_own_cores_and_equal_threads(set_machine: SetMachine
     assert {(config.device, config.data_parallel, config.devices) for config in made} == {("cpu", None, ())}
     assert {config.num_threads for config in configs(data_parallel=3, num_threads=5)} == {5}
     assert {config.num_engines for config in made} == {3}
+    set_machine({0: FOUR_PAIRS[:1]})
+    assert cores_of(configs(data_parallel=2)) == [(0,), (4,)]
 
 
 def test_replicas_do_not_share_numa_nodes_needlessly(set_machine: SetMachine) -> None:
@@ -135,6 +137,7 @@ async def test_first_replica_decides_the_arithmetic_of_all(running_cores: list[F
     single, dispatcher = make_group(1)
     assert [(each.placement, each.stats) for each in single.replicas] == [("cores 0", dispatcher.stats)]
     assert dispatcher.replicas[0].stats is dispatcher.stats
+    assert not ReplicaGroup([EngineConfig(model="any")], dispatcher, log_level="INFO", log_format="console").replicas
     group, _ = make_group(3)
     starting = asyncio.create_task(group.start())
     await loop_iterations()
@@ -202,6 +205,8 @@ async def test_engine_is_ready_while_one_replica_is(running_cores: list[FakeRunn
     cores[2].answer()
     await again
     assert group.host_bytes() == 2 * 7
+    group.drain()
+    assert [each.state for each in group.replicas] == ["draining"] * 2
     await group.close()
     assert group.state is EngineState.DEAD
 

@@ -35,7 +35,7 @@ from penstock.engine.protocol.messages import (
     encode,
 )
 
-from ...waiting import later, until
+from ...waiting import until
 
 NO_MODEL: Any = None
 READY = ModelReady(NO_MODEL, NO_MODEL)
@@ -59,18 +59,6 @@ async def test_hang_is_reported_after_ten_unanswered_questions(monkeypatch: pyte
     assert len(questions) == 9 + 9 + 10
     assert set(pauses) == {2.0}
     assert hung == [1]
-
-
-async def test_pause_of_the_server_is_no_hang() -> None:
-    hung = []
-    heartbeat = Heartbeat(10.0, lambda: None, lambda: hung.append(1))
-    running = asyncio.create_task(heartbeat.run())
-    await asyncio.sleep(0)
-    with later():
-        await asyncio.sleep(0.01)
-        await asyncio.sleep(0.01)
-    assert not hung
-    running.cancel()
 
 
 # Process
@@ -196,6 +184,16 @@ async def test_process_that_does_not_stop_is_killed(
     await core.close()
     assert core._process.returncode == -9
     core._on_exit.assert_not_called()
+
+
+async def test_process_without_a_connection_is_killed_at_the_end(
+    make_core: Callable[..., ProcessCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core("stays")
+    monkeypatch.setattr(running_core, "CoreLink", Mock(side_effect=ConnectionRefusedError))
+    await core.start()
+    await core.close()
+    assert core._process.returncode == -9
 
 
 # Thread

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.client.scoring import PairScorer, check_labels, few_shot_scores, zero_shot_scores
+from penstock.engine.client.scoring import PairScorer, check_labels, few_shot_scores, paired_cosine, zero_shot_scores
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import AdapterSpec, ModelInfo, ModelKind
@@ -78,17 +78,10 @@ async def test_passage_with_one_more_token_alone_is_truncated(given: int | None,
     assert {request.params.truncate_prompt_tokens for request, _ in core.sent} == {used}
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        (PoolingParams(dimensions=4), "it does not take dimensions"),
-        (PoolingParams(use_activation=True), "use_activation belongs to scores of a cross-encoder; words"),
-        (PoolingParams(use_activation=False), "use_activation belongs to scores of a cross-encoder; words"),
-    ],
-)
-async def test_parameters_without_effect_on_scores_are_rejected(params: PoolingParams, message: str) -> None:
+@pytest.mark.parametrize(("fields", "message"), table(__file__, "parameters without effect on scores"))
+async def test_parameters_without_effect_on_scores_are_rejected(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        await score(["a"], ["b"], params=params)
+        await score(["a"], ["b"], params=PoolingParams(**fields))
 
 
 @pytest.mark.parametrize(
@@ -186,3 +179,11 @@ def test_class_scores_are_a_softmax_over_scaled_cosines() -> None:
     means = np.stack([units[example_labels == label].mean(axis=0) for label in range(3)])
     scores = few_shot_scores(inputs, examples, example_labels.tolist(), 3)
     assert scores == pytest.approx(zero_shot_scores(inputs, means), abs=1e-6)
+
+
+def test_cosines_of_all_lengths_are_from_minus_one_to_one() -> None:
+    vectors = rng.normal(size=(1_000, 6)).astype(np.float32)
+    vectors[0] = 0.0
+    cosines = paired_cosine(1e-3 * vectors, np.concatenate([vectors[:500], -vectors[500:]]))
+    assert (cosines[0], cosines[1:500].max(), cosines[500:].min()) == (0.0, 1.0, -1.0)  # rounding passes 1
+    assert np.abs(cosines[1:]) == pytest.approx(np.ones(999), abs=1e-6)

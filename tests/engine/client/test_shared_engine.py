@@ -16,7 +16,15 @@ from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.client.shared_engine import EngineClient, EngineServer, EngineStatus
 from penstock.engine.protocol.config import SchedulerConfig
-from penstock.engine.protocol.messages import LoadFailed, PrefixCacheCleared, RequestFailed, first_request_id
+from penstock.engine.protocol.errors import EngineUnavailableError
+from penstock.engine.protocol.messages import (
+    LoadFailed,
+    PrefixCacheCleared,
+    RequestFailed,
+    SchedulerStats,
+    StepResults,
+    first_request_id,
+)
 
 from ...waiting import later, loop_iterations, until
 
@@ -104,7 +112,15 @@ async def test_client_waits_for_the_replacement_of_a_lost_engine(
 ) -> None:
     engine, client = shared.attach(5), shared.clients[5]
     assert (client.num_restarts, shared.server.num_restarts, client.host_bytes()) == (0, 0, 0)
+    link = client._link
+    assert link is not None
+    link.on_message = Mock()
+    running = asyncio.create_task(engine.embed(["lost"], PARAMS))
+    await until(lambda: engine.stats().num_requests == 1)
     client.apply_status(EngineStatus(EngineState.STARTING, None, "signal 9"))
+    with pytest.raises(EngineUnavailableError, match="signal 9"):
+        await running
+    assert link.connection.fileno() < 0
     client.apply_status(EngineStatus(EngineState.READY, f"{tmp_path}/gone/engine"))
     assert engine.state is EngineState.STARTING
     assert "this process cannot connect to the engine" in caplog.text
@@ -113,6 +129,22 @@ async def test_client_waits_for_the_replacement_of_a_lost_engine(
     assert (engine.state, client.num_restarts) == (EngineState.READY, 1)
     assert (await engine.embed(["hello"], PARAMS)).embeddings.shape == (1, 384)
     assert await engine.reset_prefix_cache() is None
+
+
+async def test_lost_engine_is_reported_once(shared: Shared) -> None:
+    server, client = shared.server, Mock()
+    ready, lost = server.status, EngineStatus(EngineState.STARTING, None, "signal 9")
+    clients, shared.clients = shared.clients, {8: client}
+    for _ in range(2):
+        server.disconnect("signal 9")
+    server.connect(Mock())
+    server._publish()
+    assert [args.args for args in client.apply_status.call_args_list] == [(lost,), (ready,)]
+    shared.clients = clients
+    assert (ready.reason, server.queue_s) == ("", 0.0)
+    server._stats.num_requests = 1
+    server.receive(StepResults([], 8, 0.1, scheduler_stats=SchedulerStats(1, 512, 3, 30, 0)), [])
+    assert (server.stats().num_waiting, server.stats().num_waiting_tokens) == (3, 30)
 
 
 async def test_client_without_descriptors_connects_later(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
 
-from penstock.engine.client.vector_cache.cache import ENTRY_BYTES, MemoryTier, VectorCache, pack, unpack
+from penstock.engine.client.vector_cache.cache import ENTRY_BYTES, MemoryTier, TierStats, VectorCache, pack, unpack
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 ARRAYS = arrays.arrays(np.float32, arrays.array_shapes(max_dims=3, max_side=5, min_side=0), elements=FINITE)
@@ -78,6 +78,24 @@ def test_secret_is_shared_only_through_a_folder(tmp_path: Path) -> None:
     rows = VectorCache(0, tmp_path / "cache", 2**20)
     assert rows.shared_secret == rows.secret == (tmp_path / "cache" / "secret").read_bytes()
     rows.close()
+
+
+async def test_row_on_disk_is_read_into_memory(tmp_path: Path) -> None:
+    keys, output = [bytes([number]) * 32 for number in range(3)], {"a": np.arange(3, dtype=np.float32)}
+    for key in keys[:2]:
+        with contextlib.closing(VectorCache(2**20, tmp_path, 2**20)) as cache:
+            cache.store(key, output)
+            for num_in_memory in (1, keys.index(key) + 1):
+                found = await cache.find(keys)
+                assert found.num_in_memory == num_in_memory
+            assert {key: arrays["a"].tolist() for key, arrays in found.arrays.items()} == {
+                key: [0.0, 1.0, 2.0] for key in keys[:num_in_memory]
+            }
+            shared = cache._shared
+            assert shared is not None
+            shared.num_dropped, shared.tier.num_damaged, shared.tier.num_evicted, shared.is_working = 5, 7, 9, False
+            counts = {"num_evicted": 9, "num_dropped": 5, "num_damaged": 7, "is_working": False}
+            assert cache.stats()[1] == TierStats(name="disk", num_bytes=shared.num_bytes(), **counts)
 
 
 def test_unusable_folder_is_reported_as_a_broken_tier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

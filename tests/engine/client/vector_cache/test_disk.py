@@ -1,5 +1,6 @@
 """Rows on disk: shared by processes, bounded in size, and never wrong, even if the file is damaged."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -117,6 +118,21 @@ def test_oldest_rows_are_evicted(tmp_path: Path) -> None:
     assert tier.num_evicted == left[0]
     assert sum(len(row_of(number)) for number in left) > 0.4 * 4 * MIB
     assert sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("*")) < 4.2 * MIB
+    tier.close()
+
+
+def test_transaction_is_limited_and_waits_for_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, pauses_s = DiskTier(tmp_path, 4 * MIB), list[float]()
+    lengths = (32_760, 32_760, 32_760, 65_528, 65_529)
+    batches = tier._batches([(key_of(number), bytes(length)) for number, length in enumerate(lengths)])
+    assert [[len(sealed) for _, sealed in batch] for batch in batches] == [[32_768] * 2, [32_768], [65_536]]
+    monkeypatch.setattr(time, "sleep", pauses_s.append)
+    for num_failures in (5, 6):
+        put = Mock(side_effect=[lmdb.MapFullError()] * num_failures + [None])
+        monkeypatch.setattr(tier, "_put", put)
+        with pytest.raises(DiskFullError) if num_failures == 6 else contextlib.nullcontext():
+            tier.write(rows(0, 1))
+        assert (put.call_count, pauses_s) == (6, [0.01, 0.03, 0.1, 0.3, 1.0] * (num_failures - 4))
     tier.close()
 
 
