@@ -4,13 +4,17 @@ import gc
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
 
-from penstock.engine.core.core import EngineCore
-from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError
+from penstock.engine.core.core import EngineCore, NextStart
+from penstock.engine.core.runner import DeviceLimits, DeviceLostError, DeviceMemoryError, ForwardTime
+from penstock.engine.core.step_watch import StepWatch
 from penstock.engine.protocol.errors import InvalidRequestError, ModelLoadError
+from penstock.engine.protocol.images import ImagePatches
 from penstock.engine.protocol.messages import (
     ClientMessageBuilder,
     LoadFailed,
@@ -23,7 +27,9 @@ from penstock.engine.protocol.messages import (
     TokenizedInput,
     first_request_id,
 )
+from penstock.engine.protocol.model_info import AdapterSpec
 from penstock.engine.scheduling import InputSequence, PrefillChunk, RequestBuilder
+from penstock.engine.scheduling.chunked_prefill import ChunkSizeController
 
 from ...clock import Clock
 from ...waiting import wait_until
@@ -52,6 +58,32 @@ def test_model_ready_is_sent_after_warm_up() -> None:
     assert metrics == StepResults([], 0, 0.0, driver.pool_stats, SchedulerStats(0, 64, 0, 0, 0))
     assert driver.pool_stats.usage == 0
     assert CoreDriver(FakeRunner()).steps == []
+
+
+def test_times_of_forwards_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, record, watch = FakeRunner(pool(256)), Mock(), Mock(wraps=StepWatch(0.0, print))
+    runner.limits, runner.max_forwards = DeviceLimits(max_tokens=96), 3
+    runner.take_times = lambda: [ForwardTime(32, 8, 0.5)]  # type: ignore[method-assign]
+    monkeypatch.setattr(ChunkSizeController, "record", record)
+    driver = CoreDriver(runner, load=False)
+    driver.core._step_watch = watch
+    driver.core.load()
+    assert [(step.args[0].num_tokens, step.args[1]) for step in watch.record.call_args_list] == [(96, 0.0), (40, 0.5)]
+    assert (watch.is_ordered, watch.max_forwards) == (True, 3)
+    driver.core._step_watch = StepWatch(0.0, print)
+    driver.submit(1, 5)
+    driver.run_all()
+    assert record.call_args_list == [call(32, 8, 0.5)] * 2
+
+
+def test_adapters_without_weights_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    runner = FakeRunner()
+    own = AdapterSpec(name="own", index=0)
+    for adapters in ((own,), (AdapterSpec(name="legal"), own)):
+        assert "LoRA" not in caplog.text
+        runner.info = replace(runner.info, adapters=adapters, sources={"adapters": "config.json"})
+        CoreDriver(runner)
+    assert "sum names LoRA adapters whose weights are not known (legal; config.json)" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -127,6 +159,13 @@ def test_one_message_submits_and_cancels() -> None:
     assert not driver.has_freed_memory  # without a pool no memory was freed
     driver.run_all()
     assert driver.results == {3: {0: [14.0]}}
+
+
+def test_messages_are_received_within_a_step() -> None:
+    driver = CoreDriver(FakeRunner())
+    driver.core._waker.poll = lambda: [lambda: driver.submit(1, 5)]  # type: ignore[method-assign]
+    driver.run()
+    assert driver.results == {1: {0: [5.0]}}
 
 
 def test_requests_of_a_disconnected_client_are_cancelled() -> None:
@@ -230,10 +269,21 @@ def test_step_reports_the_pool_and_the_chunks() -> None:
     assert (use.usage, use.chunk_tokens, use.memory_pressure) == (0.5, 16, 0.0)
     assert (use.chunks.num_running_sequences, use.chunks.completed_chunks) == (1, 1)
     driver.cancel(1)
-    driver.submit(3, 9)
-    driver.run_all()
+    driver.run()  # an empty batch reports the free memory
     use = driver.pool_stats
     assert (use.usage, use.chunk_tokens, use.chunks.cancelled_sequences) == (0.0, 0, 1)
+    assert (driver.steps[-1].num_tokens, driver.core._next_start()) == (0, NextStart.AFTER_MESSAGE)
+
+
+def test_images_of_a_prompt_in_chunks_count_once() -> None:
+    driver = CoreDriver(FakeRunner(pool()), chunk_size=32)
+    image = ImagePatches(np.zeros((1, 12), np.uint8), (1, 1))
+    prompt = TokenizedInput(np.ones(100, np.int32), images=(image, image))
+    driver.send(SubmitRequest(1, PARAMS, [prompt]))
+    driver.core._reads_images = True
+    driver.run_all()
+    loads = [step.scheduler_stats for step in driver.steps]
+    assert [load.num_images for load in loads if load is not None and load.num_seqs] == [2, 0, 0, 0]
 
 
 def test_deadline_ends_waiting_and_running_requests(loop_clock: Clock) -> None:

@@ -10,6 +10,7 @@ from penstock.engine.core.core import NextStart
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError
 from penstock.engine.scheduling import PrefillChunk
 
+from ...clock import Clock
 from .fake_runner import PARAMS, ROWS, CoreDriver, QueueRunner, fail_above, fail_on, id_of, pool
 
 
@@ -121,6 +122,18 @@ def test_preemption_waits_for_running_chunks(num_blocks: int, num_slots: int) ->
     driver.run_all()
     assert driver.pool_stats.chunks.preemptions == 1
     assert driver.results == {1: {0: [1.0] * 150}, 2: {0: [360.0]}}
+
+
+def test_times_of_overlapping_batches_add_up(loop_clock: Clock) -> None:
+    driver, began_s = QueueDriver(chunk_size=64), loop_clock.now_s
+    driver.submit(1, 192)
+    driver.run(2)
+    record = driver.core._step_watch.record = Mock()  # type: ignore[method-assign]
+    for after_s in (2.0, 3.0, 7.0):
+        loop_clock.now_s = began_s + after_s
+        driver.end()
+    assert [step.step_s for step in driver.steps if step.num_tokens] == [2.0, 1.0, 4.0]
+    assert [each.args[1] for each in record.call_args_list] == [2.0, 1.0, 4.0]
 
 
 # One queue: when a batch starts
@@ -323,10 +336,34 @@ def test_batches_of_two_token_budgets_run_at_most() -> None:
 
 def test_stop_sends_results_of_running_batches(lanes: LaneDriver) -> None:
     lanes.start(1)
+    lanes.core._waker.wake = wake = Mock()  # type: ignore[method-assign]
+    lanes.core.cancel_connection(3)
     lanes.core.stop()
+    assert wake.call_count == 2
     assert not lanes.core.step()
     assert lanes.results == {1: {0: [40.0]}}
     assert lanes.runner.queue == []
+
+
+def test_batch_without_memory_beside_others_runs_again_alone(lanes: LaneDriver) -> None:
+    lanes.start(1, 2)
+    lanes.core._running[0].forward.error = DeviceMemoryError("none is left")  # type: ignore[attr-defined]
+    lanes.end(0)
+    assert lanes.results == {1: {0: [40.0]}, 2: {0: [80.0]}}
+    assert (lanes.started, lanes.token_budget) == ([[1], [2], [1]], 4096)
+
+
+def test_chunk_runs_beside_no_other_lane() -> None:
+    driver = CoreDriver(LaneRunner(pool()), budget=4096, chunk_size=32)
+    driver.submit(1, 20)
+    driver.run()
+    driver.submit(2, 90)
+    for num_batches in (1, 2):
+        assert driver.core._next_start() is NextStart.AFTER_BATCH
+        assert len(driver.runner.batches) == num_batches
+        driver.runner.queue.pop().is_done = True
+        driver.run(2)
+    assert driver.runner.batches[1:] == [[(2, 0, 0, 32)], [(2, 0, 32, 64)]]
 
 
 def test_new_request_wakes_a_loop_with_a_free_lane(lanes: LaneDriver) -> None:

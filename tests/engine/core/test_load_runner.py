@@ -12,8 +12,9 @@ from penstock.engine.core import load_runner
 from penstock.engine.core.array_runner import ArrayRunner
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.host import pin
-from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.errors import MachineError, ModelLoadError
 
+from ..model_infos import make_info
 from .conftest import SaveFolder
 
 pytestmark = pytest.mark.usefixtures("three_lane_library")
@@ -97,3 +98,11 @@ def test_class_with_remote_code_runs_on_torch(save_folder: SaveFolder) -> None:
     assert load(folder, trust_remote_code=True) is ModelRunner
     with pytest.raises(ModelLoadError, match="BertOwn"):
         load(folder)
+
+
+@pytest.mark.parametrize(("device", "message"), [("cuda", "but --device is cuda"), ("auto", "needs the C library")])
+def test_images_need_a_cpu_and_the_c_library(device: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_runner, "choose_kernels", lambda info, config: (info, object()))
+    config = EngineConfig(model="/clip", device=device)
+    with pytest.raises(MachineError, match=f"CLIP reads images, which .*{message}"):
+        load_runner._load_two_towers(make_info(name="CLIP"), make_info(packed=False), config)

@@ -175,3 +175,13 @@ def test_lost_device_fails_every_call(runner: ModelRunner, stream: FakeStream) -
     ):
         with pytest.raises(DeviceLostError, match="illegal memory access"):
             call()
+
+
+def test_chunks_run_with_the_numbers_of_their_adapters() -> None:
+    runner, chunks = make(), [chunk_of(1), chunk_of(2), chunk_of(3)]
+    for chunk, name in zip(chunks, (None, "tax", "legal"), strict=True):
+        chunk.sequence.request.params = PoolingParams(adapter=name)
+    for numbers, last, expected in (({"legal": 0, "tax": 1}, 3, [-1, 1, 0]), ({"tax": 0}, 1, None), ({}, 3, None)):
+        runner._adapter_numbers = numbers
+        found = runner._adapters(chunks[:last])
+        assert (None if found is None else found.tolist()) == expected

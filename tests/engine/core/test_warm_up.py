@@ -21,6 +21,7 @@ from penstock.engine.protocol.config import CacheConfig, EngineConfig, Scheduler
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.scheduling import PrefillChunk, SequencePool
 
+from ...tables import table
 from .conftest import SaveFolder
 from .fake_runner import TOKENIZER, FakeRunner, model, pool
 
@@ -54,14 +55,7 @@ class Gauge(MemoryGauge):
 # Batches
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "longest", "max_num_seqs", "shapes"),
-    [
-        (1000, 300, 8, [[300, 300, 300, 100], [125] * 8]),
-        (1024, 512, 300, [[512, 512], [4] * 124 + [3] * 176]),
-        (100, 4096, 512, [[100], [1] * 100]),
-    ],
-)
+@pytest.mark.parametrize(("num_tokens", "longest", "max_num_seqs", "shapes"), table(__file__, "largest batches"))
 def test_largest_batches_have_long_sequences_or_many(
     num_tokens: int, longest: int, max_num_seqs: int, shapes: list[list[int]]
 ) -> None:
@@ -209,15 +203,7 @@ def test_pool_gets_a_share_of_the_remaining_memory(save_folder: SaveFolder) -> N
     assert max(num_bytes for _, num_bytes in runner._memory_estimator._taken.values()) <= 300 * 100_000
 
 
-@pytest.mark.parametrize(
-    ("chunked", "cached", "free", "budget"),
-    [
-        (True, True, 100 * MIB, 300),
-        (False, False, 100 * MIB, 700),
-        (False, True, 100 * MIB, 700),
-        (True, True, 0, 700),  # no block fits
-    ],
-)
+@pytest.mark.parametrize(("chunked", "cached", "free", "budget"), table(__file__, "budget of whole inputs"))
 def test_budget_of_whole_inputs_is_the_longest_input(
     chunked: bool, cached: bool, free: int, budget: int, save_folder: SaveFolder
 ) -> None:

@@ -14,6 +14,7 @@ from penstock.engine.protocol.model_info import PairChat
 from penstock.engine.protocol.templates import ChatTemplate, TileTokens
 
 from ....random_models import QWEN3_VL_TEMPLATE
+from ....tables import table
 from ...model_infos import make_info
 
 SPEC = ImageSpec(
@@ -43,9 +44,7 @@ def test_instruction_becomes_a_system_message_with_braces_kept() -> None:
 @pytest.mark.parametrize(
     ("source", "token_id", "message"),
     [
-        (None, 1, "has no chat template"),
-        ("{{ messages[0].role }}", 1, "it changes the texts"),
-        ("{{ raise_exception('no system message') }}", 1, "no system message"),
+        *table(__file__, "template that changes the texts or the system message is rejected"),
         (QWEN3_VL_TEMPLATE, 7, "image_token_id in config.json is 7"),
     ],
 )

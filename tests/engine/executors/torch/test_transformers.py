@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.executors.torch.transformers.model import TransformersModel
-from penstock.engine.executors.torch.transformers.network import Network
+from penstock.engine.executors.torch.transformers.network import Network, Sharing
 from penstock.engine.protocol.errors import UnsupportedModelError, UnsupportedTaskError, WeightError
 
 from ..families import BASES, assert_close, logits_of, models, relative_error, rows_of
@@ -54,6 +54,13 @@ def test_rows_do_not_depend_on_the_batch(class_name, config, note, save_model, r
 
     alone = torch.cat([results([s]) for s in sequences])
     assert relative_error(results(sequences), alone) <= 1e-5
+
+
+def test_similar_lengths_share_a_padded_forward() -> None:
+    lengths = [4, 5, 5, 6, 8, 10, 10]
+    found = [[last - first for first, last in sharing.groups(lengths)] for sharing in Sharing]
+    assert found == [[3, 1, 3], [1, 2, 1, 1, 2], [1] * 7]
+    assert list(Sharing.LIKE.groups([])) == []
 
 
 def test_network_that_mixes_its_batch_runs_one_sequence(save_model, resolve, pack, monkeypatch, caplog):
