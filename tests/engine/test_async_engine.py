@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from penstock.engine.async_engine import AsyncEngine, RequestOptions
+from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
@@ -53,13 +53,6 @@ async def test_vectors_do_not_depend_on_the_batch(engine: AsyncEngine) -> None:
     assert np.abs(crowded - together).max() < 1e-6
 
 
-@pytest.mark.parametrize(("texts", "timeout_s"), [(["word " * 100] * 35, 0.01), (["word " * 10_000] * 500, 0.05)])
-async def test_deadline_ends_a_request(engine: AsyncEngine, texts: list[str], timeout_s: float) -> None:
-    with pytest.raises(errors.DeadlineExceededError):
-        await engine.embed(texts, PoolingParams(truncate_prompt_tokens=-1), RequestOptions(timeout_s=timeout_s))
-    assert (await engine.embed(["next"], PARAMS)).embeddings.shape == (1, 384)
-
-
 async def test_drain_finishes_running_requests_and_rejects_others(config: EngineConfig) -> None:
     engine = await AsyncEngine.start(config)
     try:
@@ -86,8 +79,8 @@ async def test_model_without_a_tokenizer_is_rejected(tmp_path: Path, minilm_fold
         await AsyncEngine.start(EngineConfig(model=str(tmp_path), in_process=True))
 
 
-async def test_token_without_an_embedding_and_long_queues_are_rejected(save_bert: Callable[..., Path]) -> None:
-    folder = str(save_bert(vocab_size=5000))
+async def test_text_above_the_queue_limit_is_rejected(save_bert: Callable[..., Path]) -> None:
+    folder = str(save_bert())
     engine = await AsyncEngine.start(EngineConfig(model=folder, in_process=True, max_queued_chars=10))
     try:
         long = (engine.tokenize(["word " * 20_000]) for _ in range(2))
@@ -95,10 +88,6 @@ async def test_token_without_an_embedding_and_long_queues_are_rejected(save_bert
         assert isinstance(accepted, list)
         assert isinstance(rejected, errors.EngineOverloadedError)
         assert engine.stats().num_rejected_total == 1
-        with pytest.raises(
-            errors.InvalidRequestError, match=r"has the token id \d+, but .* for the ids 0 to 4999 only"
-        ):
-            await engine.embed(["electroencephalography"], PARAMS)
         assert (await engine.embed(["the"], PARAMS)).embeddings.shape == (1, 32)
     finally:
         await engine.close()

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from penstock.engine import AsyncEngine, EngineConfig, PoolingParams
 from penstock.engine.model_files.resolve import resolve_model
+from penstock.engine.model_files.sentence_transformers_files import read_routes
 from penstock.engine.protocol.errors import (
     InvalidRequestError,
     MachineError,
@@ -204,32 +205,6 @@ async def test_router_runs_queries_and_documents_like_its_library(
             await engine.embed_late(["a", "b"], PARAMS)
 
 
-async def test_batches_mix_queries_and_documents(
-    backend: Tokenizer, save_bert: Callable[..., Path], tmp_path: Path
-) -> None:
-    SentenceTransformer(modules=[router(save_bert, [static(backend, 32)])], device="cpu").save(str(tmp_path))
-    from penstock.engine.core.load_runner import load_runner
-    from penstock.engine.protocol.messages import TokenizedInput
-    from penstock.engine.scheduling import InputSequence, PrefillChunk, Request
-
-    runner = load_runner(EngineConfig(model=str(tmp_path), num_threads=1, dtype="float32"))
-    params = [PoolingParams(is_query=is_query).resolved("embed", runner.info) for is_query in (True, False)]
-
-    def run(sides: Sequence[int]) -> list[np.ndarray]:
-        tokens = [TokenizedInput(np.arange(3 + i, 8 + 2 * i, dtype=np.int32)) for i in range(len(sides))]
-        sequences = [
-            InputSequence(sequence_id=i, tokens=t, num_tokens=len(t), request=Request(i, params[side]))
-            for i, (t, side) in enumerate(zip(tokens, sides, strict=True))
-        ]
-        outputs = runner.execute([PrefillChunk(s, 0, s.num_tokens) for s in sequences])
-        assert outputs.is_finite.all()
-        return [output["embedding"] for output in outputs.split()]
-
-    mixed, queries, documents = run([0, 1, 1, 0, 1]), run([0] * 5), run([1] * 5)
-    for i, side in enumerate([0, 1, 1, 0, 1]):
-        assert (mixed[i] == (queries, documents)[side][i]).all()
-
-
 async def test_sparse_router_equals_sentence_transformers(save_bert: Callable[..., Path], tmp_path: Path) -> None:
     folder = str(save_bert("BertForMaskedLM"))
     weight = torch.randn(30_522, generator=torch.Generator().manual_seed(5))  # some are negative
@@ -254,6 +229,19 @@ async def test_sparse_router_equals_sentence_transformers(save_bert: Callable[..
         assert close(scores, queries[0] @ documents_.T, 1e-5)
     async with running(tmp_path / "alone") as engine:
         assert (await vectors(engine, RequestOptions()) == queries).all()
+
+
+@pytest.mark.parametrize(("change", "query", "document", "default_is_query"), table(__file__, "routes of a purpose"))
+async def test_routes_are_chosen_like_those_of_the_library(
+    change: dict[str, Any], query: str, document: str, default_is_query: bool, tmp_path: Path
+) -> None:
+    config = {"types": {"q": "Q", "d": "D"}, "structure": {"query": ["q"], "document": ["d"]}} | change
+    (tmp_path / "router_config.json").write_text(json.dumps(config))
+    routes = read_routes(tmp_path, "")
+    assert [(each[0]["type"], each[0]["path"]) for each in routes[:2]] == [
+        (name, name.lower()) for name in (query, document)
+    ]
+    assert routes.default_is_query is default_is_query
 
 
 @pytest.mark.parametrize(("change", "message"), table(__file__, "unsupported routes are rejected with their reason"))

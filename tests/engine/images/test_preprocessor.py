@@ -1,23 +1,20 @@
 """ImagePreprocessor: order, errors of one image, memory, cancellation and shutdown."""
 
 import asyncio
-import subprocess
 import sys
 import threading
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from penstock.engine.daemon_threads import DaemonThreadPool
 from penstock.engine.images.decode_queue import TRIM_BYTES
 from penstock.engine.images.image_file import ImageFile, ImageLimits, read_image_file
 from penstock.engine.images.preprocessor import ImagePreprocessor
 from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError, MachineError
 from penstock.engine.protocol.images import ImageInput, ImagePatches, ImageResize, ImageSpec
 
-from ...waiting import until, wait_until
+from ...waiting import until
 from .pictures import encoded, picture
 
 _SPEC = ImageSpec(
@@ -152,36 +149,6 @@ async def test_closed_encoder_rejects_waiting_and_new_requests(gate: _Gate) -> N
             await request
 
 
-async def test_missing_threads_are_a_temporary_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    preprocessor = ImagePreprocessor(_SPEC, num_workers=1)
-    monkeypatch.setattr(threading.Thread, "start", fail)
-    with pytest.raises(EngineUnavailableError, match="cannot start a thread at the moment: can't start new thread"):
-        await preprocessor.preprocess(_images(1))
-    monkeypatch.undo()
-    preprocessor.close()
-
-
-def test_job_waits_if_no_further_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, is_open = DaemonThreadPool(2, "a"), threading.Event()
-    blocking = threads.submit(is_open.wait)
-    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-    waiting = threads.submit(lambda: 7)
-    is_open.set()
-    assert (blocking.result(30), waiting.result(30)) == (True, 7)
-    is_open.clear()
-    blocking, waiting = threads.submit(is_open.wait), threads.submit(lambda: 8)
-    wait_until(blocking.running)
-    threads.close()
-    with pytest.raises(EngineUnavailableError, match="shutting down"):
-        waiting.result(30)
-    with pytest.raises(EngineUnavailableError, match="shutting down"):
-        threads.submit(lambda: 9)
-    is_open.set()
-
-
 async def test_format_that_pillow_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("PIL.features.check", lambda name: False)
     preprocessor = ImagePreprocessor(_SPEC, num_workers=1)
@@ -196,9 +163,3 @@ def test_missing_pillow_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.delitem(sys.modules, f"penstock.engine.images.{name}", raising=False)
     with pytest.raises(MachineError, match=r"needs Pillow .* Run pip install 'penstock\[images\]'"):
         ImagePreprocessor(_SPEC, num_workers=1)
-
-
-def test_process_ends_while_a_job_runs() -> None:
-    code = "from penstock.engine.daemon_threads import DaemonThreadPool; import threading\nbegun = threading.Event()\n"
-    code += "DaemonThreadPool(1, 'a').submit(lambda: begun.set() or threading.Event().wait())\nbegun.wait()"
-    assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60, check=False).returncode == 0

@@ -10,6 +10,7 @@ from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError, WeightError
 
+from ...tables import table
 from .folders import BERT, MEAN, TRANSFORMER, resolve, write
 
 
@@ -67,15 +68,7 @@ def test_errors_of_broken_files_become_load_errors(error: Exception, message: st
         raise full
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "reason"),
-    [
-        *(("config.json", text, r"config\.json must hold a JSON object, not") for text in ("[]", "3")),
-        *((file, "null", "holds null") for file in ("config.json", "modules.json")),
-        ("config.json", "version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "git lfs pull"),
-        ("modules.json", None, r"modules\.json cannot be read: Is a directory"),
-    ],
-)
+@pytest.mark.parametrize(("file", "content", "reason"), table(__file__, "file without a json object is named"))
 def test_file_without_a_json_object_is_named(file: str, content: str | None, reason: str, tmp_path: Path) -> None:
     write(tmp_path, {"config.json": BERT})
     if content is None:
@@ -84,23 +77,6 @@ def test_file_without_a_json_object_is_named(file: str, content: str | None, rea
         (tmp_path / file).write_text(content)
     with pytest.raises(ModelLoadError, match=reason):
         resolve_model(EngineConfig(model=str(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *[("truncate_dim", value) for value in (0, 1.5, True, "x")],
-        *[("prompts", value) for value in ([1], "x")],
-        *[("default_prompt_name", value) for value in ([], "unknown")],
-    ],
-)
-def test_setting_of_the_wrong_type_is_named(key: str, value: object, tmp_path: Path) -> None:
-    settings = tmp_path / "config_sentence_transformers.json"
-    write(tmp_path, {"config.json": BERT, "modules.json": [TRANSFORMER], settings.name: {key: value}})
-    with pytest.raises(ModelLoadError) as caught:
-        resolve_model(EngineConfig(model=str(tmp_path)))
-    assert caught.value.message.startswith(str(settings))
-    assert repr(value) in caught.value.message
 
 
 # Places of models ----------------------------------------------------------------------------------------------------

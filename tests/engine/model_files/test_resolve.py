@@ -14,7 +14,7 @@ from sentence_transformers.sentence_transformer.modules import Dense, Dropout, N
 from penstock.engine.model_files.resolve import resolved_table, with_device
 from penstock.engine.protocol.config import PoolerConfig
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError
-from penstock.engine.protocol.model_info import Activation, DenseSpec, ModelInfo, ModelKind
+from penstock.engine.protocol.model_info import Activation, AdapterSpec, DenseSpec, ModelInfo, ModelKind, PairChat
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
 from ...tables import table
@@ -99,20 +99,10 @@ def classifier(tmp_path: Path, **change: Any) -> ModelInfo:
     return resolve(write(tmp_path, {"config.json": CLASSIFIER | change}))
 
 
-@pytest.mark.parametrize(
-    ("change", "labels"),
-    [
-        ({}, ("LABEL_0", "LABEL_1")),
-        ({"num_labels": 1}, ("LABEL_0",)),
-        (
-            {"id2label": {"10": "k", "2": "c", "0": "a"}},
-            ("a", "LABEL_1", "c", *(f"LABEL_{i}" for i in range(3, 10)), "k"),
-        ),
-    ],
-)
-def test_labels_are_in_column_order(tmp_path: Path, change: dict[str, Any], labels: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("change", "labels"), table(__file__, "labels are in column order"))
+def test_labels_are_in_column_order(tmp_path: Path, change: dict[str, Any], labels: list[str]) -> None:
     info = classifier(tmp_path, **change)
-    assert info.labels == labels
+    assert list(info.labels) == labels
     is_pair_model = len(labels) == 1
     assert info.kind is (ModelKind.CROSS_ENCODER if is_pair_model else ModelKind.SEQUENCE_CLASSIFIER)
     assert info.tasks == (PoolingTask.CLASSIFY, PoolingTask.SCORE)[: 1 + is_pair_model]
@@ -230,6 +220,15 @@ def test_instructor_models_do_not_pool_the_prompt(
     assert resolve(Path(name)).include_prompt is include_prompt
 
 
+def test_default_prompt_of_the_operator_precedes_that_of_the_files(tmp_path: Path) -> None:
+    settings = {"prompts": {"query": "q: "}, "default_prompt_name": "query"}
+    files = {"modules.json": [TRANSFORMER, POOLING], "1_Pooling/config.json": MEAN, "config.json": BERT}
+    write(tmp_path, files | {"config_sentence_transformers.json": settings})
+    info = resolve(tmp_path, default_prompt="text: ")
+    assert (info.prompts["query"], info.prompts[info.default_prompt_name or ""]) == ("q: ", "text: ")
+    assert info.sources["default_prompt_name"] == "--default-prompt"
+
+
 def test_hf_overrides_change_config_json(tmp_path: Path) -> None:
     write(tmp_path, {"config.json": BERT | {"rope_parameters": {"rope_theta": 1.0, "rope_type": "default"}}})
     overrides = {"matryoshka_dimensions": [8, 16], "rope_parameters": {"rope_theta": 2.0}}
@@ -277,6 +276,8 @@ def test_table_shows_values_in_short_lines(tmp_path: Path) -> None:
     changed = dataclasses.replace(
         info, query_model=query, dense=(dense,), prompts={"query": "q: "}, matryoshka_dimensions=tuple(range(1, 15))
     )
+    adapters = (AdapterSpec(name="law", index=0), AdapterSpec(name="code"), AdapterSpec(name="own", folder="/own"))
+    changed = dataclasses.replace(changed, adapters=adapters, input_chat=PairChat())
     rows = {name: value for name, value, _ in resolved_table(changed)}
     expected = table(__file__, "table shows values in short lines")
     assert {name: rows[name] for name in expected} == expected

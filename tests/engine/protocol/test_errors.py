@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.engine.protocol.errors import EngineError, InvalidRequestError, RequestTooLongError
+from penstock.engine.protocol.errors import EngineError, InvalidRequestError, RequestTooLongError, drop_tracebacks
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
@@ -47,3 +47,14 @@ def test_foreign_parameters_are_named_in_the_dialect() -> None:
     caught.value.name_fields(COHERE)
     assert "takes the parameters output_dimension, normalize, use_activation" in caught.value.message
     assert "does not take step_tag_id" in caught.value.message
+
+
+def test_tracebacks_of_causes_and_groups_are_dropped() -> None:
+    member, cause, context, other = map(KeyError, "abcd")
+    group = ExceptionGroup("several", [member])
+    group.__cause__, cause.__context__, context.__cause__ = cause, context, group
+    for error in (group, member, cause, context, other):
+        with pytest.raises(type(error)):
+            raise error
+    drop_tracebacks(group)
+    assert [error.__traceback__ is None for error in (group, member, cause, context, other)] == [True] * 4 + [False]

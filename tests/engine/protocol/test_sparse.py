@@ -53,14 +53,7 @@ def write_m3(folder: Path) -> Path:
     return folder
 
 
-SPLADE = {
-    "bert": ("BertForMaskedLM", {}, {}),
-    "distilbert_sum": ("DistilBertForMaskedLM", {}, {"pooling_strategy": "sum"}),
-    "roberta": ("RobertaForMaskedLM", {}, {"activation_function": "relu"}),
-    "xlm_roberta_log": ("XLMRobertaForMaskedLM", {}, {"activation_function": "log1p_relu"}),
-    "modernbert": ("ModernBertForMaskedLM", {"similarity_fn_name": "cosine"}, {}),
-    "mpnet": ("MPNetForMaskedLM", {}, {"pooling_strategy": "max"}),
-}
+SPLADE = table(__file__, "splade models")
 
 
 @pytest.fixture(scope="module", params=SPLADE)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ from penstock.engine.core.make_scheduler import _limit_model_len
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.images import ImageInput, MixedInput
-from penstock.engine.protocol.model_info import ModelInfo, TokenizerSpec
+from penstock.engine.protocol.messages import TokenizedInput
+from penstock.engine.protocol.model_info import ModelInfo, PairChat, TextPadding, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams, RequestOptions
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.engine.tokenization.input_encoder import InputEncoder
+from penstock.engine.tokenization.input_encoder import InputEncoder, instructed_prompt, padded
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 
 from ...tables import table
@@ -25,6 +27,19 @@ WORDS = json.dumps(table(__file__, "words"))
 PARAMS, OPTIONS = PoolingParams(), RequestOptions()
 SOURCES = {"max_model_len": "config.json: max_position_embeddings"}
 INFO = make_info(vocab_size=10, max_model_len=100, sources=SOURCES)
+
+
+def test_text_is_padded_on_its_side() -> None:
+    tokens = TokenizedInput(np.array([1, 2], np.int32))
+    for side, expected in (("left", [9, 9, 1, 2]), ("right", [1, 2, 9, 9])):
+        assert padded(tokens, TextPadding(token_id=9, length=4, side=side)).token_ids.tolist() == expected
+    assert padded(tokens, TextPadding(token_id=9, length=1, side="left")) is tokens
+
+
+def test_instruction_of_a_chat_ends_with_punctuation() -> None:
+    info = make_info(input_chat=PairChat())
+    given = (" Find dams\n", "Find dams.", "Dams?", "")
+    assert [instructed_prompt(info, (), text) for text in given] == ["Find dams.", "Find dams.", "Dams?", ""]
 
 
 def encoder_of(pool: TokenizerPool, info: ModelInfo = INFO, **settings: object) -> InputEncoder:
@@ -98,19 +113,11 @@ async def test_text_about_images_is_encoded(pool: TokenizerPool, text: str) -> N
 # The length limit ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("params", "auto_truncate", "cut"),
-    [
-        (PoolingParams(reject_too_long=True), True, False),
-        (PoolingParams(truncate_prompt_tokens=-1), False, True),
-        (PARAMS, True, True),
-        (PARAMS, False, False),
-    ],
-)
+@pytest.mark.parametrize(("fields", "auto_truncate", "cut"), table(__file__, "request overrides auto truncate"))
 async def test_request_overrides_auto_truncate(
-    pool: TokenizerPool, params: PoolingParams, auto_truncate: bool, cut: bool
+    pool: TokenizerPool, fields: dict[str, Any], auto_truncate: bool, cut: bool
 ) -> None:
-    encoder = encoder_of(pool, auto_truncate=auto_truncate)
+    encoder, params = encoder_of(pool, auto_truncate=auto_truncate), PoolingParams(**fields)
     assert encoder._truncation(params, param="input").may_truncate is cut
     assert encoder.late_chunking(params.clone(task=PoolingTask.TOKEN_EMBED)).truncation.may_truncate is cut
 

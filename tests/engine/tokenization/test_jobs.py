@@ -81,6 +81,27 @@ async def test_short_jobs_share_a_thread_beside_a_long_job(jobs: TokenizerJobs) 
     assert await long
 
 
+async def test_short_texts_are_tokenized_in_the_event_loop(jobs: TokenizerJobs) -> None:
+    own = threading.get_ident()
+    for costs, expected in (
+        ((1_900, 101, 100, 50), (True, False, True, False)),  # 2,000 characters in one iteration of the loop
+        ((2_001, 2_000, 50), (False, True, False)),
+    ):
+        threads = await asyncio.gather(*(jobs.run(thread, cost - 50, num_texts=1) for cost in costs))
+        assert tuple(each == own for each in threads) == expected
+    assert await jobs.run(thread, 1_901, num_texts=2) != own
+    assert await jobs.run(thread, 1_900, num_texts=2) == own
+    assert await jobs.run(thread, 1) != own
+
+
+async def test_short_jobs_are_divided_among_the_threads(jobs: TokenizerJobs) -> None:
+    sizes, submit = list[int](), jobs._submit
+    jobs._submit = lambda own, loop: (sizes.append(len(own)), submit(own, loop))[1]  # type: ignore[func-returns-value, method-assign]
+    for num_short in (17, 9, 0):
+        await asyncio.gather(*(jobs.run(work_of(1), LONG_JOB + (i == num_short)) for i in range(num_short + 1)))
+    assert sizes == [9, 8, 1, 8, 1, 1, 1]
+
+
 async def test_job_sees_that_its_caller_has_disconnected(jobs: TokenizerJobs) -> None:
     loop = asyncio.get_running_loop()
     began, ended = asyncio.Event(), asyncio.Event()
@@ -174,6 +195,10 @@ async def test_retry_after_follows_the_measured_speed() -> None:
         await queue.add(100_000)
     assert 0 < error.value.retry_after_s <= elapsed_s
     await queue.end_first()
+    jobs = TokenizerJobs(1)
+    for num_chars, seconds in ((99_999, 1.0), (100_000, 1.0), (100_000, 0.5), (99_999, 1.0)):
+        jobs._measure(num_chars, seconds)
+    assert jobs._chars_per_s == pytest.approx(0.8 * 100_000 + 0.2 * 200_000)
 
 
 async def test_cancelled_job_frees_its_characters(jobs: TokenizerJobs) -> None:
@@ -188,6 +213,7 @@ async def test_cancelled_job_frees_its_characters(jobs: TokenizerJobs) -> None:
     assert jobs.chars.used == 6000
     may_end.set()
     await tasks[0]
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as error:
         await jobs.run(lambda _: 1 // 0, 6000)
+    assert error.value.__notes__[0].startswith("In a tokenizer thread:\n")
     assert jobs.chars.used == 0

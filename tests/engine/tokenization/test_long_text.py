@@ -20,6 +20,7 @@ from penstock.engine.protocol.tasks import ChunkedProcessingMode
 from penstock.engine.tokenization.long_text import LongText, Windows
 from penstock.engine.tokenization.model_tokenizer import SpecialTokens
 
+from ...tables import table
 from ..engines import running
 
 PARAMS = PoolingParams()
@@ -246,14 +247,7 @@ async def test_length_limits_of_long_text_mode(tiny: Path) -> None:
             await engine.embed(["word " * 180], PARAMS)
 
 
-@pytest.mark.parametrize(
-    ("size", "pooler", "message"),
-    [
-        (SIZE, {"chunk_overlap": SIZE}, "chunk_overlap is 16, but a window of .* has 16 tokens"),
-        (SIZE, {"chunk_overlap": SIZE - 2}, r"14 text tokens \(16 without 2 special tokens\)"),
-        (2, {}, r"0 text tokens \(2 without 2 special tokens\)"),
-    ],
-)
+@pytest.mark.parametrize(("size", "pooler", "message"), table(__file__, "windows without room are rejected at start"))
 async def test_windows_without_room_are_rejected_at_start(
     tiny: Path, size: int, pooler: dict[str, Any], message: str
 ) -> None:

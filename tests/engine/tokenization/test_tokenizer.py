@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tokenizers import Tokenizer
@@ -151,6 +152,11 @@ async def test_token_ids_are_taken_or_cut_as_they_are(pool: TokenizerPool) -> No
     for side, expected in (("left", [6, 7]), ("right", [5, 6])):
         (cut,) = await pool.encode([[5, 6, 7]], Truncation(max_num_tokens=2, may_truncate=True, side=side))
         assert (cut.token_ids.tolist(), cut.is_truncated) == (expected, True)
+    pool._tokenizer._vocab_size = 4_420
+    await pool.encode(["fox"], UNCUT)
+    pool._tokenizer._vocab_size = 4_419
+    with pytest.raises(InvalidRequestError, match=r"'fox', which has the token id 4419, .* the ids 0 to 4418 only"):
+        await pool.encode(["fox"], UNCUT)
 
 
 @pytest.mark.parametrize("ids", [[], [-1], [30_522], [5, 10**6, 7]])
@@ -225,7 +231,8 @@ async def test_on_count_is_called_before_results_are_made(pool: TokenizerPool) -
         await pool.token_ids(["the fox", "!" * 2_000_000], add_special_tokens=False, on_count=count)
     assert counts[2:] == [2, 2 + 250_000 - 64, 2 + 2 * (250_000 - 64)]
     await pool.token_ids([" " * 250_001], add_special_tokens=False, on_count=count)
-    assert counts[5:] == [0, 0, 0]
+    await pool.token_ids([" " * 250_000], add_special_tokens=False, on_count=count)
+    assert counts[5:] == [0, 0, 0, 0]
 
 
 # Very long texts -------------------------------------------------------------------------------------------------
@@ -308,11 +315,13 @@ async def test_truncated_text_keeps_its_special_tokens(
     reference: Any, template: str, side: str, expected: list[int]
 ) -> None:
     spec = TokenizerSpec(json=with_template(reference, template).to_str(), truncation_side=side, uses_token_types=False)
-    pool = TokenizerPool(spec, vocab_size=len(reference), do_lower_case=False, num_workers=1)
+    sizes: dict[str, Any] = {"vocab_size": len(reference), "do_lower_case": False, "num_workers": 1}
+    pool = TokenizerPool(spec, **sizes, query_tokenizer=(query_tokenizer := Mock()))
     try:
         (cut,) = await pool.encode(["the quick brown fox"], Truncation(max_num_tokens=3, may_truncate=True))
     finally:
         pool.close()
+    query_tokenizer.close.assert_called_once_with()
     assert cut.token_ids.tolist() == expected
     with pytest.raises(EngineUnavailableError):
         await pool.encode(["the quick brown fox"], Truncation(max_num_tokens=3, may_truncate=True))
