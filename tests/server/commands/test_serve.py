@@ -139,6 +139,7 @@ def test_end_of_several_processes_has_an_exit_code(failures, signals, message, c
     assert [record.getMessage() for record in caplog.records] == [message] * bool(message)
     supervisor.run.assert_awaited_once_with("listener")
     raise_file_limit.assert_called_once_with()
+    assert serve._exit_code([WeightError("no weights"), MachineError("no GPU")], plans) == 2, "the first error counts"
     assert made.call_args.args[:3] == (settings, plans, "process")
     with pytest.raises(UsageError, match="--api-key-file: /missing"):
         serve._serve_by_workers(ServerSettings(api_key_file=Path("/missing")), plans, plans, [], None)

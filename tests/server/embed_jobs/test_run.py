@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, Mock, call
 
 import numpy as np
 import pyarrow as pa
@@ -253,6 +253,7 @@ def test_bar_counts_rows_of_both_runs_by_their_weight(fake, capsys: pytest.Captu
     with Progress({0: 1, 4: 2}, fake.info, is_terminal=True) as progress:
         progress.skip([4])
         assert progress._bar.initial == 8, "rows of an earlier run do not count for the speed"
+        assert progress._bar.dynamic_ncols, "it follows the width of the terminal"
         progress._bar.mininterval = 0
         progress.update([0])
     assert "2/3 rows  60%|" in capsys.readouterr().err.split("\r")[-1]
@@ -309,16 +310,18 @@ def test_another_job_does_not_continue_a_run(run, unfinished: Path, lines: Path,
         run(lines, unfinished, **settings)
 
 
-def test_request_is_sent_again_to_a_full_engine(run, lines: Path, fake, tmp_path: Path) -> None:
-    rejections = iter(range(3))
+def test_request_is_sent_again_to_a_full_engine(run, lines: Path, fake, tmp_path: Path, monkeypatch) -> None:
+    rejections = iter((0.01, 5.0, 0.5))
 
     async def reject_three(inputs, params, options):
-        if next(rejections, None) is not None:
-            raise EngineOverloadedError("full", retry_after_s=0.01, reason="queue_tokens")
+        if (retry_after_s := next(rejections, None)) is not None:
+            raise EngineOverloadedError("full", retry_after_s=retry_after_s, reason="queue_tokens")
         return await type(fake).embed(fake, inputs, params, options)
 
     fake.embed = reject_three
+    monkeypatch.setattr(asyncio, "sleep", slept := AsyncMock())
     run(lines, tmp_path / "out.npy")
+    assert slept.await_args_list == [call(0.01), call(1.0), call(0.5)]
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected(fake), atol=1e-6)
 
 
