@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import certifi
 import pytest
-from hypothesis import HealthCheck, settings
 
 from penstock.kernels.cpu import CpuKernelError, CpuLibrary
 from penstock.kernels.cpu.build import NoCompilerError, build
@@ -26,10 +25,6 @@ from .random_models import save_random_model
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # torch reads it at import. Tiny models on shared cores run many times faster with one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-# hypothesis fails slow examples by default.
-settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any speed")
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS_VARIABLE = "PENSTOCK_TEST_MODELS"

@@ -1,6 +1,6 @@
 """The generated pages of docs/reference, and the OpenAPI document.
 
-`python -m penstock.server.commands.reference PAGE` prints a page: settings, models, routes or metrics. `openapi` prints
+`python -m penstock.server.commands.reference PAGE...` prints pages: settings, models, routes, metrics. `openapi` prints
 the OpenAPI document as JSON. Routes and metrics are those of a server with all features. `make reference` writes the
 pages, `make docs` the document.
 """
@@ -185,4 +185,4 @@ PAGES: Final = {
 
 
 if __name__ == "__main__":
-    sys.stdout.write(PAGES[sys.argv[1]]())
+    sys.stdout.writelines(PAGES[page]() for page in sys.argv[1:])

@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from penstock.engine.protocol.config import ChunkedPrefillConfig
 from penstock.engine.scheduling import ChunkedPrefillManager
 
 from ..clock import Clock
+
+# hypothesis fails slow examples by default.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from penstock.server.observability.metrics import Metrics
 from penstock.server.settings import ServerSettings, UsageError
 
 from .bodies import FORWARDS
-from .conftest import client_of
+from .fake_engine import client_of
 
 PATHS = ("/v1/embeddings", "/v2/embed", "/rerank", "/score", "/classify", "/embed", "/pooling")
 STARTING = {path: FORWARDS[path] for path in PATHS}

@@ -5,7 +5,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import httpx
-import openai as openai_sdk
 import pytest
 
 from penstock.engine.protocol import errors
@@ -205,14 +204,16 @@ def test_shown_names_and_values_have_60_characters() -> None:
 
 
 async def test_openai_client_sends_a_request_past_its_deadline_once(client: httpx.AsyncClient, engine) -> None:
+    import openai
+
     engine.gate, sent = asyncio.Event(), []
 
     async def count(request: httpx.Request) -> None:
         sent.append(request)
 
     client.event_hooks = {"request": [count]}
-    sdk = openai_sdk.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=client, max_retries=2)
-    with pytest.raises(openai_sdk.APIStatusError) as caught:
+    sdk = openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=client, max_retries=2)
+    with pytest.raises(openai.APIStatusError) as caught:
         await sdk.embeddings.create(model="fake-model", input="a", extra_headers={"x-request-timeout": "0.05"})
     assert caught.value.status_code == 408
     assert len(sent) == 1

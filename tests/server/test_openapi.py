@@ -3,10 +3,11 @@
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 
 import httpx
 import pytest
+import pytest_asyncio
 from jsonschema import Draft202012Validator
 
 from penstock.engine.client.core_supervisor import EngineState
@@ -17,47 +18,52 @@ from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, load_settings
 
 from .bodies import table
+from .fake_engine import FakeEngine, serving
 
 SPARSE = {"tasks": (PoolingTask.SPARSE_EMBED,), "sparse": object()}
 WITHOUT_FORWARD = {"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/decode", "/api/show", "/api/pull"}
 
 
+@cache
 def document_of(**settings: object) -> dict:
     return create_app([ServedModel(("served", "other"), None)], load_settings(ServerSettings, settings)).openapi()
 
 
-DOCUMENT = document_of()
-OPERATIONS = {
-    (method, path): operation for path, item in DOCUMENT["paths"].items() for method, operation in item.items()
-}
-POSTS = [path for method, path in OPERATIONS if method == "post"]
+def operations() -> dict[tuple[str, str], dict]:
+    """Returns the operations by method and path."""
+    paths = document_of()["paths"].items()
+    return {(method, path): operation for path, item in paths for method, operation in item.items()}
+
+
+def posts() -> list[str]:
+    return [path for method, path in operations() if method == "post"]
 
 
 def check_response(method: str, path: str, response: httpx.Response) -> None:
     """Compares status, headers and body of a response with the document."""
-    declared = OPERATIONS[method, path]["responses"][str(response.status_code)]
+    declared = operations()[method, path]["responses"][str(response.status_code)]
     for name, header in declared["headers"].items():
         if "$ref" in header:
-            header = DOCUMENT["components"]["headers"][header["$ref"].rsplit("/", 1)[-1]]
+            header = document_of()["components"]["headers"][header["$ref"].rsplit("/", 1)[-1]]
         if header.get("required"):
             assert name in response.headers, (path, response.status_code, name)
     media = response.headers["content-type"].partition(";")[0]
     schema = declared["content"][media].get("schema", {})
     if media == "application/json":
-        validator = Draft202012Validator({**schema, "components": DOCUMENT["components"]})
+        validator = Draft202012Validator({**schema, "components": document_of()["components"]})
         errors = [error.message for error in validator.iter_errors(response.json())]
         assert not errors, (path, response.text, errors)
 
 
 def examples_of(path: str) -> list[dict]:
-    body = OPERATIONS["post", path]["requestBody"]["content"]["application/json"]["schema"]
+    body = operations()["post", path]["requestBody"]["content"]["application/json"]["schema"]
     schemas = [body] if "examples" in body else body.get("oneOf") or body.get("anyOf") or [body]
     examples = []
     for schema in schemas:
         name = schema.get("$ref", "").rsplit("/", 1)[-1]
-        own = schema.get("examples") or DOCUMENT["components"]["schemas"][name]["examples"]
+        own = schema.get("examples") or document_of()["components"]["schemas"][name]["examples"]
         assert own
-        validator = Draft202012Validator({**body, "components": DOCUMENT["components"]})
+        validator = Draft202012Validator({**body, "components": document_of()["components"]})
         for example in own:
             validator.validate(example)
         examples += own
@@ -73,7 +79,7 @@ def with_known_tokens(example: dict) -> dict:
 KINDS = {
     "classifier": (("sequence_classifier", ("good", "bad")), {}, ["/predict"]),
     "sparse": ((), SPARSE, ["/embed_sparse"]),
-    "embedding": ((), {}, [path for path in POSTS if path not in ("/predict", "/embed_sparse")]),
+    "embedding": ((), {}, None),
 }
 
 
@@ -81,6 +87,7 @@ KINDS = {
 async def suited(request, serving, make_engine):
     """Returns an engine, a client of its server, and the paths of its model."""
     arguments, fields, paths = KINDS[request.param]
+    paths = paths or [path for path in posts() if path not in ("/predict", "/embed_sparse")]
     engine = make_engine(*arguments, image=make_engine().info, **fields)
     async with serving(engine, names=("served",)) as client:
         yield engine, client, paths
@@ -95,10 +102,11 @@ async def test_responses_to_examples_fit_the_document(suited) -> None:
             check_response("post", path, response)
 
 
-@pytest.fixture
-async def full_document(serving, engine, tmp_path: Path) -> dict:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def full_document(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """Returns the document with all optional routes."""
-    async with serving(engine, data_dir=tmp_path / "data", admin_key=("a",), operator_routes=True) as client:
+    folder = tmp_path_factory.mktemp("document") / "data"
+    async with serving(FakeEngine(), data_dir=folder, admin_key=("a",), operator_routes=True) as client:
         return (await client.get("/openapi.json", headers={"authorization": "Bearer a"})).json()
 
 
@@ -151,7 +159,7 @@ def test_examples_name_the_served_model() -> None:
     def example_of(document: dict) -> list[object]:
         return [parameter.get("example") for parameter in document["paths"]["/v1/models/{name}"]["get"]["parameters"]]
 
-    assert example_of(DOCUMENT) == ["served", None]
+    assert example_of(document_of()) == ["served", None]
     assert example_of(create_app([], ServerSettings()).openapi()) == [None, None]
 
 
@@ -169,8 +177,8 @@ def test_every_component_is_used(full_document: dict) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/encode", "/pooling", "/classify"])
 def test_body_has_one_kind_of_input(path: str) -> None:
-    schema = OPERATIONS["post", path]["requestBody"]["content"]["application/json"]["schema"]
-    validator = Draft202012Validator({**schema, "components": DOCUMENT["components"]})
+    schema = operations()["post", path]["requestBody"]["content"]["application/json"]["schema"]
+    validator = Draft202012Validator({**schema, "components": document_of()["components"]})
     texts, chat = {"input": ["a"]}, {"messages": [{"role": "user", "content": "a"}]}
     is_valid = [validator.is_valid(body) for body in (texts, chat, texts | {"messages": None}, texts | chat, {})]
     assert is_valid == [True, True, True, False, False]
@@ -178,7 +186,7 @@ def test_body_has_one_kind_of_input(path: str) -> None:
 
 async def test_get_responses_fit_the_document(serving, engine) -> None:
     async with serving(engine, names=("served", "other")) as client:
-        for path in (path for method, path in OPERATIONS if method == "get"):
+        for path in (path for method, path in operations() if method == "get"):
             response = await client.get(path.replace("{name}", "served"))
             assert response.status_code == 200
             check_response("get", path, response)
@@ -187,7 +195,7 @@ async def test_get_responses_fit_the_document(serving, engine) -> None:
             response = await client.get(path)
             assert response.status_code == 503
             check_response("get", path, response)
-    parameters = OPERATIONS["get", "/v1/models/{name}"]["parameters"]
+    parameters = operations()["get", "/v1/models/{name}"]["parameters"]
     assert parameters[0]["example"] == "served"
 
 
@@ -196,7 +204,7 @@ WRONG = [*table("server_cases", "rejections fit the document"), ("x" * 5000, {})
 
 async def test_rejections_fit_the_document(serving, engine) -> None:
     async with serving(engine, max_body_bytes=4000) as client:
-        for path in POSTS:
+        for path in posts():
             statuses = set()
             bodies = [(json.dumps({**example, "model": "unknown"}).encode(), {}) for example in examples_of(path)]
             for body, headers in [*WRONG, *bodies]:
@@ -212,7 +220,7 @@ async def test_rejections_fit_the_document(serving, engine) -> None:
 async def test_documented_request_headers_are_read(suited) -> None:
     _, client, paths = suited
     for path in paths:
-        named = {parameter["$ref"].rsplit("/", 1)[-1] for parameter in OPERATIONS["post", path]["parameters"]}
+        named = {parameter["$ref"].rsplit("/", 1)[-1] for parameter in operations()["post", path]["parameters"]}
         expected = {"RequestId", "TraceParent", "RequestTimeout", "Priority"}
         assert named == (expected - {"RequestTimeout", "Priority"} if path in WITHOUT_FORWARD else expected)
         for header in ("x-request-timeout", "x-priority"):
@@ -223,8 +231,8 @@ async def test_documented_request_headers_are_read(suited) -> None:
 
 
 async def test_document_lists_keys_of_routes_that_need_one(serving, make_engine) -> None:
-    assert "securitySchemes" not in DOCUMENT["components"]
-    assert not any("security" in operation or "401" in operation["responses"] for operation in OPERATIONS.values())
+    assert "securitySchemes" not in document_of()["components"]
+    assert not any("security" in operation or "401" in operation["responses"] for operation in operations().values())
     document = document_of(api_key=("k",))
     assert set(document["components"]["securitySchemes"]) == {"bearer", "apiKey"}
     assert [document["info"][name] for name in ("title", "version")] == ["penstock", penstock_version()]
@@ -251,8 +259,8 @@ async def test_document_allows_accepted_bodies_only(serving, make_engine, name: 
     classifier = make_engine("sequence_classifier", ("good", "bad"))
     async with serving(make_engine(), names=("served",)) as client, serving(classifier, names=("served",)) as other:
         for path, body in table("openapi", name):
-            schema = OPERATIONS["post", path]["requestBody"]["content"]["application/json"]["schema"]
-            validator = Draft202012Validator({**schema, "components": DOCUMENT["components"]})
+            schema = operations()["post", path]["requestBody"]["content"]["application/json"]["schema"]
+            validator = Draft202012Validator({**schema, "components": document_of()["components"]})
             assert validator.is_valid(body) is is_allowed, (path, body)
             response = await (other if path == "/predict" else client).post(path, json=body)
             assert response.status_code in ((200,) if is_allowed else (400, 422)), (path, body, response.text)

@@ -33,7 +33,7 @@ from ...clock import Clock
 from ..bodies import table
 from ..fake_server import Answered, Received, Serve, openai_server
 
-SHORT = ("--seconds", "0.2", "--warm-up", "0", "--rounds", "1", "--connections", "1")
+SHORT = ("--seconds", "0.1", "--warm-up", "0", "--rounds", "1", "--connections", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +42,17 @@ def _no_key_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command in this process."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
-        code = main(["bench", *arguments])
+    """Runs the command in this process, with 64 texts in each round."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setattr("penstock.server.bench.workload._MOST_TEXTS", 64)
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            code = main(["bench", *arguments])
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), errors.getvalue())
 
 
 def test_two_servers_are_compared_in_alternating_rounds(serve: Serve, tmp_path: Path) -> None:
     urls, file, began_s = [serve(openai_server), serve(openai_server)], tmp_path / "result.json", time.time()
-    short = ("--seconds", "0.3", "--warm-up", "0", "--rounds", "2", "--batch-size", "3")
+    short = ("--seconds", "0.1", "--warm-up", "0", "--rounds", "2", "--batch-size", "3")
     done = bench(*urls, *short, "--connections", "1,2", "--json", str(file))
     assert done.returncode == 0, done.stderr
     found = json.loads(text := file.read_text())
@@ -62,7 +64,7 @@ def test_two_servers_are_compared_in_alternating_rounds(serve: Serve, tmp_path: 
     assert (found["settings"]["batch_size"], found["settings"]["json"]) == (3, str(file))
     assert "api_key" not in found["settings"]
     heads = [f"{name}: {url}, openai /v1/embeddings, m" for name, url in zip("ab", urls, strict=True)]
-    assert done.stdout.splitlines()[:4] == [*heads, "queries, 3 per request, 2 rounds of 0.3 s", ""]
+    assert done.stdout.splitlines()[:4] == [*heads, "queries, 3 per request, 2 rounds of 0.1 s", ""]
     labels = [line.split("  ")[0] for line in done.stdout.splitlines()[5:9]]
     assert labels == [f"{load}, {name}" for load in ("1 connection", "2 connections") for name in "ab"]
     assert [(r["url"], r["connections"]) for r in found["results"]] == [(url, n) for n in (1, 2) for url in urls]
@@ -232,13 +234,13 @@ def test_plot_file_is_checked_before_the_load(tmp_path: Path, monkeypatch: pytes
 
 
 async def test_open_loop_counts_latency_from_the_scheduled_time() -> None:
-    """The server answers one request in 0.1 s; 40 requests per second wait for the only connection."""
+    """The server answers one request in 20 ms; 200 requests per second wait for the only connection."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.readline():
             while (await reader.readline()).strip():
                 pass
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.02)
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]")
         writer.close()
         await writer.wait_closed()
@@ -248,14 +250,14 @@ async def test_open_loop_counts_latency_from_the_scheduled_time() -> None:
     ended, connections = asyncio.Event(), list[asyncio.StreamWriter]()
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
-    found = await run_round(address, [b"GET / HTTP/1.1\r\n\r\n"], 1, connections=1, seconds=1.0, timeout_s=60, rate=40)
+    found = await run_round(address, [b"GET / HTTP/1.1\r\n\r\n"], 1, connections=1, seconds=0.2, timeout_s=60, rate=200)
     await ended.wait()
     server.close()
     assert found.errors.keys() == {UNSENT}
-    assert len(found.latencies_s) + found.errors.total() == 31  # of the Poisson process in 1 s
+    assert len(found.latencies_s) + found.errors.total() == 31  # of the Poisson process in 0.2 s
     assert len(connections) == 1
-    assert found.latency_ms(0.0) >= 100
-    assert found.latency_ms(1.0) > 400  # the queue grows; each response alone takes 100 ms
+    assert found.latency_ms(0.0) >= 20
+    assert found.latency_ms(1.0) > 80  # the queue grows; each response alone takes 20 ms
 
 
 @pytest.mark.parametrize(
@@ -291,7 +293,7 @@ async def test_failed_requests_are_counted_by_kind(reply: bytes | str | None, er
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
     request = [b"GET / HTTP/1.1\r\n\r\n"]
-    found = await run_round(address, request, 3, connections=1, seconds=0.25, timeout_s=0.1 if reply is None else 60)
+    found = await run_round(address, request, 3, connections=1, seconds=0.1, timeout_s=0.1 if reply is None else 60)
     server.close()
     assert (found.num_texts, found.num_tokens, len(found.latencies_s)) == (3, 9, 1)
     assert num_connections == num_requests, "a failed request ends its connection"

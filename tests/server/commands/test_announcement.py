@@ -4,9 +4,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.server.commands.serve import announcement, open_access_warning
@@ -19,7 +19,7 @@ from ..bodies import table
 
 @pytest.fixture
 def info(make_engine, tmp_path: Path) -> ModelInfo:
-    save_file({"a": torch.zeros(1500, 1000)}, tmp_path / "model.safetensors")
+    save_file({"a": np.zeros((1500, 1000), np.int8)}, tmp_path / "model.safetensors")
     return make_engine(path=str(tmp_path)).info
 
 

@@ -1,6 +1,7 @@
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,19 +12,20 @@ from penstock.engine.model_files.reranker import find_preset
 from penstock.server.commands import cli
 from penstock.server.commands.known_models import TASKS, KnownModel, as_text, find_models
 
-from ...engine.executors.families import CAUSAL, ENCODERS
-from ...engine.executors.torch.test_transformers import EMBEDDERS
 from ...random_models import TWO_TOWERS, VISION_LANGUAGE_CASES
+from ...tables import table as engine_table
 from ..bodies import table
 
 MODELS = find_models()
 models = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+CASES = Path(__file__).parents[2] / "engine" / "executors" / "families.py"  # not imported: it loads torch
 
 
 @models
 def test_family_of_a_model_is_compared_with_transformers(model) -> None:
-    cases = ENCODERS + CAUSAL if model.family in FAMILIES else EMBEDDERS
-    compared = {case.values[0].removesuffix("Model").removesuffix("Encoder").lower() for case in cases}
+    names = ("encoders", "causal decoders") if model.family in FAMILIES else ("models without a family",)
+    cases = [case for name in names for case in engine_table(CASES, name).values()]
+    compared = {case[0].removesuffix("Model").removesuffix("Encoder").lower() for case in cases}
     if model.family in TWO_TOWER_TYPES:
         compared = {kind.lower() for kind in TWO_TOWERS}
     if model.family in VISION_LANGUAGE:

@@ -19,7 +19,7 @@ from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, load_settings
 
 from ...waiting import until
-from ..conftest import FakeEngine
+from ..fake_engine import FakeEngine
 
 NAPS = 8
 NAP_S = 0.02

@@ -17,7 +17,7 @@ from penstock.server.http.http_server import HttpServer
 
 from ...clock import Clock
 from ...waiting import until
-from ..conftest import FakeEngine
+from ..fake_engine import FakeEngine
 from .sockets import ask, read_answer, request, running, served
 
 RATE = 16_384
@@ -213,7 +213,7 @@ async def test_client_that_stops_reading_is_reset() -> None:
             while num_equal < 20:  # until the buffers of the system are full
                 pending = (await waiting_for(server, TransferPart.RESPONSE)).pending_transfer()
                 num_equal, moved = (num_equal + 1 if pending.progress == moved else 0), pending.progress
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.005)
             for now_s in (0.0, 5.0, 40.0):
                 clock.now_s = now_s
                 await limits.enforce()

@@ -11,7 +11,7 @@ from penstock.server.http import connection
 from penstock.server.http.connection import MAX_AHEAD_BYTES, PARSE_BYTES
 
 from ...waiting import later, loop_iterations, until
-from ..conftest import FakeEngine
+from ..fake_engine import FakeEngine
 from .sockets import read_answer, request, reset, served
 
 SENT = request("/v1/embeddings", {"input": "a"})
@@ -138,7 +138,7 @@ async def test_closed_connection_cancels_the_request(engine: FakeEngine, gate, m
 
 
 async def test_bytes_of_later_requests_are_bounded(engine: FakeEngine, gate: asyncio.Event) -> None:
-    num_sent = 4_000
+    num_sent = 1_000
     tiny = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
     async with served(engine) as (server, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -16,7 +16,7 @@ from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 
 from ..bodies import table
-from ..conftest import client_of
+from ..fake_engine import client_of
 
 
 def served(engine: Any, *names: str, **more: Any) -> ServedModel:

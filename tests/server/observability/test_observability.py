@@ -37,7 +37,7 @@ from penstock.server.settings import ServerSettings, UsageError
 from ...clock import Clock
 from ...waiting import until
 from ..bodies import table
-from ..conftest import FakeEngine
+from ..fake_engine import FakeEngine
 from ..http.sockets import exchange, served
 
 STAGES = {Stage.TOKENIZATION: 0.25012345, Stage.QUEUE: 0.5, Stage.INFERENCE: 2.0}

@@ -11,7 +11,7 @@ from penstock.engine.protocol.tasks import PoolingTask
 from penstock.server.routes import classify as classify_route
 
 from ..bodies import table
-from ..conftest import FakeEngine, Serving
+from ..fake_engine import FakeEngine, Serving
 
 EXAMPLES = [{"text": "where is it", "label": "shipping"}, {"text": "money back", "label": "refund"}]
 LABELS = ("negative", "positive")

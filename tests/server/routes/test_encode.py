@@ -11,7 +11,7 @@ from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, Spars
 from penstock.engine.protocol.tasks import PoolingTask
 
 from ..bodies import table
-from ..conftest import FakeEngine, Serving
+from ..fake_engine import FakeEngine, Serving
 
 M3: dict[str, Any] = {
     "sparse": SparsePooling(kind=SparseKind.TOKEN_WEIGHTS),

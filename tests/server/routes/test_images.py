@@ -8,7 +8,6 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
-import openai
 import pytest
 from PIL import Image
 
@@ -18,7 +17,7 @@ from penstock.server.http.image_fetcher import AllowedHost, FetchError, ImageFet
 
 from ...engine.images.pictures import colored, data_uri
 from ..bodies import table
-from ..conftest import NUM_IMAGE_TOKENS, FakeEngine
+from ..fake_engine import NUM_IMAGE_TOKENS, FakeEngine
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -119,6 +118,8 @@ async def test_texts_and_images_keep_their_order(client, engine) -> None:
 
 
 async def test_openai_client_sends_images(client, engine) -> None:
+    import openai
+
     api = openai.AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=client)
     body = {"messages": chat(part(URI)), "encoding_format": "float"}
     answer = await api.post("/embeddings", cast_to=openai.types.CreateEmbeddingResponse, body=body)

@@ -12,7 +12,7 @@ from penstock.server.http.json_reader import JsonReader
 from penstock.server.settings import ServerSettings
 
 from ..bodies import table
-from ..conftest import FakeEngine, Serving
+from ..fake_engine import FakeEngine, Serving
 from .test_tei import SPLADE
 
 CLASSES = ("negative", "positive")

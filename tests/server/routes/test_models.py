@@ -10,7 +10,7 @@ from penstock.server.settings import UsageError
 
 from ...engine.model_infos import make_info
 from ..bodies import table
-from ..conftest import FakeEngine, Serving
+from ..fake_engine import FakeEngine, Serving
 
 
 async def test_list_has_a_card_for_each_model(serving: Serving, engine: FakeEngine) -> None:

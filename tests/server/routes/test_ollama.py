@@ -18,7 +18,7 @@ from penstock.server.routes.ollama import _seconds
 from penstock.server.settings import ServerSettings
 
 from ..bodies import table
-from ..conftest import client_of
+from ..fake_engine import client_of
 
 TEXTS = ["hello", "hello world"]
 

@@ -11,7 +11,7 @@ import pytest
 from penstock.server.routes.openai import EmbeddingRequest
 
 from ..bodies import client_bodies, table
-from ..conftest import FakeEngine, Serving
+from ..fake_engine import FakeEngine, Serving
 
 HELLO = ["hello world", "goodbye"]
 

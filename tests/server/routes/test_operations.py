@@ -13,7 +13,7 @@ from penstock.engine.protocol.errors import EngineOverloadedError
 from penstock.server import penstock_version
 
 from ..bodies import table
-from ..conftest import FakeEngine, Serving
+from ..fake_engine import FakeEngine, Serving
 
 ROUTES = [("GET", "/tokenizer_info"), ("GET", "/server_info"), ("POST", "/reset_prefix_cache")]
 

@@ -8,7 +8,7 @@ import pytest
 from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..bodies import client_bodies, table
-from ..conftest import FakeEngine
+from ..fake_engine import FakeEngine
 
 DOCUMENTS = ["one red", "one two three red", "blue", "one two red"]
 QUERY = "one two three red"
