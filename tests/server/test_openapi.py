@@ -14,6 +14,7 @@ from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.server import penstock_version
 from penstock.server.app import create_app
+from penstock.server.dialects import DIALECTS
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, load_settings
 
@@ -265,3 +266,18 @@ async def test_document_allows_accepted_bodies_only(serving, make_engine, name: 
             response = await (other if path == "/predict" else client).post(path, json=body)
             assert response.status_code in ((200,) if is_allowed else (400, 422)), (path, body, response.text)
             check_response("post", path, response)
+
+
+def test_openapi_document_allows_ignored_keys_only() -> None:
+    components = document_of()["components"]
+    for path, body, names in table("dialects", "bodies"):
+        if path in ("/", "/invocations"):
+            continue
+        schema = operations()["post", path]["requestBody"]["content"]["application/json"]["schema"]
+        validator = Draft202012Validator({**schema, "components": components})
+        validator.validate({**body, "user": "u", "unknown_key": None})
+        ignored = [key for dialect in DIALECTS if dialect.name in names for key in dialect.ignored_keys]
+        validator.validate({**body, **dict.fromkeys(ignored, "x")})
+        assert not validator.is_valid({**body, "unknown_key": 1}), path
+    embedding = components["schemas"]["EmbeddingRequest"]["properties"]
+    assert embedding["drop_params"]["description"].startswith("Accepted and ignored: ")

@@ -311,7 +311,6 @@ async def test_without_a_data_folder_errors_name_the_flag(serving, engine) -> No
             response = await client.request(method, path)
             assert response.status_code == 404
             assert "--data-dir" in response.json()["error"]["message"]
-        assert "/v1/files" not in (await client.get("/openapi.json")).json()["paths"]
 
 
 async def test_data_folder_is_used_by_one_server(serving, engine, tmp_path: Path) -> None:

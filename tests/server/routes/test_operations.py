@@ -66,19 +66,15 @@ async def test_version_is_that_of_the_package(client: httpx.AsyncClient) -> None
 
 
 async def test_operator_routes_need_the_flag_and_a_key(serving, engine, client) -> None:
-    documented = (await client.get("/openapi.json")).json()["paths"]
     unknown = await client.post("/nowhere")
     assert unknown.status_code == 404
     for method, path in ROUTES:
         response = await client.request(method, path)
         assert (response.status_code, response.text) == (404, unknown.text.replace("/nowhere", path))
-        assert path not in documented
     async with serving(engine, operator_routes=True, api_key=("key",)) as keyed:
-        documented = (await keyed.get("/openapi.json")).json()["paths"]
         for method, path in ROUTES:
             assert (await keyed.request(method, path)).status_code == 401
             assert (await keyed.request(method, path, headers={"authorization": "Bearer key"})).status_code == 200
-            assert path in documented
 
 
 async def test_full_server_answers_operator_routes(serving: Serving, engine: FakeEngine) -> None:
