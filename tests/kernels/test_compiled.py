@@ -1,7 +1,5 @@
 """Triton kernels compile without register spills for GPUs that this machine need not have."""
 
-import re
-import subprocess
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -150,9 +148,10 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("make", "arguments"), cases())
 def test_kernel_compiles_without_spills(
-    make: Callable[..., Launch], arguments: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Launch], arguments: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -175,27 +174,9 @@ def test_kernel_compiles_without_spills(
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(function, signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    report = ptxas_report(compiled.asm["ptx"], capability, tmp_path)
+    assert f".target sm_{capability}" in compiled.asm["ptx"]
+    report = capsys.readouterr().out
     assert "0 bytes spill stores, 0 bytes spill loads" in report, report
     for instruction in launch.ptx:
         assert instruction in compiled.asm["ptx"]
     assert compiled.metadata.shared <= {80: 163 << 10, 90: 227 << 10}[capability]
-
-
-def ptxas_report(ptx: str, capability: int, folder: Path) -> str:
-    """Output of the ptxas in Triton's package. Newer GPUs have a ptxas of their own."""
-    import triton
-
-    source = folder / "kernel.ptx"
-    source.write_text(ptx)
-    target = re.search(r"\.target (sm_\w+)", ptx)
-    assert target is not None
-    assert target[1].startswith(f"sm_{capability}")
-    errors = []
-    for ptxas in sorted((Path(triton.__file__).parent / "backends" / "nvidia" / "bin").glob("ptxas*")):
-        command = [str(ptxas), "-v", f"--gpu-name={target[1]}", str(source), "-o", str(folder / "kernel.cubin")]
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
-        if run.returncode == 0:
-            return run.stderr
-        errors.append(run.stderr)
-    raise AssertionError(f"no ptxas accepts the kernel: {errors}")
