@@ -81,11 +81,12 @@ class Server:
         def has_status() -> bool:
             assert self.process.poll() is None, self.log.read_text()
             with contextlib.suppress(httpx.TransportError):
-                return httpx.get(self.url + path, timeout=60).status_code == status
+                return client.get(self.url + path).status_code == status
             return False
 
         began_s = time.monotonic()
-        wait_until(has_status, START_TIMEOUT_S)
+        with httpx.Client(timeout=60) as client:
+            wait_until(has_status, START_TIMEOUT_S)
         return time.monotonic() - began_s
 
     def wait_for_log(self, text: str) -> None:
@@ -131,6 +132,8 @@ def launching(tmp_path_factory: pytest.TempPathFactory | None = None) -> Iterato
         return server
 
     yield launch
-    for server in servers:
-        if server.process.poll() is None:
-            server.stop()
+    running = [server for server in servers if server.process.poll() is None]
+    for server in running:
+        server.process.terminate()
+    for server in running:
+        server.process.wait(120)
