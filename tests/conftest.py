@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ import certifi
 import pytest
 
 from penstock.kernels.cpu import CpuKernelError, CpuLibrary
+from penstock.kernels.cpu._abi import digest
 from penstock.kernels.cpu.build import NoCompilerError, build
 from penstock.server.commands.model_arguments import default_model_folder
 from penstock.server.settings import UsageError
@@ -175,15 +177,14 @@ def build_amx_model() -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def amx_model(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, build_amx_model: Callable[..., Path]
-) -> Path:
-    """A library that emulates AMX in C (amx_model.h)."""
-    folder = shared_folder(request.config) or tmp_path_factory.getbasetemp()
-    library = folder / "amx_model.so"
+def amx_model(build_amx_model: Callable[..., Path]) -> Path:
+    """A library that emulates AMX in C (amx_model.h). Later runs with the same sources use it too."""
+    folder = ROOT / "build" / "amx_model"
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"{digest()}-{zlib.crc32(Path(__file__).read_bytes())}-{has_isa('avx512bf16'):d}.so"
     try:
         CpuLibrary(1, isa="plain").close()
-        with (folder / "amx_model.lock").open("w") as lock:
+        with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles it
             # The tests use no other instruction set of this library, so those may compile without optimization.
             return library if library.is_file() else build_amx_model(library, others=("-O0",))
