@@ -26,7 +26,7 @@ def running(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch):
 
     @asynccontextmanager
     async def run(routes: Routes, folder: Path = tmp_path / "data", **settings: object) -> AsyncIterator[BatchService]:
-        batches = BatchService(load_settings(ServerSettings, {"data_dir": folder, **settings}), now=clock, retry_s=0.05)
+        batches = BatchService(load_settings(ServerSettings, {"data_dir": folder, **settings}), now=clock, retry_s=0.01)
         async with batches.running(routes):
             yield batches
 

@@ -184,7 +184,7 @@ async def test_response_before_the_end_of_a_body_is_not_reset(head: bytes, piece
 async def test_rest_of_an_unread_body_is_read_for_a_limited_time(
     head: bytes, piece: bytes, end: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(response_writer, "LINGER_S", 0.3)
+    monkeypatch.setattr(response_writer, "LINGER_S", 0.1)
     async with running(limited(admission_of(LARGE))) as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head)
