@@ -1,7 +1,4 @@
-"""Fixtures of a fake engine behind the real application.
-
-They import the server when a test needs it: the process that starts the processes of a parallel run loads this file.
-"""
+"""A fake engine behind the real application. The process that starts a parallel run needs no import of the server."""
 
 from __future__ import annotations
 

@@ -31,7 +31,6 @@ def document_of(**settings: object) -> dict:
 
 
 def operations() -> dict[tuple[str, str], dict]:
-    """Returns the operations by method and path."""
     paths = document_of()["paths"].items()
     return {(method, path): operation for path, item in paths for method, operation in item.items()}
 

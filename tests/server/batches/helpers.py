@@ -13,9 +13,9 @@ from penstock.server.batches.records import BatchRecord, BatchRequest, BatchStat
 from penstock.server.batches.service import BatchService
 from penstock.server.routing import BatchUse
 
+from ...waiting import TIMEOUT_S
+
 DAY_S = 24 * 3600
-TIMEOUT_S = 120
-"""Ends a test whose condition never holds."""
 _JSON = {b"content-type": b"application/json"}
 
 

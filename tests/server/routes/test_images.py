@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import json
-import warnings
 from typing import Any
 from urllib.parse import quote
 
@@ -18,10 +17,6 @@ from penstock.server.http.image_fetcher import AllowedHost, FetchError, ImageFet
 from ...engine.images.pictures import colored, data_uri
 from ..bodies import table
 from ..fake_engine import NUM_IMAGE_TOKENS, FakeEngine
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import cohere
 
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")
 
@@ -130,6 +125,8 @@ async def test_openai_client_sends_images(client, engine) -> None:
 
 
 async def test_cohere_client_sends_images(client, engine) -> None:
+    import cohere
+
     api = cohere.AsyncClientV2(api_key="any", base_url="http://test", httpx_client=client)
     answer = await api.embed(
         model="alias", images=[URI, BLUE_URI], input_type="image", embedding_types=["float", "ubinary"]
