@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import os
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -102,10 +103,16 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+@cache
+def _type_hints(kind: Any) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
+@cache
 def declared_settings(kind: Any) -> Mapping[str, DeclaredSetting]:
     """Returns the settings that a dataclass declares, with those of nested configurations."""
     found: dict[str, DeclaredSetting] = {}
-    hints = get_type_hints(kind)
+    hints = _type_hints(kind)
     for field in dataclasses.fields(kind):
         hint, setting = hints[field.name], setting_of(field)
         if setting is None and dataclasses.is_dataclass(hint):
@@ -210,7 +217,7 @@ def _plain_type(hint: Any) -> type:
 def _built(kind: Any, values: Mapping[str, Any], base: Any) -> Any:
     """Returns an instance of a dataclass with some values. Other fields have the values of `base` or defaults."""
     changes: dict[str, Any] = {}
-    hints = get_type_hints(kind)
+    hints = _type_hints(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         if setting_of(field) is not None:
