@@ -33,7 +33,8 @@ Engine = Any
 
 
 @pytest.fixture(autouse=True)
-def _no_collector() -> Iterator[None]:
+def _no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("penstock.server.middleware.requests.TICK_S", 0.001)
     logging.disable()  # pytest keeps log records and their tracebacks
     gc.collect()
     gc.disable()
@@ -64,7 +65,7 @@ async def answer(
     scope = http_scope(path, names)
     state_of(scope).connection_lost = lost
     if leaves:
-        asyncio.get_running_loop().call_later(0.1, lost.set_result, None)
+        asyncio.get_running_loop().call_later(0.05, lost.set_result, None)
     await asyncio.create_task(app(scope, receive, send))
     return status, weakref.ref(receive)
 

@@ -38,7 +38,7 @@ async def busy_connection(server: HttpServer) -> Any:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests_module, "TICK_S", 0.02)
+    monkeypatch.setattr(requests_module, "TICK_S", 0.001)
 
 
 def in_process(server: HttpServer) -> httpx.AsyncClient:
