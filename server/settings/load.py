@@ -108,9 +108,13 @@ def _type_hints(kind: Any) -> Mapping[str, Any]:
     return get_type_hints(kind)
 
 
-@cache
 def declared_settings(kind: Any) -> Mapping[str, DeclaredSetting]:
     """Returns the settings that a dataclass declares, with those of nested configurations."""
+    return _declared_settings(kind)
+
+
+@cache
+def _declared_settings(kind: Any) -> Mapping[str, DeclaredSetting]:
     found: dict[str, DeclaredSetting] = {}
     hints = _type_hints(kind)
     for field in dataclasses.fields(kind):
