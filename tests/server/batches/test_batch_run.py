@@ -262,7 +262,7 @@ async def test_short_disk_failure_fails_no_batch(running, monkeypatch, owner: ty
         batch = await until_status(batches, await begin(batches, lines(range(250))), BatchStatus.COMPLETED)
         assert numbers(output_files(batches, batch)[0]) == list(range(250))
         assert (batch.num_completed, routes.received.total(), next(fails, None)) == (250, 250, None)
-        assert slept[0.05] == {"_append": 0, "save": 3}.get(method, 2), "it pauses after each failure"
+        assert slept[0.01] == {"_append": 0, "save": 3}.get(method, 2), "it pauses after each failure"
 
 
 async def test_server_stops_while_the_disk_is_full(running, monkeypatch, caplog) -> None:
