@@ -1,7 +1,7 @@
 """Scheduling: the queue, chunked prefill and sequence memory. Plain Python without torch."""
 
 from .cache_spec import CacheSpec, KvLayerSpec, PoolSize, SsmLayerSpec, size_pool
-from .chunked_prefill import ChunkedPrefillManager, create_prefill_manager
+from .chunked_prefill import ChunkedPrefillManager, chunk_prompt, create_prefill_manager
 from .kv_cache_pool import KvCachePool, PrefixCache, block_keys
 from .scheduler import Scheduler
 from .sequence import (
@@ -15,7 +15,6 @@ from .sequence import (
     SequenceStatus,
 )
 from .sequence_pool import Allocation, SequencePool, SsmStatePool
-from .standalone_prefill import chunk_prompt
 
 __all__ = [
     "Allocation",

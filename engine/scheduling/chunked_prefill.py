@@ -2,22 +2,27 @@
 
 Requires a causal model: a chunk needs the keys and values, or states, of the chunks before it. ChunkSizeController
 limits the tokens of all chunks of a forward. ChunkedPrefillManager cuts sequences into chunks. This module does not
-manage memory or devices. standalone_prefill.py has the methods for callers without a Scheduler.
+manage memory or devices.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from ..protocol.config import ChunkedPrefillConfig
 from ..protocol.errors import InvalidRequestError
-from ..protocol.messages import ChunkMetrics
-from .sequence import ChunkId, ChunkState, ChunkStateError, InputSequence, PrefillChunk, SequenceStatus
-from .standalone_prefill import StandalonePrefill
+from ..protocol.messages import ChunkMetrics, TokenizedInput
+from ..protocol.params import PoolingParams
+from ..protocol.tasks import ChunkPriority
+from .sequence import ChunkId, ChunkState, ChunkStateError, InputSequence, PrefillChunk, Request, SequenceStatus
 
 _BUSY_STEP_S: Final = 0.15
 """Seconds. Target time of the chunks of a forward while other sequences wait."""
@@ -92,11 +97,11 @@ def _by_priority(sequence: InputSequence) -> int:
     return sequence.request.priority
 
 
-class ChunkedPrefillManager(StandalonePrefill):
+class ChunkedPrefillManager:
     """Splits sequences into chunks and schedules the chunks.
 
-    A sequence is added with `add`. `schedule_chunk` returns its chunks. The caller reports them with `start_chunk`, and
-    `complete_chunk` or `fail_chunk`.
+    The Scheduler adds a sequence with `add`. `schedule_chunk` returns its chunks. The Scheduler reports a chunk with
+    `start`, and later with `complete` or `fail`. Callers without a Scheduler use the methods at the end of the class.
     Not thread-safe: the caller uses one thread or holds a lock.
     Invariants: the chunks of a sequence cover it without gap or overlap. They run in order, and one at a time unless
     `allow_next_chunk` allows the next.
@@ -124,10 +129,10 @@ class ChunkedPrefillManager(StandalonePrefill):
     ) -> None:
         if config is not None and chunk_size is not None:
             raise ValueError("chunk_size is part of config; give one of them.")
-        super().__init__(tokenize_fn)
         default = ChunkedPrefillConfig() if chunk_size is None else ChunkedPrefillConfig(chunk_size=chunk_size)
         self.config = config or default
         self.sequences: dict[Hashable, InputSequence] = {}
+        self._tokenize = tokenize_fn
         self._order = order
         self._clock = clock
         self._metrics = ChunkMetrics()
@@ -182,41 +187,39 @@ class ChunkedPrefillManager(StandalonePrefill):
             return None
         return self._next_chunk(sequence, size if max_tokens is None else min(size, max_tokens))
 
-    def start_chunk(self, chunk_id: ChunkId) -> PrefillChunk:
+    def start(self, chunk: PrefillChunk) -> None:
         """Records the start of a chunk. Raises ChunkStateError if it is not scheduled."""
-        chunk = self._find_chunk(chunk_id, ChunkState.SCHEDULED)
+        _check_state(chunk, ChunkState.SCHEDULED)
         chunk.state = ChunkState.RUNNING
         chunk.started_s = self._clock()
-        return chunk
 
-    def allow_next_chunk(self, chunk_id: ChunkId) -> None:
+    def allow_next_chunk(self, chunk: PrefillChunk) -> None:
         """Allows the next chunk of a sequence while this one runs, on a device that runs forwards in order.
 
         Raises:
             ChunkStateError: The chunk does not run, or the next one was allowed before.
         """
-        chunk = self._find_chunk(chunk_id, ChunkState.RUNNING)
+        _check_state(chunk, ChunkState.RUNNING)
         sequence = chunk.sequence
         if chunk is not sequence.chunk:
-            raise ChunkStateError(f"chunk {chunk_id} of sequence {sequence.sequence_id!r} has been followed already.")
+            raise ChunkStateError(
+                f"chunk {chunk.chunk_id} of sequence {sequence.sequence_id!r} has been followed already."
+            )
         sequence.earlier_chunks = sequence.chunks_in_flight
         sequence.chunk = None
 
-    def complete_chunk(self, chunk_id: ChunkId, output: Any = None, kv_cache: Any = None) -> bool:
+    def complete(self, chunk: PrefillChunk) -> bool:
         """Records the end of a running chunk. Returns whether its sequence is complete.
-
-        Args:
-            chunk_id: Id of the chunk.
-            output: Callers without a Scheduler: output of the chunk, stored for `merge_chunks`.
-            kv_cache: Callers without a Scheduler: keys and values so far, stored for the next chunk.
 
         Raises:
             ChunkStateError: The chunk does not run, or an earlier chunk of its sequence still runs.
         """
-        chunk = self._find_chunk(chunk_id, ChunkState.RUNNING)
+        _check_state(chunk, ChunkState.RUNNING)
         sequence = chunk.sequence
         if chunk is not sequence.chunks_in_flight[0]:
-            raise ChunkStateError(f"chunk {chunk_id} of sequence {sequence.sequence_id!r} runs after another one.")
+            raise ChunkStateError(
+                f"chunk {chunk.chunk_id} of sequence {sequence.sequence_id!r} runs after another one."
+            )
         if chunk is sequence.chunk:
             sequence.chunk = None
         sequence.earlier_chunks = sequence.earlier_chunks[1:]
@@ -224,15 +227,13 @@ class ChunkedPrefillManager(StandalonePrefill):
         sequence.num_computed_tokens = chunk.end
         sequence.num_failures = 0
         sequence.error = None
-        if output is not None or kv_cache is not None:
-            self._store_output(sequence, output, kv_cache)
         self._metrics.completed_chunks += 1
         self._metrics.completed_tokens += chunk.num_tokens
         self._metrics.completed_sequences += sequence.is_complete
         self._metrics.run_s += self._clock() - chunk.started_s
         return sequence.is_complete
 
-    def fail_chunk(self, chunk_id: ChunkId, error: str | BaseException) -> bool:
+    def fail(self, chunk: PrefillChunk, error: str | BaseException) -> bool:
         """Records the failure of a chunk. Returns whether its sequence will be retried after the last completed chunk.
 
         Drops all chunks of the sequence in flight. After `max_retries` retries the sequence has failed.
@@ -240,7 +241,8 @@ class ChunkedPrefillManager(StandalonePrefill):
         Raises:
             ChunkStateError: The chunk is not in flight.
         """
-        sequence = self._find_chunk(chunk_id, ChunkState.SCHEDULED, ChunkState.RUNNING).sequence
+        _check_state(chunk, ChunkState.SCHEDULED, ChunkState.RUNNING)
+        sequence = chunk.sequence
         sequence.num_failures += 1
         sequence.error = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         sequence.has_failed = sequence.num_failures > self.config.max_retries
@@ -282,19 +284,6 @@ class ChunkedPrefillManager(StandalonePrefill):
         sequence.chunk = PrefillChunk(sequence, start, min(start + size, sequence.num_tokens), ChunkState.SCHEDULED)
         return sequence.chunk
 
-    def _find_chunk(self, chunk_id: ChunkId, *states: ChunkState) -> PrefillChunk:
-        sequence_id, start = chunk_id
-        sequence = self._find(sequence_id)
-        found = "not in flight"
-        for chunk in sequence.chunks_in_flight:
-            if chunk.start == start:
-                if chunk.state in states:
-                    return chunk
-                found = chunk.state
-        raise ChunkStateError(
-            f"chunk {chunk_id} of sequence {sequence_id!r} is {found}; it must be {' or '.join(states)}."
-        )
-
     def _find(self, sequence_id: Hashable) -> InputSequence:
         if (sequence := self.sequences.get(sequence_id)) is None:
             raise ChunkStateError(f"sequence {sequence_id!r} is unknown; it may have been removed.")
@@ -313,6 +302,177 @@ class ChunkedPrefillManager(StandalonePrefill):
                 f"chunk {chunk.chunk_id} of sequence {sequence.sequence_id!r} is still {chunk.state}."
             )
 
+    # Only library callers use the methods below. The specification names them and their parameters; its `request_id` is
+    # the id of a sequence.
+
+    @property
+    def requests(self) -> Mapping[Hashable, StandaloneSequence]:
+        """The specification's name of `sequences`."""
+        return cast("Mapping[Hashable, StandaloneSequence]", self.sequences)
+
+    def create_chunks(
+        self,
+        request_id: Hashable,
+        prompt_tokens: int | Sequence[int] | NDArray[np.int32],
+        priority: int = ChunkPriority.NORMAL,
+        chunk_size: int | None = None,
+        memory_pressure: float = 0.0,
+    ) -> list[PrefillChunk]:
+        """Adds a sequence and returns its expected chunks.
+
+        The returned chunks stay PENDING. `schedule_chunk` and `iterate_chunks` return the chunks to run, which are
+        shorter if memory is short.
+
+        Args:
+            request_id: Id of the sequence.
+            prompt_tokens: Token ids (not copied) or their number.
+            priority: A ChunkPriority or any other integer; lower runs first.
+            chunk_size: Tokens of a chunk while memory is free; None takes the configured size.
+            memory_pressure: Share of a full chunk that does not fit into memory, 0 to 1.
+
+        Raises:
+            InvalidRequestError: The id is in use, the sequence is empty, or an argument is out of range.
+
+        >>> from penstock.engine.scheduling import ChunkedPrefillManager
+        >>> manager = ChunkedPrefillManager(chunk_size=512)
+        >>> chunks = manager.create_chunks(request_id="req1", prompt_tokens=2048)
+        >>> for chunk in manager.iterate_chunks("req1"):
+        ...     is_done = manager.complete_chunk(chunk.chunk_id, output=list(chunk.tokens))
+        >>> len(chunks), len(manager.merge_chunks("req1"))
+        (4, 2048)
+        """
+        tokens = range(prompt_tokens) if isinstance(prompt_tokens, int) else prompt_tokens
+        bounds = self.compute_chunk_boundaries(len(tokens), chunk_size, memory_pressure)
+        if not bounds:
+            raise InvalidRequestError(f"request {request_id!r} has no tokens.", param="prompt_tokens")
+        if request_id in self.sequences:
+            raise InvalidRequestError(f"request {request_id!r} was added already.", param="request_id")
+        sequence = StandaloneSequence(
+            sequence_id=request_id,
+            tokens=cast("TokenizedInput", tokens),  # the manager only takes slices of it
+            num_tokens=len(tokens),
+            request=Request(0, PoolingParams(), priority=priority),
+            chunk_size=bounds[0][1],
+        )
+        self.add(sequence)
+        return [PrefillChunk(sequence, start, end) for start, end in bounds]
+
+    def create_chunks_from_prompt(
+        self, request_id: Hashable, prompt: str, priority: int = ChunkPriority.NORMAL, chunk_size: int | None = None
+    ) -> list[PrefillChunk]:
+        """Tokenizes a text and adds it; see `create_chunks`. InvalidRequestError without a `tokenize_fn`."""
+        if self._tokenize is None:
+            raise InvalidRequestError("a text cannot be tokenized: the manager has no tokenize_fn.", param="prompt")
+        return self.create_chunks(request_id, self._tokenize(prompt), priority, chunk_size)
+
+    def compute_chunk_boundaries(
+        self, total_tokens: int, chunk_size: int | None = None, memory_pressure: float = 0.0
+    ) -> list[tuple[int, int]]:
+        """Returns start and end (exclusive) of each chunk of a sequence. The last chunk may be shorter.
+
+        Raises:
+            InvalidRequestError: An argument is out of range; see `create_chunks`.
+        """
+        if total_tokens < 0:
+            raise InvalidRequestError(f"total_tokens is {total_tokens}; it must be 0 or more.", param="total_tokens")
+        size = self.config.sized(self.config.chunk_size if chunk_size is None else chunk_size, memory_pressure)
+        return [(start, min(start + size, total_tokens)) for start in range(0, total_tokens, size)]
+
+    def iterate_chunks(self, request_id: Hashable) -> Iterator[PrefillChunk]:
+        """Starts and yields the chunks of one sequence in order, until it is complete or removed.
+
+        Raises:
+            ChunkStateError: The sequence is unknown or has failed, or the last chunk was neither completed nor failed.
+        """
+        sequence = self._find(request_id)
+        while sequence.status is SequenceStatus.RUNNING and not sequence.is_complete:
+            if sequence.has_failed:
+                raise ChunkStateError(f"sequence {request_id!r} has failed: {sequence.error}")
+            self._check_idle(sequence)
+            chunk = self._next_chunk(sequence, sequence.chunk_size or self.config.chunk_size)
+            self.start(chunk)
+            yield chunk
+
+    def start_chunk(self, chunk_id: ChunkId) -> PrefillChunk:
+        """Records the start of a chunk, and returns it; see `start`."""
+        chunk = self._find_chunk(chunk_id)
+        self.start(chunk)
+        return chunk
+
+    def complete_chunk(self, chunk_id: ChunkId, output: Any = None, kv_cache: Any = None) -> bool:
+        """Records the end of a running chunk; see `complete`.
+
+        Args:
+            chunk_id: Id of the chunk.
+            output: Output of the chunk, stored for `merge_chunks`; None: nothing.
+            kv_cache: Keys and values so far, stored in the sequence for the next chunk; None: nothing.
+        """
+        chunk = self._find_chunk(chunk_id)
+        is_complete = self.complete(chunk)
+        sequence = self.requests[chunk.sequence_id]
+        if output is not None:
+            sequence.outputs += (output,)
+        if kv_cache is not None:
+            sequence.kv_cache = kv_cache
+        return is_complete
+
+    def fail_chunk(self, chunk_id: ChunkId, error: str | BaseException) -> bool:
+        """Records the failure of a chunk; see `fail`."""
+        return self.fail(self._find_chunk(chunk_id), error)
+
+    def merge_chunks(self, request_id: Hashable) -> Any:
+        """Returns the outputs of a complete sequence in order. Joins lists and numpy arrays; returns others as a list.
+
+        Raises:
+            ChunkStateError: The sequence is unknown or not complete.
+        """
+        sequence = self._find(request_id)
+        if not sequence.is_complete:
+            done = f"{sequence.num_computed_tokens} of {sequence.num_tokens} tokens are completed"
+            raise ChunkStateError(f"sequence {request_id!r} is not complete: {done}.")
+        outputs = self.requests[request_id].outputs
+        if outputs and all(isinstance(output, np.ndarray) for output in outputs):
+            return np.concatenate(outputs)
+        return list(itertools.chain(*outputs)) if all(isinstance(output, list) for output in outputs) else list(outputs)
+
+    def remove_request(self, request_id: Hashable) -> bool:
+        """Removes a sequence; see `remove`."""
+        return self.remove(request_id)
+
+    def _find_chunk(self, chunk_id: ChunkId) -> PrefillChunk:
+        sequence_id, start = chunk_id
+        for chunk in self._find(sequence_id).chunks_in_flight:
+            if chunk.start == start:
+                return chunk
+        raise ChunkStateError(f"chunk {chunk_id} of sequence {sequence_id!r} is not in flight.")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class StandaloneSequence(InputSequence):
+    """A sequence of a caller without a Scheduler. Its `tokens` are token ids, or a range of positions.
+
+    Attributes:
+        outputs: Outputs of its completed chunks.
+        kv_cache: Argument of `complete_chunk` for the last chunk.
+    """
+
+    outputs: tuple[Any, ...] = field(default=(), repr=False)
+    kv_cache: Any = field(default=None, repr=False)
+
+    def reset(self) -> None:
+        """Resets the sequence to its first token."""
+        InputSequence.reset(self)
+        self.outputs = ()
+        self.kv_cache = None
+
+
+def _check_state(chunk: PrefillChunk, *states: ChunkState) -> None:
+    found = chunk.state if chunk.sequence.is_in_flight(chunk) else "not in flight"
+    if found not in states:
+        raise ChunkStateError(
+            f"chunk {chunk.chunk_id} of sequence {chunk.sequence_id!r} is {found}; it must be {' or '.join(states)}."
+        )
+
 
 def create_prefill_manager(
     chunk_size: int = 512, threshold: int | None = None, dynamic: bool = True
@@ -322,3 +482,9 @@ def create_prefill_manager(
     With `dynamic`, chunks are smaller while memory is short.
     """
     return ChunkedPrefillManager(ChunkedPrefillConfig(chunk_size=chunk_size, threshold=threshold, is_dynamic=dynamic))
+
+
+def chunk_prompt(tokens: Sequence[int], chunk_size: int) -> list[Sequence[int]]:
+    """Cuts tokens into chunks; the last may be shorter. Raises InvalidRequestError if `chunk_size` is below 1."""
+    size = ChunkedPrefillConfig().sized(chunk_size, 0.0)
+    return [tokens[start : start + size] for start in range(0, len(tokens), size)]

@@ -188,7 +188,7 @@ class Scheduler:
         """
         for chunk in batch.chunks if batch.num_long else []:
             if chunk.sequence.is_long and chunk.sequence.chunk is chunk:  # False if it was cancelled
-                self.prefill.allow_next_chunk(chunk.chunk_id)
+                self.prefill.allow_next_chunk(chunk)
 
     def finish(self, batch: Batch) -> list[Request]:
         """Records that a batch ran, except for cancelled and retried chunks. Returns the finished requests."""
@@ -202,7 +202,7 @@ class Scheduler:
                 continue
             has_run = True
             if sequence.is_long:
-                self.prefill.complete_chunk(chunk.chunk_id)
+                self.prefill.complete(chunk)
             else:
                 sequence.num_computed_tokens = chunk.end
             sequence.num_pooled = max(sequence.num_pooled, chunk.end)
@@ -224,7 +224,7 @@ class Scheduler:
         if sequence.chunk is not chunk or chunk.num_tokens == 1 or not self._pool.can_hold(sequence.num_tokens):
             return False
         if sequence.is_long:
-            return self.prefill.fail_chunk(chunk.chunk_id, error)
+            return self.prefill.fail(chunk, error)
         self._requeue(sequence)
         return True
 
@@ -314,7 +314,8 @@ class Scheduler:
             chunk = self.prefill.schedule_chunk(max_tokens, memory_pressure=self.memory_pressure)
             if chunk is None:
                 break
-            self._charge(self.prefill.start_chunk(chunk.chunk_id))
+            self.prefill.start(chunk)
+            self._charge(chunk)
             batch.chunks.append(chunk)
             batch.num_long += 1
             chunk_budget.add(chunk.num_tokens)

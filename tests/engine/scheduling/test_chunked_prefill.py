@@ -17,8 +17,8 @@ from penstock.engine.scheduling import (
     PrefillChunk,
     SequenceStatus,
     chunk_prompt,
+    chunked_prefill,
     create_prefill_manager,
-    standalone_prefill,
 )
 from penstock.engine.scheduling.chunked_prefill import ChunkSizeController
 
@@ -45,7 +45,7 @@ def bounds(chunks: list[PrefillChunk]) -> list[tuple[int, int]]:
 
 
 def test_docstring_example_runs() -> None:
-    assert doctest.testmod(standalone_prefill).failed == 0
+    assert doctest.testmod(chunked_prefill).failed == 0
 
 
 def test_boundaries_follow_size_and_pressure(manager: ChunkedPrefillManager) -> None:
@@ -243,10 +243,10 @@ def test_next_chunk_may_follow_a_running_one(manager: ChunkedPrefillManager) -> 
     for _ in range(2):
         chunks.append(manager.start_chunk(schedule(manager).chunk_id))
         assert manager.peek() is None
-        manager.allow_next_chunk(chunks[-1].chunk_id)
+        manager.allow_next_chunk(chunks[-1])
     assert bounds(chunks) == [(0, 8), (8, 16)]
     with pytest.raises(ChunkStateError, match="has been followed already"):
-        manager.allow_next_chunk(chunks[0].chunk_id)
+        manager.allow_next_chunk(chunks[0])
     with pytest.raises(ChunkStateError, match="runs after another one"):
         manager.complete_chunk(chunks[1].chunk_id)
     manager.complete_chunk(chunks[0].chunk_id)
@@ -256,17 +256,19 @@ def test_next_chunk_may_follow_a_running_one(manager: ChunkedPrefillManager) -> 
 
 
 def test_call_in_a_wrong_state_is_rejected(manager: ChunkedPrefillManager) -> None:
-    chunk_id = manager.create_chunks("a", 20)[0].chunk_id
+    expected = manager.create_chunks("a", 20)[0]
+    chunk_id = expected.chunk_id
 
-    def rejects(chunk_id: object, message: str, *calls: str) -> None:
+    def rejects(chunk: object, message: str, *calls: str) -> None:
+        shown = chunk.chunk_id if isinstance(chunk, PrefillChunk) else chunk
         for call in calls:
-            arguments = (chunk_id, "error") if call == "fail_chunk" else (chunk_id,)
-            with pytest.raises(ChunkStateError, match=re.escape(f"chunk {chunk_id} of sequence 'a' is {message}")):
+            arguments = (chunk, "error") if call.startswith("fail") else (chunk,)
+            with pytest.raises(ChunkStateError, match=re.escape(f"chunk {shown} of sequence 'a' is {message}")):
                 getattr(manager, call)(*arguments)
 
-    rejects(chunk_id, "not in flight; it must be", "start_chunk", "complete_chunk", "fail_chunk", "allow_next_chunk")
-    schedule(manager)
-    rejects(chunk_id, "scheduled; it must be running", "complete_chunk", "allow_next_chunk")
+    rejects(chunk_id, "not in flight", "start_chunk", "complete_chunk", "fail_chunk")
+    rejects(expected, "not in flight; it must be", "start", "complete", "fail", "allow_next_chunk")
+    rejects(schedule(manager), "scheduled; it must be running", "complete", "allow_next_chunk")
     manager.start_chunk(chunk_id)
     rejects(chunk_id, "running; it must be scheduled", "start_chunk")
     rejects(("a", 8), "not in flight", "start_chunk", "complete_chunk", "fail_chunk")
