@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, cast
 import numpy as np
 
 from ..protocol.tasks import PoolingType
-from .metadata import IntArray, PoolingCursor, PoolingMetadata, check_gap, prefix_sums, ranges, rows_between
+from .metadata import IntArray, PoolingMetadata, check_gap, prefix_sums, ranges, rows_between
 from .row_ops import R, RowOps, VectorTransform
 
 Strategy = str | Sequence[str]
@@ -179,19 +179,6 @@ class PoolingStates(Generic[R]):
         """
         row: R = finalize_states([self])[0]
         return row
-
-
-@dataclass(slots=True, eq=False)
-class RunningSequence(Generic[R]):
-    """A sequence in chunks that has not ended.
-
-    Attributes:
-        cursor: Its pooled tokens.
-        states: Its state; None before its first chunk, and for token-level types.
-    """
-
-    cursor: PoolingCursor
-    states: PoolingStates[R] | None = None
 
 
 def update_states(
