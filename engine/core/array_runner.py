@@ -19,7 +19,7 @@ from ..protocol.batch_outputs import BatchOutputs, OutputGroup, distinct_params
 from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..protocol.tasks import PoolingType
-from ..scheduling import Allocation, InputSequence, PrefillChunk
+from ..scheduling import Allocation, InputSequence, KvCacheMetadata, PrefillChunk, allocations_of, num_long_tokens
 from .device.memory import MemoryGauge
 from .loading.cpu_kernels import load_array_dense, load_array_encoder, load_array_token_heads
 from .loading.load_errors import load_errors
@@ -29,10 +29,7 @@ from .runner import (
     DeviceLimits,
     DeviceMemoryError,
     ForwardTime,
-    KvCacheMetadata,
     PoolingRunner,
-    allocations_of,
-    num_long_tokens,
 )
 from .warm_up import warm_up
 

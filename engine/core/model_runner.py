@@ -20,7 +20,7 @@ from ..pooling.tensor_ops import tensor_pooler
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec
-from ..scheduling import Allocation, CacheSpec, InputSequence, PrefillChunk
+from ..scheduling import Allocation, CacheSpec, InputSequence, PrefillChunk, allocations_of, num_long_tokens
 from .cuda_graphs import ForwardGraphs, record_forwards
 from .device.chunk_memory import ChunkMemory
 from .device.device import device_errors, gauge_of, set_exact_products, total_memory
@@ -30,7 +30,7 @@ from .loading.cpu_dtype import load_fastest
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
 from .loading.weights_loader import load_dense, load_model, load_token_heads, torch_dtype
-from .runner import CompletedForward, ForwardTime, PoolingRunner, allocations_of, num_long_tokens
+from .runner import CompletedForward, ForwardTime, PoolingRunner
 from .warm_up import GpuWarmUp, SampleBatches, warm_up
 
 logger = logging.getLogger("penstock.engine")

@@ -1,7 +1,6 @@
 """The interface between the loop and the runners, and the code that both runners share. Plain Python without torch.
 
-PoolingRunner has the shared code: the memory of sequences in chunks and their pooling states. KvCacheMetadata finds the
-keys and values of a batch.
+PoolingRunner has the shared code: the memory of sequences in chunks and their pooling states.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from ..scheduling.cache_spec import make_pool
 from .device.memory import MemoryGauge, TokenMemoryEstimator
 
 _HALF_TYPES: Final = ("bfloat16", "float16")
-_NO_BLOCKS: Final = np.zeros(0, np.int64)
 
 
 class DeviceMemoryError(Exception):
@@ -251,23 +249,6 @@ class PoolingRunner(Runner, Generic[R]):
         return np.array([-1 if name is None else self._adapter_numbers[name] for name in names], np.int32)
 
 
-def allocations_of(chunks: Sequence[PrefillChunk]) -> list[Allocation | None]:
-    """Returns the allocation of each chunk's sequence. A forward reads them once: a cancellation sets them to None.
-
-    Raises:
-        ValueError: A chunk has no allocation because its request was cancelled. The other chunks can run again.
-    """
-    allocations = [chunk.sequence.allocation for chunk in chunks]
-    if any(a is None and (c.start or c.sequence.is_long) for c, a in zip(chunks, allocations, strict=True)):
-        raise ValueError("a chunk lost its memory before it ran")
-    return allocations
-
-
-def num_long_tokens(chunks: Sequence[PrefillChunk]) -> int:
-    """Returns the number of tokens in chunks of long sequences."""
-    return sum(chunk.num_tokens for chunk in chunks if chunk.sequence.is_long)
-
-
 def _token_bytes(info: ModelInfo) -> int:
     """Estimates the bytes per token of a forward: the rows of a layer and of its MLP."""
     config = config_parts(info.config)[-1]
@@ -276,39 +257,3 @@ def _token_bytes(info: ModelInfo) -> int:
     hidden = hidden if isinstance(hidden, int) and hidden > info.hidden_size else info.hidden_size
     width = 8 * hidden + 4 * (inner if isinstance(inner, int) and inner > 0 else 4 * hidden)
     return width * (2 if info.dtype in _HALF_TYPES else 4)
-
-
-class KvCacheMetadata(NamedTuple):
-    """Blocks and slots of the keys and values of a batch. T packed tokens, N chunks, B blocks.
-
-    Attributes:
-        context_lens: [N] int32, tokens of each sequence before its chunk.
-        block_tables: [N, B] int32, block table of each sequence up to the end of its chunk, padded with zeros; zeros
-            for chunks that start a sequence.
-        slot_mapping: [T] int64, block * block size + offset of the keys and values of each token; -1: not stored.
-    """
-
-    context_lens: NDArray[np.int32]
-    block_tables: NDArray[np.int32]
-    slot_mapping: NDArray[np.int64]
-
-    @classmethod
-    def of(
-        cls, chunks: Sequence[PrefillChunk], allocations: Sequence[Allocation | None], block_size: int
-    ) -> KvCacheMetadata:
-        """Returns the blocks and slots of chunks. Chunks without an allocation store nothing."""
-        blocks = [_NO_BLOCKS if a is None else np.asarray(a.block_ids, np.int64) for a in allocations]
-        read = [b[: -(-c.end // block_size)] if c.start else _NO_BLOCKS for c, b in zip(chunks, blocks, strict=True)]
-        tables = np.zeros((len(chunks), max(map(len, read))), np.int32)
-        for table, ids in zip(tables, read, strict=True):
-            table[: len(ids)] = ids
-        starts = np.array([c.start for c in chunks], np.int32)
-        lengths = np.array([c.num_tokens for c in chunks])
-        first_rows = np.cumsum(lengths) - lengths
-        first_blocks = np.cumsum([len(b) for b in blocks]) - [len(b) for b in blocks]
-        positions = np.arange(lengths.sum()) + np.repeat(starts - first_rows, lengths)
-        slot_mapping = np.full(len(positions), -1, np.int64)
-        stored = np.flatnonzero(np.repeat([a is not None for a in allocations], lengths))
-        indices = np.repeat(first_blocks, lengths)[stored] + positions[stored] // block_size
-        slot_mapping[stored] = np.concatenate(blocks)[indices] * block_size + positions[stored] % block_size
-        return cls(starts, tables, slot_mapping)

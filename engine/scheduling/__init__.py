@@ -13,8 +13,10 @@ from .sequence import (
     Request,
     RequestBuilder,
     SequenceStatus,
+    allocations_of,
+    num_long_tokens,
 )
-from .sequence_pool import Allocation, SequencePool, SsmStatePool
+from .sequence_pool import Allocation, KvCacheMetadata, SequencePool, SsmStatePool
 
 __all__ = [
     "Allocation",
@@ -24,6 +26,7 @@ __all__ = [
     "ChunkStateError",
     "ChunkedPrefillManager",
     "InputSequence",
+    "KvCacheMetadata",
     "KvCachePool",
     "KvLayerSpec",
     "PoolSize",
@@ -36,8 +39,10 @@ __all__ = [
     "SequenceStatus",
     "SsmLayerSpec",
     "SsmStatePool",
+    "allocations_of",
     "block_keys",
     "chunk_prompt",
     "create_prefill_manager",
+    "num_long_tokens",
     "size_pool",
 ]

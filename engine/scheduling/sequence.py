@@ -77,7 +77,7 @@ class PrefillChunk:
 
     @property
     def tokens(self) -> Any:
-        """A slice of `InputSequence.tokens`, which has another type in a StandaloneSequence."""
+        """Its part of `InputSequence.tokens`: a TokenizedInput; in a StandaloneSequence a list, an array or a range."""
         return self.sequence.tokens[self.start : self.end]
 
 
@@ -188,6 +188,23 @@ class Request:
         return self.priority, self.size_class, self.arrival_number
 
 
+def allocations_of(chunks: Sequence[PrefillChunk]) -> list[Allocation | None]:
+    """Returns the allocation of each chunk's sequence. A forward reads them once: a cancellation sets them to None.
+
+    Raises:
+        ValueError: A chunk has no allocation because its request was cancelled. The other chunks can run again.
+    """
+    allocations = [chunk.sequence.allocation for chunk in chunks]
+    if any(a is None and (c.start or c.sequence.is_long) for c, a in zip(chunks, allocations, strict=True)):
+        raise ValueError("a chunk lost its memory before it ran")
+    return allocations
+
+
+def num_long_tokens(chunks: Sequence[PrefillChunk]) -> int:
+    """Returns the number of tokens in chunks of long sequences."""
+    return sum(chunk.num_tokens for chunk in chunks if chunk.sequence.is_long)
+
+
 class RequestBuilder:
     """Builds the scheduler's records of the requests for one model. Thread-safe.
 
@@ -236,7 +253,7 @@ class ForwardBudget:
 
     num_tokens: int
     num_seqs: int
-    is_empty: bool = True
+    is_empty: bool = True  # no sequence was added yet
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` tokens fits. The first one may exceed the tokens."""
@@ -254,11 +271,20 @@ class ForwardBudget:
 
 @dataclass(slots=True)
 class Batch:
-    """The chunks of one forward, and the other decisions of `Scheduler.schedule`."""
+    """The chunks of one forward, and what else `Scheduler.schedule` decided.
 
-    chunks: list[PrefillChunk] = field(default_factory=list)  # first chunks that start a sequence; then by length
-    num_long: int = 0  # chunks of long sequences
-    expired_requests: list[Request] = field(default_factory=list)  # ended because their deadline has passed
-    preempted_sequences: list[tuple[InputSequence, Allocation]] = field(default_factory=list)  # and their memory
-    ended_sequences: list[InputSequence] = field(default_factory=list)  # long sequences that ended since the last batch
-    num_deferred: int = 0  # waiting sequences that did not fit into the batch
+    Attributes:
+        chunks: Chunks that start a sequence, in ascending length; then the later chunks, in ascending length.
+        num_long: Number of chunks of long sequences.
+        expired_requests: Requests that `schedule` has ended, because their deadline has passed.
+        preempted_sequences: Sequences that wait again, each with the memory that it had.
+        ended_sequences: Long sequences that ended since the last batch.
+        num_deferred: Waiting sequences that did not fit into the batch.
+    """
+
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    num_long: int = 0
+    expired_requests: list[Request] = field(default_factory=list)
+    preempted_sequences: list[tuple[InputSequence, Allocation]] = field(default_factory=list)
+    ended_sequences: list[InputSequence] = field(default_factory=list)
+    num_deferred: int = 0

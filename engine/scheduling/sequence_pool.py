@@ -1,7 +1,7 @@
 """Memory of sequences between two forwards: KV blocks, SSM state slots and cached prefixes. Plain Python without torch.
 
-A sequence gets all its memory before it starts, so that it can always end. This module manages block and slot numbers;
-core/device has the arrays.
+A sequence gets all its memory before it starts, so that it can always end. KvCacheMetadata finds the memory of every
+token of a batch. This module manages block and slot numbers; core/device has the arrays.
 """
 
 from __future__ import annotations
@@ -9,9 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..protocol.errors import InvalidSlotError, PoolExhaustedError
 from .kv_cache_pool import KvCachePool, PrefixCache
+
+if TYPE_CHECKING:
+    from .sequence import PrefillChunk
+
+_NO_BLOCKS: Final = np.zeros(0, np.int64)
 
 
 class SsmStatePool:
@@ -310,3 +319,39 @@ class SequencePool:
     def _check_live(self, allocation: Allocation) -> None:
         if self._allocations.get(allocation.owner) is not allocation:
             raise InvalidSlotError(f"the allocation of {allocation.owner!r} has been freed already.")
+
+
+class KvCacheMetadata(NamedTuple):
+    """Blocks and slots of the keys and values of a batch. T packed tokens, N chunks, B blocks.
+
+    Attributes:
+        context_lens: [N] int32, tokens of each sequence before its chunk.
+        block_tables: [N, B] int32, block table of each sequence up to the end of its chunk, padded with zeros; zeros
+            for chunks that start a sequence.
+        slot_mapping: [T] int64, block * block size + offset of the keys and values of each token; -1: not stored.
+    """
+
+    context_lens: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+    slot_mapping: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls, chunks: Sequence[PrefillChunk], allocations: Sequence[Allocation | None], block_size: int
+    ) -> KvCacheMetadata:
+        """Returns the blocks and slots of chunks. Chunks without an allocation store nothing."""
+        blocks = [_NO_BLOCKS if a is None else np.asarray(a.block_ids, np.int64) for a in allocations]
+        read = [b[: -(-c.end // block_size)] if c.start else _NO_BLOCKS for c, b in zip(chunks, blocks, strict=True)]
+        tables = np.zeros((len(chunks), max(map(len, read))), np.int32)
+        for table, ids in zip(tables, read, strict=True):
+            table[: len(ids)] = ids
+        starts = np.array([c.start for c in chunks], np.int32)
+        lengths = np.array([c.num_tokens for c in chunks])
+        first_rows = np.cumsum(lengths) - lengths
+        first_blocks = np.cumsum([len(b) for b in blocks]) - [len(b) for b in blocks]
+        positions = np.arange(lengths.sum()) + np.repeat(starts - first_rows, lengths)
+        slot_mapping = np.full(len(positions), -1, np.int64)
+        stored = np.flatnonzero(np.repeat([a is not None for a in allocations], lengths))
+        indices = np.repeat(first_blocks, lengths)[stored] + positions[stored] // block_size
+        slot_mapping[stored] = np.concatenate(blocks)[indices] * block_size + positions[stored] % block_size
+        return cls(starts, tables, slot_mapping)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ...executors.torch.packed_batch import BatchCache, KvCache, SsmStates
-from ...scheduling import Allocation, CacheSpec, InputSequence, PoolSize, PrefillChunk
-from ..runner import KvCacheMetadata
+from ...scheduling import Allocation, CacheSpec, InputSequence, KvCacheMetadata, PoolSize, PrefillChunk
 from .stream import DeviceStream
 
 

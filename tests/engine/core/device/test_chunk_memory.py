@@ -9,7 +9,6 @@ import torch
 
 from penstock.engine.core.device.chunk_memory import ChunkMemory
 from penstock.engine.core.device.stream import DeviceStream, stream_of
-from penstock.engine.core.runner import allocations_of
 from penstock.engine.executors.torch.packed_batch import SsmStates
 from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.params import PoolingParams
@@ -21,6 +20,7 @@ from penstock.engine.scheduling import (
     PrefillChunk,
     Request,
     SsmLayerSpec,
+    allocations_of,
 )
 
 from ...device.pretend_cuda import DEVICE, OnCuda, pretend_cuda
