@@ -8,7 +8,7 @@ sleeps for the time of a forward, and returns rows of 384 numbers. The queue is 
 requests of one text (each finished batch is replaced in one iteration of the event loop), and requests of 32 texts.
 Texts have 8 to 128 tokens.
 
-Seconds are CPU time of the engine's device thread: `receive`, `schedule`, `pack` and `deliver`; the rest is sockets,
+Seconds are CPU time of the engine's engine thread: `receive`, `schedule`, `pack` and `deliver`; the rest is sockets,
 decoding and the loop. `--against` alternates with the package in the .venv of another checkout.
 """
 

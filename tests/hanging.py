@@ -13,7 +13,7 @@ Where = Literal["begin", "forward"]
 _SOURCE = """
 import sys
 
-if "penstock.engine.core.worker" in sys.orig_argv:
+if "penstock.engine.core.core_process" in sys.orig_argv:
     import time
 
     def hang():

@@ -27,7 +27,7 @@ from penstock.engine.scheduling import Allocation, InputSequence, PrefillChunk, 
 from penstock.server.commands.cli import main
 
 _AS_ENGINE: Final = "engine-process"
-_WORKER: Final = "penstock.engine.core.worker"
+_WORKER: Final = "penstock.engine.core.core_process"
 
 
 class IdleRunner(Runner):

@@ -112,7 +112,7 @@ class EngineProcess:
                 listener.listen(_BACKLOG)
                 descriptor = listener.fileno()
                 self._process = subprocess.Popen(  # noqa: S603 - no argument comes from a user
-                    (sys.executable, "-P", "-m", "penstock.engine.core.worker", self.address, str(descriptor)),
+                    (sys.executable, "-P", "-m", "penstock.engine.core.core_process", self.address, str(descriptor)),
                     stdin=other_end.fileno(),
                     pass_fds=(descriptor, *folder.descriptors),
                     start_new_session=True,  # only the server gets Ctrl-C of a terminal; it then stops the core

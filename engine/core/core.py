@@ -1,6 +1,6 @@
 """The loop of the engine: receives requests, forms batches while the device is busy, sends results.
 
-Runs on one device thread, in its own process (worker.py) or in the client's process. Independent of HTTP, sockets
+Runs on one engine thread, in its own process (worker.py) or in the client's process. Independent of HTTP, sockets
 and text. Errors belong to a request: a failing batch is halved until the failing sequence is alone. If memory is too
 short for a chunk of a long sequence, it runs again in smaller chunks.
 """
@@ -45,7 +45,7 @@ from ..protocol.messages import (
 from ..scheduling import Allocation, Batch, InputSequence, PrefillChunk, Request, RequestBuilder, Scheduler
 from .make_scheduler import make_scheduler
 from .runner import CompletedForward, DeviceLostError, DeviceMemoryError, Forward, Runner
-from .step_watch import Step, StepWatch
+from .watchdog import WatchedCall, Watchdog
 from .waker import Waker
 
 logger = logging.getLogger("penstock.engine")
@@ -66,14 +66,14 @@ class RunningBatch:
         batch: Batch from the scheduler.
         forward: Forward of its chunks.
         started_s: Start in seconds, of time.monotonic.
-        step: Measures the time of the forward.
+        watched: The forward for the watchdog.
         ran_alone: Whether no other batch ran when it was started.
     """
 
     batch: Batch
     forward: Forward
     started_s: float
-    step: Step
+    watched: WatchedCall
     ran_alone: bool
 
 
@@ -94,18 +94,18 @@ class NextStart(Enum):
 class EngineCore:
     """Owns the scheduler and the model runner.
 
-    Threads: the device thread calls `run`, or `load` and `step`. Any thread may call `receive`, `cancel_connection` and
-    `stop`. In an engine process (worker.py) the main thread is the device thread and calls all of them, because the
+    Threads: the engine thread calls `run`, or `load` and `step`. Any thread may call `receive`, `cancel_connection` and
+    `stop`. In an engine process (worker.py) the main thread is the engine thread and calls all of them, because the
     waker runs the callbacks of the sockets within `step`. In the client's process (running_core.py) the event loop
     calls `receive` and `stop`.
 
     Args:
-        send: Called with each message for the client, on the device thread or on the thread that calls `receive`. Must
+        send: Called with each message for the client, on the engine thread or on the thread that calls `receive`. Must
             be thread-safe.
-        load_runner: Loads the model, on the device thread.
-        on_ready: Called on the device thread when the model is loaded, before ModelReady is sent.
-        waker: Wakes the device thread. If it watches sockets, the device thread calls their callbacks.
-        on_stuck: Called once, on another thread, if a step exceeds its time limit; see StepWatch.
+        load_runner: Loads the model, on the engine thread.
+        on_ready: Called on the engine thread when the model is loaded, before ModelReady is sent.
+        waker: Wakes the engine thread. If it watches sockets, the engine thread calls their callbacks.
+        on_stuck: Called once, on another thread, if a step exceeds its time limit; see Watchdog.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class EngineCore:
         self._load_runner = load_runner
         self._lock = threading.Lock()  # guards _scheduler, _is_waiting_for_message, _has_freed_memory, _is_blocked
         self._waker = waker or Waker()
-        self._step_watch = StepWatch(config.step_timeout_s, on_stuck)
+        self._watchdog = Watchdog(config.step_timeout_s, on_stuck)
         self._scheduler: Scheduler
         self._runner: Runner
         self._build_request: Callable[[SubmitRequest, float], Request]
@@ -131,7 +131,7 @@ class EngineCore:
         self._running: list[RunningBatch] = []
         self._ended_s = 0.0  # when the last batch ended
         self._is_stopping = False
-        self._is_waiting_for_message = False  # the device thread sleeps, and a message may start a batch
+        self._is_waiting_for_message = False  # the engine thread sleeps, and a message may start a batch
         self._has_freed_memory = False  # by a cancellation; the next step reports it in the metrics
         self._is_blocked = False  # the last batch was empty: all sequences wait for a running one
 
@@ -146,13 +146,13 @@ class EngineCore:
             logger.exception("loading %s failed", self._config.model)
             self._send(LoadFailed(MachineError.__name__, f"loading {self._config.model} failed: {error!r}"), [])
             return
-        with self._step_watch.running():
+        with self._watchdog.running():
             try:
                 self._runner.set_wakeup_fd(self._waker.fd)
                 while self.step():
                     pass
             finally:
-                with self._step_watch.during(Step()):
+                with self._watchdog.during(WatchedCall()):
                     self._runner.set_wakeup_fd(None)
 
     def load(self) -> None:
@@ -176,13 +176,13 @@ class EngineCore:
         block_size = None if sequence_pool.prefix_cache is None else self._config.cache.kv_block_size
         self._build_request = RequestBuilder(info, block_size, seed=f"{info.path}@{self._config.revision}").build
         self._runner.warm_up()
-        self._step_watch.is_ordered = self._runner.is_ordered
-        self._step_watch.max_forwards = self._runner.max_forwards
-        self._step_watch.record(Step(num_tokens=self._runner.limits.max_tokens or 0), 0.0)
+        self._watchdog.is_ordered = self._runner.is_ordered
+        self._watchdog.max_forwards = self._runner.max_forwards
+        self._watchdog.record(WatchedCall(num_tokens=self._runner.limits.max_tokens or 0), 0.0)
         for forward_time in self._runner.take_times():  # of the warm-up
             self._scheduler.chunk_sizes.record(*forward_time)
             num_tokens = forward_time.chunk_tokens + forward_time.short_tokens
-            self._step_watch.record(Step(num_tokens=num_tokens), forward_time.seconds)
+            self._watchdog.record(WatchedCall(num_tokens=num_tokens), forward_time.seconds)
         self._on_ready()
         self._send(ModelReady(info, self._runner.tokenizer), [])
         if not sequence_pool.is_empty:
@@ -195,7 +195,7 @@ class EngineCore:
 
         Returns False after `stop`.
         """
-        with self._step_watch.during(Step()):
+        with self._watchdog.during(WatchedCall()):
             self._wait()
             is_last = self._is_stopping
             if not is_last:
@@ -254,7 +254,7 @@ class EngineCore:
                 if self._is_stopping or has_ended or next_start is NextStart.NOW:
                     return
                 self._is_waiting_for_message = next_start is NextStart.AFTER_MESSAGE
-            with self._step_watch.idle():
+            with self._watchdog.idle():
                 callbacks = self._waker.wait()
             with self._lock:
                 self._is_waiting_for_message = False
@@ -282,7 +282,7 @@ class EngineCore:
             return False
         if scheduler.has_long and (not runner.is_ordered or scheduler.needs_idle_device):
             return False  # a chunk needs the chunks before it
-        num_tokens = sum(running.step.num_tokens for running in self._running if not running.forward.is_done)
+        num_tokens = sum(running.watched.num_tokens for running in self._running if not running.forward.is_done)
         return num_tokens < _MAX_BUDGETS_IN_FLIGHT * scheduler.token_budget
 
     def _begin_batch(self) -> None:
@@ -301,9 +301,9 @@ class EngineCore:
         self._runner.drop_states(batch.ended_sequences)
         for sequence, allocation in batch.preempted_sequences:
             self._preempt(sequence, allocation)
-        step = Step.of(batch.chunks)
+        watched = WatchedCall.of(batch.chunks)
         started_s = time.monotonic()
-        with self._step_watch.during(step):
+        with self._watchdog.during(watched):
             try:
                 forward = self._runner.begin(batch.chunks) if batch.chunks else CompletedForward(BatchOutputs.of(0, ()))
             except DeviceLostError:
@@ -311,8 +311,8 @@ class EngineCore:
             except Exception as error:  # noqa: BLE001 - `_run_again` finds the sequences that caused it
                 clear_frames(error.__traceback__)  # the frames refer to tensors of the forward
                 forward = CompletedForward(error)
-        self._running.append(RunningBatch(batch, forward, started_s, step, ran_alone=not self._running))
-        self._step_watch.in_flight.append(step)
+        self._running.append(RunningBatch(batch, forward, started_s, watched, ran_alone=not self._running))
+        self._watchdog.in_flight.append(watched)
         if batch.num_long and not forward.is_done:
             with self._lock:
                 self._scheduler.allow_next_chunks(batch)
@@ -324,16 +324,15 @@ class EngineCore:
         if running not in self._running:
             return  # an earlier batch ran out of memory and finished this one; see `_divide`
         self._running.remove(running)
-        self._step_watch.in_flight.remove(running.step)
+        self._watchdog.in_flight.remove(running.watched)
         chunks = running.batch.chunks
-        step = running.step
         if chunks:
             with self._lock:
                 self._is_blocked = False
         forwards: list[ChunkOutputs] = []
         failure: Exception | None = None
         try:
-            with self._step_watch.during(step):
+            with self._watchdog.during(running.watched):
                 forwards.append((chunks, running.forward.outputs()))
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
             failure = error
@@ -344,7 +343,7 @@ class EngineCore:
         ended_s = time.monotonic()
         if failure is None:
             started_s = max(running.started_s, self._ended_s) if self._runner.is_ordered else running.started_s
-            self._step_watch.record(step, ended_s - started_s)
+            self._watchdog.record(running.watched, ended_s - started_s)
         self._deliver(running.batch, forwards, running.started_s, ended_s)
 
     def _cancel(self, request_id: int, *, drop_cached_blocks: bool = False) -> Request | None:
@@ -378,7 +377,7 @@ class EngineCore:
             if not part:
                 continue
             try:
-                with self._step_watch.during(Step.of(part)):
+                with self._watchdog.during(WatchedCall.of(part)):
                     forwards.append((part, self._runner.execute(part)))
             except Exception as error:  # noqa: BLE001 - as in `_finish`
                 parts = self._divide(part, error) + parts

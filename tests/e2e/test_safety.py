@@ -24,7 +24,7 @@ BODY = {"input": "a private text"}
 
 def is_engine(pid: int) -> bool:
     try:
-        return b"penstock.engine.core.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"penstock.engine.core.core_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:
         return False
 

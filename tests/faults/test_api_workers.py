@@ -140,7 +140,7 @@ def test_metrics_port_has_the_sums_of_all_workers(running: Server, connections: 
 
 
 def test_killed_worker_loses_its_own_requests_only(running: Server, connections: dict[int, HTTPConnection]) -> None:
-    (engine,) = processes_of(running, "penstock.engine.core.worker")
+    (engine,) = processes_of(running, "penstock.engine.core.core_process")
     os.kill(engine, signal.SIGSTOP)  # no response before the worker is killed
     for connection in connections.values():
         send(connection, LONG)
@@ -157,7 +157,7 @@ def test_killed_worker_loses_its_own_requests_only(running: Server, connections:
 
 
 def test_killed_engine_fails_running_requests_only(running: Server, connections: dict[int, HTTPConnection]) -> None:
-    (engine,) = processes_of(running, "penstock.engine.core.worker")
+    (engine,) = processes_of(running, "penstock.engine.core.core_process")
     os.kill(engine, signal.SIGSTOP)
     for connection in connections.values():
         send(connection, LONG)
@@ -177,7 +177,7 @@ def test_killed_engine_fails_running_requests_only(running: Server, connections:
 def test_terminated_worker_ends_after_its_request(
     running: Server, connections: dict[int, HTTPConnection], connect: Connect
 ) -> None:
-    (engine,) = processes_of(running, "penstock.engine.core.worker")
+    (engine,) = processes_of(running, "penstock.engine.core.core_process")
     os.kill(engine, signal.SIGSTOP)
     victim = next(iter(connections))
     send(connections[victim], LONG)

@@ -66,12 +66,12 @@ async def test_hang_is_reported_after_ten_unanswered_questions(monkeypatch: pyte
 
 @pytest.fixture
 def make_core(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ProcessCore]:
-    """Makes cores with fake_worker.py as process."""
+    """Makes cores with fake_core_process.py as process."""
     create = subprocess.Popen
 
     def create_fake(arguments: tuple[str, ...], **options: Any) -> subprocess.Popen[bytes]:
-        assert arguments[:-2] == (sys.executable, "-P", "-m", "penstock.engine.core.worker")
-        return create((sys.executable, "-P", str(Path(__file__).parent / "fake_worker.py"), *arguments[-2:]), **options)
+        assert arguments[:-2] == (sys.executable, "-P", "-m", "penstock.engine.core.core_process")
+        return create((sys.executable, "-P", str(Path(__file__).parent / "fake_core_process.py"), *arguments[-2:]), **options)
 
     monkeypatch.setattr(engine_process.subprocess, "Popen", create_fake)
 

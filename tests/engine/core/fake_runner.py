@@ -285,7 +285,7 @@ class CoreDriver:
         return self.core._waker.fd
 
     def replace_wait(self, wait: Callable[[], Any]) -> None:
-        """Replaces the function that puts the device thread to sleep."""
+        """Replaces the function that puts the engine thread to sleep."""
         self.core._waker.wait = wait  # type: ignore[method-assign]
 
     @property

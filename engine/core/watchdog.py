@@ -1,4 +1,4 @@
-"""Detects a step of the engine that does not end, such as a kernel that hangs on its device."""
+"""Detects a call of the engine thread, or a forward, that does not end, such as a kernel that hangs on its device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHOWN_FRAMES: Final = 6
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class WatchedCall:
     """A call of the engine thread, or a forward in flight.
 
     Attributes:
@@ -38,8 +38,8 @@ class Step:
     num_checks: int = 0
 
     @classmethod
-    def of(cls, chunks: Sequence[PrefillChunk]) -> Step:
-        """Returns the step of a forward over chunks."""
+    def of(cls, chunks: Sequence[PrefillChunk]) -> WatchedCall:
+        """Returns the call that runs a forward over chunks."""
         return cls(len(chunks), sum(chunk.end - chunk.start for chunk in chunks))
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Step:
         return f"A forward of {self.num_tokens} tokens in {self.num_seqs} sequence{'s' * (self.num_seqs > 1)}"
 
 
-class StepWatch:
+class Watchdog:
     """Measures the running time of the engine thread's current call and of each forward in flight.
 
     The limit of a forward is 10 times the longest forward so far, and at least `min_limit_s`. It grows in proportion to
@@ -60,32 +60,32 @@ class StepWatch:
 
     Args:
         min_limit_s: Seconds. The smallest limit; 0 disables the watch.
-        on_stuck: Called once, on the watching thread, with a sentence that names the step.
+        on_stuck: Called once, on the watching thread, with a sentence that names the call.
 
     Attributes:
-        in_flight: Steps of forwards that have started and were not collected, in order.
+        in_flight: Forwards that have started and were not collected, in order.
         is_ordered: Whether the device runs forwards one after another, so that only the first one makes progress.
         max_forwards: Forwards that can run at the same time.
     """
 
     def __init__(self, min_limit_s: float, on_stuck: Callable[[str], None]) -> None:
-        self.in_flight: list[Step] = []
+        self.in_flight: list[WatchedCall] = []
         self.is_ordered = True
         self.max_forwards = 1
         self._min_limit_s = min_limit_s
         self._interval_s = min_limit_s / _CHECKS_PER_LIMIT
         self._on_stuck = on_stuck
-        self._current: Step | None = None
+        self._current: WatchedCall | None = None
         self._longest_s = 0.0
         self._max_tokens = 0
         self._ended = threading.Event()
         self._thread_id = 0
 
     @contextmanager
-    def during(self, step: Step) -> Iterator[None]:
+    def during(self, call: WatchedCall) -> Iterator[None]:
         """Watches a call of the engine thread. Calls may be nested: the innermost one is watched."""
         outer = self._current
-        self._current = step
+        self._current = call
         try:
             yield
         finally:
@@ -107,7 +107,7 @@ class StepWatch:
     def running(self) -> Iterator[None]:
         """Runs the watching thread."""
         self._thread_id = threading.get_ident()
-        thread = threading.Thread(target=self._run, name="step-watch", daemon=True)
+        thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         if self._min_limit_s:
             thread.start()
         try:
@@ -117,14 +117,14 @@ class StepWatch:
             if self._min_limit_s:
                 thread.join()
 
-    def record(self, step: Step, seconds: float) -> None:
+    def record(self, call: WatchedCall, seconds: float) -> None:
         """Records the duration of a forward that has ended. Time while the process was stopped does not count."""
-        self._longest_s = max(self._longest_s, min(seconds, (step.num_checks + 1) * self._interval_s))
-        self._max_tokens = max(self._max_tokens, step.num_tokens)
+        self._longest_s = max(self._longest_s, min(seconds, (call.num_checks + 1) * self._interval_s))
+        self._max_tokens = max(self._max_tokens, call.num_tokens)
 
-    def limit_s(self, step: Step) -> float:
-        """Returns the seconds that a step may take."""
-        scale = max(1.0, step.num_tokens / max(self._max_tokens, 1)) if self._longest_s else 1.0
+    def limit_s(self, call: WatchedCall) -> float:
+        """Returns the seconds that a call may take."""
+        scale = max(1.0, call.num_tokens / max(self._max_tokens, 1)) if self._longest_s else 1.0
         return max(self._min_limit_s, self._factor * self._longest_s * scale)
 
     @property
@@ -132,20 +132,20 @@ class StepWatch:
         return _FACTOR * self.max_forwards
 
     def check(self) -> str | None:
-        """Adds an interval to the running steps. Returns a sentence if a step has exceeded its limit."""
+        """Adds an interval to the watched calls. Returns a sentence if one has exceeded its limit."""
         current = self._current
         watched = []
         if current is not None:
             watched.append(current)
         if current is None or not current.num_checks:  # otherwise the engine thread itself makes no progress
             in_flight = self.in_flight[:1] if self.is_ordered else self.in_flight[:]
-            watched += [step for step in in_flight if step is not current]
-        for step in watched:
-            step.num_checks += 1
-            seconds = (step.num_checks - 1) * self._interval_s
-            limit_s = self.limit_s(step)
+            watched += [call for call in in_flight if call is not current]
+        for call in watched:
+            call.num_checks += 1
+            seconds = (call.num_checks - 1) * self._interval_s
+            limit_s = self.limit_s(call)
             if seconds >= limit_s:
-                return f"{step} has not ended for {seconds:g} s; its limit is {limit_s:.3g} s"
+                return f"{call} has not ended for {seconds:g} s; its limit is {limit_s:.3g} s"
         return None
 
     def _run(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine import AsyncEngine
 from penstock.engine.client.core_supervisor import EngineState
-from penstock.engine.core.step_watch import Step, StepWatch
+from penstock.engine.core.watchdog import WatchedCall, Watchdog
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import EngineUnavailableError
 from penstock.engine.protocol.params import PoolingParams
@@ -21,26 +21,26 @@ PARAMS = PoolingParams()
 
 
 @pytest.fixture
-def watch() -> StepWatch:
+def watch() -> Watchdog:
     """A watch with a limit of 10 s, which looks once a second."""
-    return StepWatch(10.0, lambda reason: None)
+    return Watchdog(10.0, lambda reason: None)
 
 
-def num_checks(watch: StepWatch, limit: int = 1000) -> int:
+def num_checks(watch: Watchdog, limit: int = 1000) -> int:
     """Returns the number of looks before a step exceeds its limit."""
     return next(number for number in range(limit + 1) if watch.check() is not None)
 
 
-def test_step_is_reported_at_its_limit(watch: StepWatch) -> None:
+def test_step_is_reported_at_its_limit(watch: Watchdog) -> None:
     for _ in range(2):  # each step starts from zero
-        with watch.during(Step(1, 5)):
+        with watch.during(WatchedCall(1, 5)):
             assert num_checks(watch) == 10
             assert watch.check() == "A forward of 5 tokens in 1 sequence has not ended for 11 s; its limit is 10 s"
     assert (str(Step()), str(Step(2, 5))) == ("A step without a forward", "A forward of 5 tokens in 2 sequences")
 
 
-def test_idle_thread_exceeds_no_limit(watch: StepWatch) -> None:
-    with watch.during(Step()):
+def test_idle_thread_exceeds_no_limit(watch: Watchdog) -> None:
+    with watch.during(WatchedCall()):
         for _ in range(3):
             assert [watch.check() for _ in range(8)] == [None] * 8
             with watch.idle():
@@ -48,42 +48,42 @@ def test_idle_thread_exceeds_no_limit(watch: StepWatch) -> None:
 
 
 @pytest.mark.parametrize(("is_ordered", "expected"), [(True, 10), (False, 2)])
-def test_only_the_first_forward_of_a_queue_is_watched(watch: StepWatch, is_ordered: bool, expected: int) -> None:
+def test_only_the_first_forward_of_a_queue_is_watched(watch: Watchdog, is_ordered: bool, expected: int) -> None:
     watch.is_ordered = is_ordered
-    watch.in_flight += [Step(1, 1), Step(2, 2)]
+    watch.in_flight += [WatchedCall(1, 1), WatchedCall(2, 2)]
     for _ in range(8):
         assert watch.check() is None
     del watch.in_flight[0]
     assert num_checks(watch) == expected
 
 
-def test_limit_follows_the_longest_forward(watch: StepWatch) -> None:
-    watch.record(Step(1, 100), 0.5)
-    assert watch.limit_s(Step(1, 100)) == 10
-    watch.record(Step(1, 100, num_checks=30), 30.0)
-    watch.record(Step(1, 100), 1.0)
-    assert watch.limit_s(Step(1, 100)) == watch.limit_s(Step(1, 1)) == 300
-    assert watch.limit_s(Step(1, 400)) == 1200
-    with watch.during(Step(1, 100)):
+def test_limit_follows_the_longest_forward(watch: Watchdog) -> None:
+    watch.record(WatchedCall(1, 100), 0.5)
+    assert watch.limit_s(WatchedCall(1, 100)) == 10
+    watch.record(WatchedCall(1, 100, num_checks=30), 30.0)
+    watch.record(WatchedCall(1, 100), 1.0)
+    assert watch.limit_s(WatchedCall(1, 100)) == watch.limit_s(WatchedCall(1, 1)) == 300
+    assert watch.limit_s(WatchedCall(1, 400)) == 1200
+    with watch.during(WatchedCall(1, 100)):
         assert num_checks(watch) == 300
 
 
-def test_time_of_a_stopped_process_does_not_count(watch: StepWatch) -> None:
-    watch.record(Step(1, 100, num_checks=2), 3600.0)
-    assert watch.limit_s(Step(1, 100)) == 30
+def test_time_of_a_stopped_process_does_not_count(watch: Watchdog) -> None:
+    watch.record(WatchedCall(1, 100, num_checks=2), 3600.0)
+    assert watch.limit_s(WatchedCall(1, 100)) == 30
 
 
 def test_thread_reports_a_hanging_step_once(caplog: pytest.LogCaptureFixture) -> None:
     reasons: list[str] = []
     reported = threading.Event()
-    watch = StepWatch(0.1, lambda reason: (reasons.append(reason), reported.set())[0])
-    with watch.running(), watch.during(Step(1, 5)):
+    watch = Watchdog(0.1, lambda reason: (reasons.append(reason), reported.set())[0])
+    with watch.running(), watch.during(WatchedCall(1, 5)):
         assert reported.wait(30)
     assert len(reasons) == 1
     assert f"{reasons[0]} (10 times the longest forward so far" in caplog.text
     assert "in test_thread_reports_a_hanging_step_once" in caplog.text
     threads = threading.active_count()
-    with StepWatch(0, lambda reason: None).running():
+    with Watchdog(0, lambda reason: None).running():
         assert threading.active_count() == threads
 
 
@@ -92,7 +92,7 @@ def test_core_without_requests_exceeds_no_limit() -> None:
     core = driver.core
 
     def wait() -> list[Callable[[], None]]:
-        found.extend(core._step_watch.check() for _ in range(100))
+        found.extend(core._watchdog.check() for _ in range(100))
         core.stop()
         return []
 

@@ -1,6 +1,6 @@
 """The engine process: an EngineCore and the sockets of its clients. engine_process.py starts it.
 
-    python -P -m penstock.engine.core.worker ADDRESS DESCRIPTOR
+    python -P -m penstock.engine.core.core_process ADDRESS DESCRIPTOR
 
 The parent listens at ADDRESS, in a folder of its own, and passes the DESCRIPTOR of the socket. The first connection is
 the parent's, and its first message is Start. Other clients may connect later (Attach). Standard input is a socket: the
@@ -113,13 +113,13 @@ def _echo_heartbeats(address: Path) -> None:
 
 
 class ClientConnections:
-    """The connections of all clients. Used on the device thread only.
+    """The connections of all clients. Used on the engine thread only.
 
     The first client has connection 0. It also gets the messages that concern no particular client.
 
     Args:
         listener: Socket where clients connect. This object closes it.
-        waker: Wakes the device thread when a client has sent data.
+        waker: Wakes the engine thread when a client has sent data.
     """
 
     def __init__(self, listener: socket.socket, waker: Waker) -> None:
