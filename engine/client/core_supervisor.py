@@ -50,7 +50,7 @@ class CoreClient(Protocol):
 
 
 class CoreSupervisor:
-    """Starts one core, connects it to its client, and restarts it when it dies. Belongs to one event loop.
+    """Starts one core, connects it to its engine client, and restarts it when it dies. Belongs to one event loop.
 
     Requests in a dead core fail with EngineUnavailableError. They are not run again, because a request may have killed
     the core.

@@ -43,7 +43,7 @@ class SocketFolder(NamedTuple):
 
 @contextmanager
 def spare_descriptors() -> Iterator[None]:
-    """Lets this process open files up to the hard limit: connections of clients may hold all up to the soft limit.
+    """Lets this process open files up to the hard limit: HTTP connections may hold all up to the soft limit.
 
     The context must not wait, because connections could take these descriptors too.
     """
@@ -89,10 +89,11 @@ _BACKLOG: Final = 1024
 
 
 class EngineProcess:
-    """A process that runs worker.py and waits for Start. As a context manager it kills the process at the end.
+    """A process that runs core_process.py and waits for Start. As a context manager it kills the process at the end.
 
     Attributes:
-        address: Path of the Unix socket for clients. They may connect at once and are accepted when the process runs.
+        address: Path of the Unix socket for engine clients. They may connect at once and are accepted when the
+            process runs.
         lifeline: A socket. A thread of the process echoes every message. The process ends when the socket closes.
         pid: Process id.
 

@@ -44,7 +44,7 @@ _KILL_TIMEOUT_S: Final = 10.0
 """Seconds to wait for the end of a killed core."""
 _MAX_UNANSWERED_PINGS: Final = 10
 """Unanswered pings after which a process counts as hung. Pings are counted instead of seconds, because a suspended
-machine or a stopped client sends no pings, and receives the echoes when it continues."""
+machine or a stopped server sends no pings, and receives the echoes when it continues."""
 _DISCONNECTED_TIMEOUT_S: Final = 5.0
 """Seconds until a core that has closed its connection but still runs is killed."""
 _MAX_RESTART_PAUSE_S: Final = 30.0
@@ -56,7 +56,7 @@ def restart_pause_s(num_failures: int) -> float:
 
 
 class CoreLink:
-    """The connection of a client to an engine in another process. Belongs to one event loop.
+    """The connection of an engine client to the engine process. Belongs to one event loop.
 
     Args:
         address: Path of the socket of the core.

@@ -44,7 +44,7 @@ class EngineClient:
     """Connects a dispatcher to the engine process. Belongs to one event loop.
 
     Args:
-        number: Its connection number (messages.py), which no other client of the engine has.
+        number: Its connection number (messages.py), which no other engine client has.
         dispatcher: Has one replica, which gets the engine's results.
         on_unreadable: Called when a message of the engine cannot be read.
 
@@ -200,7 +200,7 @@ class EngineServer:
         self._is_connected = True
 
     def disconnect(self, reason: str) -> None:
-        """Records why the engine process ended, and tells the clients."""
+        """Records why the engine process ended, and tells the EngineClients."""
         self._is_connected = False
         self._reason = reason
         self._publish()

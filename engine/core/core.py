@@ -1,8 +1,8 @@
 """The loop of the engine: receives requests, forms batches while the device is busy, sends results.
 
-Runs on one engine thread, in its own process (worker.py) or in the client's process. Independent of HTTP, sockets
-and text. Errors belong to a request: a failing batch is halved until the failing sequence is alone. If memory is too
-short for a chunk of a long sequence, it runs again in smaller chunks.
+Runs on one engine thread, in its own process (core_process.py) or in the process of the caller. Independent of HTTP,
+sockets and text. Errors belong to a request: a failing batch is halved until the failing sequence is alone. If memory
+is too short for a chunk of a long sequence, it runs again in smaller chunks.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from ..protocol.messages import (
 from ..scheduling import Allocation, Batch, InputSequence, PrefillChunk, Request, RequestBuilder, Scheduler
 from .make_scheduler import make_scheduler
 from .runner import CompletedForward, DeviceLostError, DeviceMemoryError, Forward, Runner
-from .watchdog import WatchedCall, Watchdog
 from .waker import Waker
+from .watchdog import Watchdog, WatchedCall
 
 logger = logging.getLogger("penstock.engine")
 
@@ -82,7 +82,7 @@ class NextStart(Enum):
 
     Attributes:
         NOW: At once.
-        AFTER_MESSAGE: When a client sends a request or a cancellation, or a running batch ends.
+        AFTER_MESSAGE: When an engine client sends a request or a cancellation, or a running batch ends.
         AFTER_BATCH: When a running batch ends: the device has no capacity before.
     """
 
@@ -95,13 +95,13 @@ class EngineCore:
     """Owns the scheduler and the model runner.
 
     Threads: the engine thread calls `run`, or `load` and `step`. Any thread may call `receive`, `cancel_connection` and
-    `stop`. In an engine process (worker.py) the main thread is the engine thread and calls all of them, because the
-    waker runs the callbacks of the sockets within `step`. In the client's process (running_core.py) the event loop
-    calls `receive` and `stop`.
+    `stop`. In an engine process (core_process.py) the main thread is the engine thread and calls all of them, because
+    the waker runs the callbacks of the sockets within `step`. In the process of the caller (running_core.py) the event
+    loop calls `receive` and `stop`.
 
     Args:
-        send: Called with each message for the client, on the engine thread or on the thread that calls `receive`. Must
-            be thread-safe.
+        send: Called with each message for an engine client, on the engine thread or on the thread that calls `receive`.
+            Must be thread-safe.
         load_runner: Loads the model, on the engine thread.
         on_ready: Called on the engine thread when the model is loaded, before ModelReady is sent.
         waker: Wakes the engine thread. If it watches sockets, the engine thread calls their callbacks.
@@ -206,7 +206,7 @@ class EngineCore:
             return not is_last
 
     def receive(self, message: ClientMessage, frame: Frame) -> None:
-        """Handles a message of a client: new requests, cancellations, and requests to clear the prefix cache.
+        """Handles a message of an engine client: new requests, cancellations, and requests to clear the prefix cache.
 
         Raises:
             ValueError: The frame does not contain the inputs of the requests.
@@ -231,7 +231,7 @@ class EngineCore:
             self._waker.wake()
 
     def cancel_connection(self, connection_number: int) -> None:
-        """Cancels all requests of a client that has disconnected."""
+        """Cancels all requests of an engine client that has disconnected."""
         with self._lock:
             for request_id in [i for i in self._scheduler.requests if connection_number_of(i) == connection_number]:
                 self._cancel(request_id)

@@ -1,10 +1,10 @@
-"""The engine process: an EngineCore and the sockets of its clients. engine_process.py starts it.
+"""The engine process: an EngineCore and its connections to engine clients. engine_process.py starts it.
 
     python -P -m penstock.engine.core.core_process ADDRESS DESCRIPTOR
 
 The parent listens at ADDRESS, in a folder of its own, and passes the DESCRIPTOR of the socket. The first connection is
-the parent's, and its first message is Start. Other clients may connect later (Attach). Standard input is a socket: the
-process echoes the bytes of the parent, and ends when the parent closes it.
+the parent's, and its first message is Start. Other engine clients may connect later (Attach). Standard input is a
+socket: the process echoes the bytes of the parent, and ends when the parent closes it.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ def main() -> None:
     address, descriptor = sys.argv[1:3]
     threading.Thread(target=_echo_heartbeats, args=(Path(address),), name="lifeline", daemon=True).start()
     waker = Waker()
-    clients = ClientConnections(socket.socket(fileno=int(descriptor)), waker)
-    start = clients.await_start()
+    connections = ClientConnections(socket.socket(fileno=int(descriptor)), waker)
+    start = connections.await_start()
     configure_logging(start.log_level, start.log_format)
-    core = EngineCore(start.config, clients.send, load_runner, on_ready=_freeze, waker=waker, on_stuck=_end_stuck)
-    clients.serve(core)
+    core = EngineCore(start.config, connections.send, load_runner, on_ready=_freeze, waker=waker, on_stuck=_end_stuck)
+    connections.serve(core)
     try:
         core.run()
     except Exception:
         logger.exception("the engine process ends")
         flush_logs()
         os._exit(1)  # the interpreter's shutdown would wait for a stuck driver
-    clients.close(_LINGER_S)
+    connections.close(_LINGER_S)
 
 
 def _freeze() -> None:
@@ -113,13 +113,13 @@ def _echo_heartbeats(address: Path) -> None:
 
 
 class ClientConnections:
-    """The connections of all clients. Used on the engine thread only.
+    """The connections to all engine clients. Used on the engine thread only.
 
-    The first client has connection 0. It also gets the messages that concern no particular client.
+    The parent has connection 0. It also gets the messages that concern no particular engine client.
 
     Args:
-        listener: Socket where clients connect. This object closes it.
-        waker: Wakes the engine thread when a client has sent data.
+        listener: Socket where engine clients connect. This object closes it.
+        waker: Wakes the engine thread when an engine client has sent data.
     """
 
     def __init__(self, listener: socket.socket, waker: Waker) -> None:
@@ -127,14 +127,14 @@ class ClientConnections:
         self._waker = waker
         self._core: EngineCore
         self._connections: dict[int, MessageConnection] = {}
-        self._is_shared = False  # there are several clients
+        self._is_shared = False  # there are several engine clients
         self._early: list[Message] = []  # messages received together with Start
 
     def await_start(self) -> Start:
         """Waits for connection 0 and returns its first message.
 
         Raises:
-            EOFError: The client disconnected before it sent a message.
+            EOFError: The parent disconnected before it sent a message.
             TypeError: The first message is not Start.
         """
         stream, _ = self._listener.accept()
@@ -157,10 +157,10 @@ class ClientConnections:
         self._watch(self._connections[0])
 
     def send(self, message: FromCore, frames: list[Frame]) -> None:
-        """Sends a message. If it concerns several clients, each gets its part."""
+        """Sends a message. If it concerns several engine clients, each gets its part."""
         parts = split(message, frames) if self._is_shared else {0: (message, frames)}
-        for client, (part, part_frames) in parts.items():
-            connection = self._connections.get(client)
+        for number, (part, part_frames) in parts.items():
+            connection = self._connections.get(number)
             if connection is not None:
                 connection.send(encode(part), part_frames)
 
@@ -204,7 +204,7 @@ class ClientConnections:
                 raise TypeError(f"unexpected message {type(message).__name__}")
 
     def _disconnect(self, connection: MessageConnection) -> None:
-        """Cancels the requests of a client that has disconnected."""
+        """Cancels the requests of an engine client that has disconnected."""
         self._waker.unwatch(connection)
         connection.close()
         for number in [number for number, other in self._connections.items() if other is connection]:

@@ -88,7 +88,7 @@ class Runner(ABC):
 
     Attributes:
         info: The model with its resolved device.
-        tokenizer: Tokenizer, sent to the clients.
+        tokenizer: Tokenizer, sent to the engine clients.
         sequence_pool: Memory of the sequences that run in chunks.
         max_forwards: Forwards that can run at the same time: with the C library, one on each of its threads (lanes).
         is_ordered: Forwards run one after the other, in the order of `begin`. Several chunks of one sequence may then

@@ -51,7 +51,7 @@ class _Size(NamedTuple):
 class ImagePreprocessor:
     """Decodes and preprocesses the images of one model. Safe to use from many tasks of one event loop.
 
-    A request occupies each worker with at most one image at a time, so that the images of other requests run in
+    A request occupies each thread with at most one image at a time, so that the images of other requests run in
     between; decode_queue.py has the order. After an error or a cancellation, at most the images that have begun are
     completed.
 

@@ -1,1 +1,1 @@
-"""Types and messages shared by the engine process and its clients: requests, results, parameters, errors."""
+"""Types and messages shared by the engine process and engine clients: requests, results, parameters, errors."""

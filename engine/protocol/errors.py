@@ -9,7 +9,7 @@
     +-- DeadlineExceededError        the deadline passed before the work was done
     |   +-- OwnDeadlineExceededError the request itself had set it
     +-- RequestCancelledError        the caller has disconnected
-    +-- EngineUnavailableError       starting, draining, or the worker died: try again
+    +-- EngineUnavailableError       starting, draining, or its process died: try again
     +-- ModelExecutionError          the forward failed for this request
     +-- UnknownObjectError           no file or batch of this client has that id
     +-- ConflictError                the state of a file or batch does not allow the operation
@@ -190,7 +190,7 @@ class RequestCancelledError(EngineError):
 
 
 class EngineUnavailableError(EngineError):
-    """The engine is starting, draining or lost its worker; the same request may succeed later.
+    """The engine is starting, draining or lost its process; the same request may succeed later.
 
     Attributes:
         reason: Label of the metric of rejected requests.

@@ -1,4 +1,4 @@
-"""One end of a Unix socket between a client and a core. It sends and receives messages, each with its frames.
+"""One end of a Unix socket between an engine client and a core. It sends and receives messages, each with its frames.
 
 Sender and receiver use the socket directly, because waking a thread costs more than most messages. If the other end
 does not read fast enough, a thread sends the rest, so that `send` never blocks.

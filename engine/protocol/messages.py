@@ -1,11 +1,12 @@
-"""Typed messages between the clients of an engine and its core.
+"""Typed messages between engine clients and the core of the engine.
 
 The first frame of a message is a small msgspec struct. Arrays follow as raw little-endian buffers, which
 ClientMessageBuilder and batch_outputs.py pack. Nothing is pickled. An in-process core gets the same structs by
 reference.
 
-A core may have several connections, one to each client process. Connection 0 leads to the process that started the
-core. A connection number is never reused. The field `client` of a request names the API key that pays for it.
+An engine client is a process that uses the engine: the server, or each of its HTTP processes. Each has a connection to
+the core. Connection 0 leads to the process that started the core. A connection number is never reused. The field
+`client` of a request is another thing: the HTTP client, by the name of its API key.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def connection_number_of(request_id: int) -> int:
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Client to core, first message: load this model, and log as the client does (logs.py)."""
+    """Engine client to core, first message: load this model, and log as the client does (logs.py)."""
 
     config: EngineConfig
     log_level: str = "INFO"
@@ -51,7 +52,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Attach(msgspec.Struct, tag=True, frozen=True):
-    """A further client to core, first message: its connection number. Its requests end when its socket closes."""
+    """A further engine client to core, first message: its number. Its requests end when its socket closes."""
 
     connection_number: int
 
@@ -84,13 +85,13 @@ class InputColumns(msgspec.Struct, array_like=True):
 
 
 class ClientMessage(msgspec.Struct, tag=True):
-    """Client to core: the requests and cancellations of one iteration of the client's event loop.
+    """Engine client to core: the requests and cancellations of one iteration of its event loop.
 
     Frame: the int32 token ids of all inputs, the float32 vectors of all queries, then the pixels of all images. See
     ClientMessageBuilder.pack.
 
     Attributes:
-        connection_number: Number of the sending client; 0: the process that started the core.
+        connection_number: Number of the sending engine client; 0: the process that started the core.
         params: The distinct parameters of the requests.
         clients: The distinct `client` and `namespace` of the requests; see SubmitRequest.
         requests: One header for each request.
@@ -114,18 +115,18 @@ class ClientMessage(msgspec.Struct, tag=True):
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Client to core: finish the running step, then exit."""
+    """Engine client to core: finish the running step, then exit."""
 
 
 class ModelReady(msgspec.Struct, tag=True, frozen=True):
-    """Core to client: the model is loaded."""
+    """Core to engine client: the model is loaded."""
 
     info: ModelInfo
     tokenizer: TokenizerSpec
 
 
 class LoadFailed(msgspec.Struct, tag=True, frozen=True):
-    """Core to client: the model cannot be served. `kind` is a class name of errors.py."""
+    """Core to engine client: the model cannot be served. `kind` is a class name of errors.py."""
 
     kind: str
     message: str
@@ -200,7 +201,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
 class ArrayHeader(msgspec.Struct, array_like=True, frozen=True):
     """Describes one frame of float32 values: the output `name` of some sequences.
 
-    Token-level outputs have one part per chunk. The client joins them along the first axis.
+    Token-level outputs have one part per chunk. The engine client joins them along the first axis.
 
     Attributes:
         name: Name of the output, such as "embedding".
@@ -222,10 +223,11 @@ class ArrayHeader(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepResults(msgspec.Struct, tag=True, frozen=True):
-    """Core to client: the results and the load of one step. Frames: the values of each array, float32.
+    """Core to engine client: the results and the load of one step. Frames: the values of each array, float32.
 
     A step that runs only inner chunks of long sequences has no arrays. `num_tokens` is 0 if no sequence ran: after
-    loading, and when every sequence of a batch failed. The client then counts no step, and reads the other metrics.
+    loading, and when every sequence of a batch failed. The engine client then counts no step, and reads the other
+    metrics.
 
     Attributes:
         arrays: Headers of the frames.
@@ -246,7 +248,7 @@ class StepResults(msgspec.Struct, tag=True, frozen=True):
 
 
 class PrefixCacheCleared(msgspec.Struct, tag=True, frozen=True):
-    """Core to client: the prefix cache was emptied.
+    """Core to engine client: the prefix cache was emptied.
 
     Attributes:
         request_id: Id of the request to clear it.
@@ -258,7 +260,7 @@ class PrefixCacheCleared(msgspec.Struct, tag=True, frozen=True):
 
 
 class RequestFailed(msgspec.Struct, tag=True, frozen=True):
-    """Core to client: a request failed as a whole. `kind` is a class name of errors.py; `param` as in EngineError."""
+    """Core to engine client: a request failed as a whole. `kind`: a class of errors.py; `param` as in EngineError."""
 
     request_id: int
     kind: str
@@ -326,12 +328,12 @@ class SubmitRequest(NamedTuple):
     """The message that starts a Request in the engine process. A ClientMessage holds several.
 
     Attributes:
-        request_id: Unique among all clients of the engine process; see `first_request_id`.
+        request_id: Unique among all engine clients; see `first_request_id`.
         params: Its resolved parameters.
         inputs: At least one.
         priority: Lower runs first.
         timeout_s: Seconds until its deadline; None: no deadline.
-        client: Name of the API key; see RequestOptions.
+        client: The HTTP client, by the name of its API key; see RequestOptions.
         namespace: Requests share cached prefixes within a namespace only; see RequestOptions.
     """
 

@@ -1,6 +1,6 @@
 """Description of a served model, known before its weights are read.
 
-ModelInfo has every value that changes results, and its source. The engine process sends it to its clients. Plain
+ModelInfo has every value that changes results, and its source. The engine process sends it to engine clients. Plain
 Python; model_files/ reads the files.
 """
 
@@ -316,7 +316,7 @@ class TextPadding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSpec:
-    """The tokenizer of the model. The engine process resolves it, because the client must not load transformers.
+    """The tokenizer of the model. The engine process resolves it, because engine clients must not load transformers.
 
     Attributes:
         json: Serialised tokenizer of the `tokenizers` library, without truncation and padding.

@@ -272,7 +272,8 @@ class RequestOptions:
     Attributes:
         timeout_s: Seconds until the deadline.
         priority: Lower runs first among the requests of a client; a level equals one second of waiting.
-        client: The sending client. Waiting clients share the device evenly, regardless of how much each sends.
+        client: The HTTP client, by the name of its API key. Waiting clients share the device evenly,
+            regardless of how much each sends.
         namespace: Cached vectors and prefixes are shared within a namespace only, so that the latency of a request does
             not reveal the texts of other namespaces.
         adapter: Name of a LoRA adapter of the model; None takes the model's default.

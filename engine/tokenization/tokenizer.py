@@ -1,6 +1,6 @@
 """Tokenizes short texts in the event loop, others in worker threads.
 
-TokenizerPool runs in the client of the engine and needs only the `tokenizers` library. The engine process resolves the
+TokenizerPool runs in the server process and needs only the `tokenizers` library. The engine process resolves the
 tokenizer (tokenizer_loader.py) and sends it as a TokenizerSpec. TokenizerJobs runs the work: a few short texts in the
 event loop, because waking a thread would take longer. It submits all jobs of one iteration of the event loop together.
 A SharedResource limits the characters of waiting and running jobs.

@@ -36,7 +36,7 @@ _PATH_SETTINGS: Final = {"vocab_file", "merges_file", "tokenizer_file", "name_or
 def load_tokenizer(
     info: ModelInfo, *, trust_remote_code: bool = False, chat_template: str | None = None
 ) -> TokenizerSpec:
-    """Loads the tokenizer as transformers would and serialises it for clients.
+    """Loads the tokenizer as transformers would and serialises it for engine clients.
 
     A GGUF file uses the tokenizer.json beside it, or else its own metadata.
 

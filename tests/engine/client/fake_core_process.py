@@ -1,4 +1,4 @@
-"""A worker process without a model: `fake_core_process.py ADDRESS DESCRIPTOR`. The name of the model sets its behaviour.
+"""An engine process without a model: `fake_core_process.py ADDRESS DESCRIPTOR`. The model's name sets its behaviour.
 
 It answers Start with LoadFailed and ClientMessage with RequestFailed, which hold the received data, and echoes stdin.
 "stays" ends after Stop, "ends" at once with exit code 3, "stuck" at once with STUCK_EXIT_CODE, "garbage" sends an

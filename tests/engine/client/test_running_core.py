@@ -71,7 +71,9 @@ def make_core(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ProcessCore]:
 
     def create_fake(arguments: tuple[str, ...], **options: Any) -> subprocess.Popen[bytes]:
         assert arguments[:-2] == (sys.executable, "-P", "-m", "penstock.engine.core.core_process")
-        return create((sys.executable, "-P", str(Path(__file__).parent / "fake_core_process.py"), *arguments[-2:]), **options)
+        return create(
+            (sys.executable, "-P", str(Path(__file__).parent / "fake_core_process.py"), *arguments[-2:]), **options
+        )
 
     monkeypatch.setattr(engine_process.subprocess, "Popen", create_fake)
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from penstock.engine.core import waker as waker_module
-from penstock.engine.core.waker import Waker
 from penstock.engine.core.core_process import ClientConnections, split
+from penstock.engine.core.waker import Waker
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.message_connection import MessageConnection
 from penstock.engine.protocol.messages import (

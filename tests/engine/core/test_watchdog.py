@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine import AsyncEngine
 from penstock.engine.client.core_supervisor import EngineState
-from penstock.engine.core.watchdog import WatchedCall, Watchdog
+from penstock.engine.core.watchdog import Watchdog, WatchedCall
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import EngineUnavailableError
 from penstock.engine.protocol.params import PoolingParams
