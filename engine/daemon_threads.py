@@ -1,10 +1,11 @@
-"""Worker threads that do not delay the end of the process."""
+"""Threads that do not delay the end of the process: worker threads, and a thread with an event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -92,3 +93,65 @@ def _run(future: Future[T], job: Callable[[], T]) -> None:
         del future  # the traceback of the error refers to this frame
     else:
         future.set_result(result)
+
+
+class EventLoopThread:
+    """An event loop in its own thread, for callers without one."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._run, name="penstock-llm", daemon=True)
+        self._last_task: asyncio.Task[None] | None = None
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        with self._lock:
+            self._has_ended = True
+        self._loop.run_until_complete(_cancel_tasks())
+        self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` on the loop and returns its result; an interrupted wait cancels it.
+
+        Raises:
+            EngineUnavailableError: The thread has ended, or ends before `work`.
+        """
+        with self._lock:
+            if self._has_ended:
+                work.close()
+                raise EngineUnavailableError("The engine was closed.")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except CancelledError:
+            raise EngineUnavailableError("The engine was closed.") from None
+        except BaseException:  # such as KeyboardInterrupt
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def stop_after(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Runs `work` and then ends the thread. Returns at once.
+
+        The garbage collector runs finalizers in any thread. In the thread of an engine, a wait would block both.
+        """
+        self._loop.call_soon_threadsafe(self._run_last, work)
+
+    def _run_last(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._last_task = self._loop.create_task(work())
+        self._last_task.add_done_callback(lambda _: self._loop.stop())
+
+
+async def _cancel_tasks() -> None:
+    """Cancels the other tasks of the event loop and waits for their ends."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

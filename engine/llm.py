@@ -10,16 +10,13 @@ import asyncio
 import atexit
 import math
 import sys
-import threading
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,17 +24,15 @@ from tqdm import tqdm
 
 from .async_engine import AsyncEngine
 from .client.scoring import check_sides
-from .images.values import ImageValueError, file_of, read_image_value
+from .daemon_threads import EventLoopThread
+from .llm_inputs import Prompt, Side, UnreadImage, inputs_of, read_images, sides_of
 from .protocol.config import EngineConfig, PoolerConfig
-from .protocol.errors import EngineError, EngineUnavailableError, InvalidRequestError
-from .protocol.images import ImageInput, MixedInput
+from .protocol.errors import EngineError, InvalidRequestError
+from .protocol.images import MixedInput
 from .protocol.model_info import ModelInfo
-from .protocol.params import Input, PoolingParams, RequestOptions, Text
+from .protocol.params import Input, PoolingParams, RequestOptions
 from .protocol.results import ClassificationOutput, EmbeddingOutput, PoolingOutput, PoolingRequestOutput, ScoringOutput
 from .protocol.tasks import PoolingTask
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 _SLICE: Final = 256
 """Inputs of one request to the engine: enough for full batches, and few enough for frequent progress."""
@@ -46,75 +41,8 @@ _IMAGE_SLICE: Final = 32
 _IN_FLIGHT: Final = 2
 
 Output = TypeVar("Output")
-Result = TypeVar("Result")
 EngineCall = Callable[[list[Any]], Awaitable[list[Output]]]
-ImageSource: TypeAlias = "bytes | Path | Image | ImageInput"
-"""An image: the bytes of its file, its path, or an image of Pillow."""
-Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any] | ImageSource | MixedInput"
-Side: TypeAlias = "str | Mapping[str, Any] | ImageSource | MixedInput"
 Params = PoolingParams | Sequence[PoolingParams]
-
-
-class EventLoopThread:
-    """An event loop in its own thread, for callers without one."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()
-        self._has_ended = False
-        self._thread = threading.Thread(target=self._run, name="penstock-llm", daemon=True)
-        self._last_task: asyncio.Task[None] | None = None
-        self._thread.start()
-
-    def _run(self) -> None:
-        self._loop.run_forever()
-        with self._lock:
-            self._has_ended = True
-        self._loop.run_until_complete(_cancel_tasks())
-        self._loop.close()
-
-    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Runs `work` on the loop and returns its result; an interrupted wait cancels it.
-
-        Raises:
-            EngineUnavailableError: The thread has ended, or ends before `work`.
-        """
-        with self._lock:
-            if self._has_ended:
-                work.close()
-                raise EngineUnavailableError("The engine was closed.")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except CancelledError:
-            raise EngineUnavailableError("The engine was closed.") from None
-        except BaseException:  # such as KeyboardInterrupt
-            future.cancel()
-            raise
-
-    def stop(self) -> None:
-        """Ends the thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-    def stop_after(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Runs `work` and then ends the thread. Returns at once.
-
-        The garbage collector runs finalizers in any thread. In the thread of an engine, a wait would block both.
-        """
-        self._loop.call_soon_threadsafe(self._run_last, work)
-
-    def _run_last(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._last_task = self._loop.create_task(work())
-        self._last_task.add_done_callback(lambda _: self._loop.stop())
-
-
-async def _cancel_tasks() -> None:
-    """Cancels the other tasks of the event loop and waits for their ends."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class LLM:
@@ -238,14 +166,14 @@ class LLM:
 
         Queries and documents may be images, in the forms of `embed`, if the model reads images.
         """
-        left, right = _sides(queries), _sides(documents)
+        left, right = sides_of(queries), sides_of(documents)
         check_sides(left, right)  # before the lists are split
         params = _params(pooling_params, truncate_prompt_tokens)
         options = RequestOptions(instruction=instruction)
 
         async def call(indices: list[int]) -> list[PoolingRequestOutput[ScoringOutput]]:
-            queries = await _loaded(left if len(left) == 1 else [left[index] for index in indices])
-            documents = await _loaded([right[index] for index in indices])
+            queries = await read_images(left if len(left) == 1 else [left[index] for index in indices])
+            documents = await read_images([right[index] for index in indices])
             result = await self._engine.score(queries, documents, params, options)
             rows = zip(result.scores.tolist(), result.num_tokens, strict=True)
             return [PoolingRequestOutput(ScoringOutput(score), num_tokens) for score, num_tokens in rows]
@@ -321,7 +249,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[Output]:
         """Runs inputs that have the same parameters together."""
-        inputs = _inputs(prompts)
+        inputs = inputs_of(prompts)
         each = [params] * len(inputs) if params is None or isinstance(params, PoolingParams) else list(params)
         if len(each) != len(inputs):
             raise InvalidRequestError(
@@ -355,93 +283,14 @@ def _params(params: PoolingParams | None, truncate_prompt_tokens: int | None) ->
     return params if truncate_prompt_tokens is None else params.clone(truncate_prompt_tokens=truncate_prompt_tokens)
 
 
-class _UnreadImage(NamedTuple):
-    """An input with an image that is not read yet.
-
-    Attributes:
-        image: The image in one of the forms of LLM.embed.
-        text: Text after the image; None: there is none.
-    """
-
-    image: Any
-    text: str | None
-
-    def read(self, index: int) -> ImageInput | MixedInput:
-        """Reads the image. Raises InvalidRequestError, which names `index`."""
-        try:
-            if isinstance(self.image, ImageInput):
-                image = self.image
-            else:
-                file = file_of(self.image) if _is_picture(self.image) else read_image_value(self.image, Path())
-                image = ImageInput(file if isinstance(file, bytes) else file.read_bytes())
-        except ImageValueError as error:
-            raise InvalidRequestError(f"Input {index} {error}.", param="input") from error
-        except OSError as error:
-            raise InvalidRequestError(f"Input {index} cannot be read ({error}).", param="input") from error
-        return image if self.text is None else MixedInput((image, self.text))
-
-
-async def _loaded(inputs: Sequence[Any]) -> list[Any]:
-    """Returns the inputs with their images read."""
-    if not any(isinstance(item, _UnreadImage) for item in inputs):
-        return list(inputs)
-
-    def read() -> list[Any]:
-        return [item.read(index) if isinstance(item, _UnreadImage) else item for index, item in enumerate(inputs)]
-
-    return await asyncio.to_thread(read)
-
-
 async def _call_loaded(
     call: Callable[[PoolingParams, list[Input]], Awaitable[list[Output]]], params: PoolingParams, inputs: list[Any]
 ) -> list[Output]:
-    return await call(params, await _loaded(inputs))
+    return await call(params, await read_images(inputs))
 
 
 def _slice_size(inputs: Sequence[Any]) -> int:
-    return _IMAGE_SLICE if any(isinstance(item, _UnreadImage | MixedInput) for item in inputs) else _SLICE
-
-
-def _is_picture(value: object) -> bool:
-    """Returns whether a value is an image of Pillow, without an import of Pillow."""
-    return any(kind.__module__ == "PIL.Image" and kind.__name__ == "Image" for kind in type(value).__mro__)
-
-
-def _is_single(value: Any) -> bool:
-    return isinstance(value, (str, bytes, Mapping, Path, ImageInput, MixedInput)) or _is_picture(value)
-
-
-def _sides(values: Any) -> list[Any]:
-    """Returns the queries or documents of `score`."""
-    sides = [values] if _is_single(values) else list(values)
-    return [side if isinstance(side, str) else _input(side, index) for index, side in enumerate(sides)]
-
-
-def _inputs(prompts: Any) -> list[Any]:
-    if _is_single(prompts) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
-        return [_input(prompts, 0)]
-    return [_input(prompt, index) for index, prompt in enumerate(prompts)]
-
-
-def _input(prompt: Any, index: int) -> Text | _UnreadImage | MixedInput:
-    given = prompt
-    if isinstance(prompt, MixedInput):
-        return prompt
-    if isinstance(prompt, Mapping) and prompt.get("image") is not None:
-        return _UnreadImage(prompt["image"], prompt.get("text"))
-    if isinstance(prompt, bytes | Path | ImageInput) or _is_picture(prompt):
-        return _UnreadImage(prompt, None)
-    if isinstance(prompt, Mapping):
-        given = prompt.get("prompt_token_ids", prompt.get("prompt"))
-    if isinstance(given, str):
-        return given
-    if isinstance(given, Sequence | np.ndarray) and all(isinstance(i, int | np.integer) for i in given):
-        return [int(i) for i in given]
-    raise InvalidRequestError(
-        f"Input {index} is {str(prompt)[:60]!r}; it must be a text, token ids, an image, or an object with prompt, "
-        "prompt_token_ids or image.",
-        param="input",
-    )
+    return _IMAGE_SLICE if any(isinstance(item, UnreadImage | MixedInput) for item in inputs) else _SLICE
 
 
 async def run_in_slices(

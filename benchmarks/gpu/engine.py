@@ -22,8 +22,8 @@ import torch
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.model_runner import ModelRunner
+from penstock.engine.daemon_threads import EventLoopThread
 from penstock.engine.executors.torch.packed_batch import PackedBatch
-from penstock.engine.llm import EventLoopThread
 from penstock.engine.pooling import ModelPooler
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
 from penstock.engine.protocol.params import PoolingParams, Text

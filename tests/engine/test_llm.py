@@ -18,7 +18,8 @@ import transformers
 from sentence_transformers import SentenceTransformer
 
 from penstock.engine import LLM, AsyncEngine, EngineConfig, EngineError, PoolerConfig, PoolingParams, SchedulerConfig
-from penstock.engine.llm import EventLoopThread, run_in_slices
+from penstock.engine.daemon_threads import EventLoopThread
+from penstock.engine.llm import run_in_slices
 from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError, UnsupportedTaskError
 
 PROMPTS = ["Hello my name is", "The best thing about water", "A dam."]
