@@ -4,7 +4,10 @@ Admission: the pixels of waiting and running requests have a limit, `max_queue_s
 API keys share it as they share the queue of tokens (engine/client/queue_admission.py).
 
 Order: clients take turns by start-time fair queueing with pixels as service, as in engine/scheduling/fair_queue.py.
-Within a client, smaller images overtake an image until the client has received SLOWDOWN times its pixels.
+Within a client, the image with the earliest virtual deadline runs first: the start time of the client when the image
+arrived, plus SLOWDOWN times its pixels. So smaller images overtake an image until the client has received SLOWDOWN times
+its pixels. FairQueue has size classes instead, because it fills batches with requests of all sizes. An image runs alone,
+so one sorted list for each client is enough.
 
 Memory: an image that does not fit into the memory of running images lets others pass, up to its own pixels.
 
@@ -33,6 +36,7 @@ from ..protocol.shared_resource import WorkLimit
 T = TypeVar("T")
 
 SLOWDOWN: Final = 8
+"""Limit of the delay of an image by smaller ones of the same client, in times its own pixels."""
 TRIM_BYTES: Final = 32 << 20
 """Decoded bytes after which free memory returns to the system. Smaller images reuse the memory of those before."""
 SMALL_PIXELS: Final = 1 << 20
@@ -50,7 +54,7 @@ class _Image:
     """An image that waits or runs.
 
     Attributes:
-        virtual_deadline: Order within the client: the smallest runs first.
+        virtual_deadline: Sort key within the client, in pixels: the smallest runs first.
         job: Decodes the image.
         result: Result of `job`.
         num_overtaking: Pixels that started although this image came first, because it did not fit into the memory.
