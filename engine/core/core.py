@@ -225,7 +225,8 @@ class EngineCore:
             for request_id in message.cancels:
                 self._cancel(request_id)
             for request_id in message.clears:
-                self._reset_prefix_cache(request_id)
+                num_blocks = self._runner.sequence_pool.reset_prefix_cache()
+                self._send(PrefixCacheCleared(request_id, num_blocks), [])
             should_wake = self._is_waiting_for_message or self._has_freed_memory
         if should_wake:
             self._waker.wake()
@@ -352,11 +353,6 @@ class EngineCore:
         self._is_blocked = False
         self._has_freed_memory |= request is not None and not self._runner.sequence_pool.is_empty
         return request
-
-    def _reset_prefix_cache(self, request_id: int) -> None:
-        """Empties the prefix cache and reports the number of blocks. The caller holds the lock."""
-        num_blocks = self._runner.sequence_pool.reset_prefix_cache()
-        self._send(PrefixCacheCleared(request_id, num_blocks), [])
 
     def _preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
         """Saves the states of a preempted sequence before the next forward overwrites them."""

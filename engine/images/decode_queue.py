@@ -5,9 +5,9 @@ API keys share it as they share the queue of tokens (engine/client/queue_admissi
 
 Order: clients take turns by start-time fair queueing with pixels as service, as in engine/scheduling/fair_queue.py.
 Within a client, the image with the earliest virtual deadline runs first: the start time of the client when the image
-arrived, plus SLOWDOWN times its pixels. So smaller images overtake an image until the client has received SLOWDOWN times
-its pixels. FairQueue has size classes instead, because it fills batches with requests of all sizes. An image runs alone,
-so one sorted list for each client is enough.
+arrived, plus SLOWDOWN times its pixels. So smaller images overtake an image until the client has received SLOWDOWN
+times its pixels. FairQueue has size classes instead, because it fills batches with requests of all sizes. An image runs
+alone, so one sorted list for each client is enough.
 
 Memory: an image that does not fit into the memory of running images lets others pass, up to its own pixels.
 
