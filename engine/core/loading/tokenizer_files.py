@@ -138,16 +138,7 @@ def read_tokenizer(info: ModelInfo, folder: Path) -> LoadedTokenizer:
         raise NotBuiltHereError("its chat template makes the prompt of pairs")
     if info.model_type in ("mistral", "ministral3") and find_spec("mistral_common") is not None:
         raise NotBuiltHereError("mistral_common is installed, and transformers would use it")
-    try:
-        data = (folder / "tokenizer.json").read_bytes()
-        backend = Tokenizer.from_buffer(data)
-        file = msgspec.json.decode(data, type=_File)
-    except FileNotFoundError:
-        raise NotBuiltHereError("there is no tokenizer.json") from None
-    except Exception as error:  # the tokenizers library raises Exception for an unreadable file
-        if is_lfs_pointer(folder / "tokenizer.json"):  # transformers could not read it either
-            raise ModelLoadError(f"{folder / 'tokenizer.json'} {LFS_HINT}.") from None
-        raise NotBuiltHereError("its tokenizer.json cannot be read") from error
+    data, backend, file = _read_file(folder)
     settings = _settings(folder)
     declared = settings.get("tokenizer_class") or info.config.get("tokenizer_class")
     name = class_name(info.model_type, declared, is_byte_level=b'"ByteLevel"' in data)
@@ -189,6 +180,20 @@ def read_tokenizer(info: ModelInfo, folder: Path) -> LoadedTokenizer:
         truncation_side=_side(settings, "truncation_side", truncation.get("direction", "right")),
         model_input_names=settings.get("model_input_names", known.input_names),
     )
+
+
+def _read_file(folder: Path) -> tuple[bytes, Tokenizer, _File]:
+    """Returns the bytes of tokenizer.json, the tokenizer of the library and the fields that the library hides."""
+    try:
+        data = (folder / "tokenizer.json").read_bytes()
+        backend = Tokenizer.from_buffer(data)
+        return data, backend, msgspec.json.decode(data, type=_File)
+    except FileNotFoundError:
+        raise NotBuiltHereError("there is no tokenizer.json") from None
+    except Exception as error:  # the tokenizers library raises Exception for an unreadable file
+        if is_lfs_pointer(folder / "tokenizer.json"):  # transformers could not read it either
+            raise ModelLoadError(f"{folder / 'tokenizer.json'} {LFS_HINT}.") from None
+        raise NotBuiltHereError("its tokenizer.json cannot be read") from error
 
 
 def read_static_tokenizer(info: ModelInfo) -> LoadedTokenizer:
