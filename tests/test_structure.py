@@ -33,7 +33,7 @@ def test_reading_order_is_short_and_names_files_once() -> None:
     blocks = dict(re.findall(r"<!-- reading: (\w+) -->\n```\n(.*?)```", ARCHITECTURE, re.DOTALL))
     lists = {name: [line.split()[0] for line in text.splitlines()] for name, text in blocks.items()}
     assert len(lists["server"]) + len(lists["request"]) <= 15
-    assert len(lists["chunk"]) <= 8
+    assert len(lists["chunk"]) <= 6
     paths = [path for own in lists.values() for path in own]
     assert [path for path in paths if not (ROOT / path).is_file()] == []
     assert len(set(paths)) == len(paths)

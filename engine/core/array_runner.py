@@ -88,6 +88,9 @@ class _ForwardStart:
 class ArrayRunner(PoolingRunner[Floats]):
     """Runs an encoder or a decoder on a CPU with the C library.
 
+    `begin` packs a batch and starts its forward. `_finish` waits for the forward and pools its rows. The base class
+    holds the ModelPooler (`_pooler`) and the ChunkedPoolingManager (`_pooling_states`).
+
     Args:
         token_heads: Token heads; None if the model has none.
     """
@@ -189,6 +192,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         return times
 
     def _begin(self, chunks: Sequence[PrefillChunk], batch: PackedArrays, start: _ForwardStart) -> ArrayForward:
+        """Starts the forward of a packed batch. If only the first or last rows are pooled, it returns only those."""
         output_rows = self._pooled_rows
         if output_rows is not OutputRows.ALL and not self._reads_pooled_rows_only(chunks, batch):
             output_rows = OutputRows.ALL

@@ -173,7 +173,8 @@ class ModelPooler(Generic[R]):
     """Pools the output of the model and runs the heads. Stateless: ChunkedPoolingManager stores the states of chunks.
 
     Args:
-        ops: Arithmetic of the rows; also an attribute.
+        ops: Arithmetic of the rows; also an attribute. `ops.pool` is one call of the C library or of a kernel: it pools
+            all sequences, truncates the vectors and normalises them.
         classify: Maps pooled rows [N, D] to class logits [N, C].
         classify_tokens: Maps token rows [R, D] to class logits [R, C].
         dense: The Dense modules of an embedding model, in order, float32.
