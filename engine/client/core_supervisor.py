@@ -36,8 +36,8 @@ class EngineState(StrEnum):
     DEAD = "dead"
 
 
-class CoreClient(Protocol):
-    """Receives the events of a core, such as a Replica."""
+class CoreObserver(Protocol):
+    """Gets the events of a core: a Replica or an EngineServer."""
 
     def connect(self, send: SendToEngine) -> None:
         """Called when the core is ready. `send` sends messages to it."""
@@ -50,7 +50,7 @@ class CoreClient(Protocol):
 
 
 class CoreSupervisor:
-    """Starts one core, connects it to its engine client, and restarts it when it dies. Belongs to one event loop.
+    """Starts one core, connects it to its observer, and restarts it when it dies. Belongs to one event loop.
 
     Requests in a dead core fail with EngineUnavailableError. They are not run again, because a request may have killed
     the core.
@@ -67,7 +67,7 @@ class CoreSupervisor:
     def __init__(
         self,
         config: EngineConfig,
-        replica: CoreClient,
+        observer: CoreObserver,
         on_change: Callable[[], None],
         *,
         log_level: str,
@@ -77,7 +77,7 @@ class CoreSupervisor:
         self.state = EngineState.STARTING
         self.num_restarts = 0
         self._start_message = Start(config, log_level, log_format)
-        self._replica = replica
+        self._observer = observer
         self._on_change = on_change
         self._process = process
         self._core: ProcessCore | ThreadCore | None = None
@@ -99,10 +99,10 @@ class CoreSupervisor:
 
     def _make_core(self) -> ProcessCore | ThreadCore:
         if self._start_message.config.in_process:
-            return ThreadCore(self._start_message, self._core_loaded, self._replica.receive, self._core_ended)
+            return ThreadCore(self._start_message, self._core_loaded, self._observer.receive, self._core_ended)
         process = self._process
         self._process = None
-        return ProcessCore(self._start_message, self._core_loaded, self._replica.receive, self._core_ended, process)
+        return ProcessCore(self._start_message, self._core_loaded, self._observer.receive, self._core_ended, process)
 
     def pin_model(self, info: ModelInfo) -> None:
         """Pins folder, device, dtype and arithmetic of the loaded model for later processes: vectors stay equal.
@@ -140,7 +140,7 @@ class CoreSupervisor:
         if self._restarting is not None:
             self._restarting.cancel()
             await asyncio.gather(self._restarting, return_exceptions=True)
-        self._replica.disconnect("the server is shutting down")
+        self._observer.disconnect("the server is shutting down")
         if self._core is not None:
             await self._core.close()
 
@@ -162,13 +162,13 @@ class CoreSupervisor:
         if self._core is None or self._is_ending:
             return
         self.pin_model(message.info)
-        self._replica.connect(self._core.send)
+        self._observer.connect(self._core.send)
         self._enter(EngineState.READY)
         self._ready.set_result(message)
 
     def _core_ended(self, reason: str) -> None:
         """Called when the core has ended without Stop."""
-        self._replica.disconnect(reason)
+        self._observer.disconnect(reason)
         if not self._ready.done():
             self._ready.set_exception(MachineError(f"The model could not be loaded: {reason}."))
         elif self.state is EngineState.READY:

@@ -293,62 +293,19 @@ class ThreadCore:
         self._closing = False
         self._core: EngineCore | None = None
         self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._created: asyncio.Future[None]
         self._is_stuck = False
         self._has_ended = asyncio.Event()  # or is stuck
 
     async def start(self) -> None:
         """Starts the core; ModelReady or LoadFailed follows. Raises MachineError if the core cannot be created."""
-        loop = asyncio.get_running_loop()
-
-        def send(message: FromCore, frames: list[Frame]) -> None:
-            if self._is_stuck:  # another core has replaced this one
-                return
-            if isinstance(message, LoadResult):
-                loop.call_soon_threadsafe(self._on_load, message)
-            else:
-                loop.call_soon_threadsafe(self._on_message, message, frames)
-
-        def run() -> None:
-            try:
-                # Imported in the thread, because importing torch would block the event loop for a second.
-                from ..core.core import EngineCore
-                from ..core.load_runner import load_runner
-
-                core = self._core = EngineCore(self._start.config, send, load_runner, on_stuck=stuck)
-                if self._closing:  # `close` may not have seen the core
-                    core.stop()
-                loop.call_soon_threadsafe(report_created)
-                core.run()
-                reason = "the engine thread ended"
-            except Exception as error:  # the reason is reported to all requests
-                logger.exception("the engine thread failed")
-                reason = f"the engine thread failed: {error!r}"
-            if not self._is_stuck:
-                loop.call_soon_threadsafe(ended, reason)
-
-        def report_created() -> None:
-            if not created.done():  # `start` may have been cancelled
-                created.set_result(None)
-
-        def stuck(reason: str) -> None:
-            self._is_stuck = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(ended, f"the engine thread is stuck: {reason}")
-
-        def ended(reason: str) -> None:
-            if self._has_ended.is_set():
-                return
-            self._has_ended.set()
-            if not created.done():
-                created.set_exception(MachineError(reason))
-            elif not self._closing:
-                self._on_exit(reason)
-
-        created: asyncio.Future[None] = loop.create_future()
-        thread = threading.Thread(target=run, name="engine-core", daemon=True)
+        self._loop = asyncio.get_running_loop()
+        self._created = self._loop.create_future()
+        thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
         thread.start()
         self._thread = thread
-        await created
+        await self._created
 
     def send(self, first: bytes, frames: Sequence[Frame]) -> None:
         """Passes a ClientMessage to the core."""
@@ -377,3 +334,50 @@ class ThreadCore:
             logger.critical("the engine thread is stuck and is left behind, with the memory of its model.")
         else:
             self._thread.join()  # it returns now; Python starts no thread for this wait while it ends
+
+    # The engine thread calls the methods below, up to `_report_stuck`. They call the others on the event loop.
+
+    def _run(self) -> None:
+        try:
+            # Imported in the thread, because importing torch would block the event loop for a second.
+            from ..core.core import EngineCore
+            from ..core.load_runner import load_runner
+
+            core = EngineCore(self._start.config, self._deliver, load_runner, on_stuck=self._report_stuck)
+            self._core = core
+            if self._closing:  # `close` may not have seen the core
+                core.stop()
+            self._loop.call_soon_threadsafe(self._report_created)
+            core.run()
+            reason = "the engine thread ended"
+        except Exception as error:  # the reason is reported to all requests
+            logger.exception("the engine thread failed")
+            reason = f"the engine thread failed: {error!r}"
+        if not self._is_stuck:
+            self._loop.call_soon_threadsafe(self._handle_end, reason)
+
+    def _deliver(self, message: FromCore, frames: list[Frame]) -> None:
+        if self._is_stuck:  # another core has replaced this one
+            return
+        if isinstance(message, LoadResult):
+            self._loop.call_soon_threadsafe(self._on_load, message)
+        else:
+            self._loop.call_soon_threadsafe(self._on_message, message, frames)
+
+    def _report_stuck(self, reason: str) -> None:
+        self._is_stuck = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._handle_end, f"the engine thread is stuck: {reason}")
+
+    def _report_created(self) -> None:
+        if not self._created.done():  # `start` may have been cancelled
+            self._created.set_result(None)
+
+    def _handle_end(self, reason: str) -> None:
+        if self._has_ended.is_set():
+            return
+        self._has_ended.set()
+        if not self._created.done():
+            self._created.set_exception(MachineError(reason))
+        elif not self._closing:
+            self._on_exit(reason)
