@@ -39,7 +39,7 @@ from penstock.engine.core.runner import CompletedForward, ForwardTime, Runner
 from penstock.engine.executors.cpu.array_encoder import PackedArrays
 from penstock.engine.protocol.batch_outputs import BatchOutputs, OutputArray
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
-from penstock.engine.protocol.messages import TokenizedInput
+from penstock.engine.protocol.messages import Start, TokenizedInput
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.params import DEFAULT_OPTIONS, PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
@@ -177,7 +177,7 @@ async def _measure(size: int, args: argparse.Namespace, meter: Meter) -> Row:
     config = EngineConfig(model="packs", device="cpu", hang_timeout_s=0, scheduler=limits)
     dispatcher = Dispatcher(limits.max_queued_tokens)
     replica = dispatcher.replicas[0]
-    supervisor = CoreSupervisor(config, replica, lambda: None, log_level="WARNING", log_format="console")
+    supervisor = CoreSupervisor(Start(config, "WARNING"), replica, lambda: None)
     await supervisor.start()
     rng = random.Random(size)
     ids = np.arange(128, dtype=np.int32)

@@ -25,7 +25,7 @@ from .images.preprocessor import ImagePreprocessor
 from .protocol.config import EngineConfig
 from .protocol.errors import InvalidRequestError
 from .protocol.images import ImageInput, MixedInput
-from .protocol.messages import ModelReady
+from .protocol.messages import ModelReady, Start
 from .protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from .protocol.params import DEFAULT_OPTIONS, Input, PoolingParams, RequestOptions, TextOrImage
 from .protocol.results import (
@@ -118,7 +118,7 @@ class AsyncEngine:
         limits = config.scheduler
         model_cache = None if cache is None else ModelCache(cache)
         dispatcher = Dispatcher(limits.max_queued_tokens, limits.max_queue_s, model_cache, num_replicas=len(configs))
-        group = ReplicaGroup(configs, dispatcher, log_level=log_level, log_format=log_format, process=process)
+        group = ReplicaGroup([Start(each, log_level, log_format) for each in configs], dispatcher, process)
         ready = await group.start()
         try:
             return cls.attached(config, ready, dispatcher, group)

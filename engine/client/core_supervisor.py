@@ -13,7 +13,6 @@ from typing import Protocol
 import msgspec
 
 from ..protocol import errors
-from ..protocol.config import EngineConfig
 from ..protocol.errors import MachineError, ModelLoadError
 from ..protocol.messages import Frame, FromCore, LoadFailed, LoadResult, ModelReady, Start
 from ..protocol.model_info import ModelInfo
@@ -56,6 +55,7 @@ class CoreSupervisor:
     the core.
 
     Args:
+        start: The first message to every core: the model to serve.
         on_change: Called when `state` has changed.
         process: An engine process that has been started already, for the first start.
 
@@ -66,17 +66,14 @@ class CoreSupervisor:
 
     def __init__(
         self,
-        config: EngineConfig,
+        start: Start,
         observer: CoreObserver,
         on_change: Callable[[], None],
-        *,
-        log_level: str,
-        log_format: str,
         process: EngineProcess | None = None,
     ) -> None:
         self.state = EngineState.STARTING
         self.num_restarts = 0
-        self._start_message = Start(config, log_level, log_format)
+        self._start_message = start
         self._observer = observer
         self._on_change = on_change
         self._process = process

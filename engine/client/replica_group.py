@@ -13,7 +13,7 @@ from ..host import Core, cores_by_node, may_have_gpu, usable_cores
 from ..protocol.batch_outputs import Arrays
 from ..protocol.config import EngineConfig
 from ..protocol.errors import EngineUnavailableError, ModelLoadError, RejectionReason
-from ..protocol.messages import ModelReady, TokenizedInput
+from ..protocol.messages import ModelReady, Start, TokenizedInput
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams, RequestOptions
 from ..protocol.stage_times import STAGE_TIMES
@@ -146,7 +146,8 @@ class ReplicaGroup:
     """Owns the supervisors of one engine. Belongs to one event loop.
 
     Args:
-        dispatcher: Has one replica per configuration.
+        starts: The first message to the core of each replica.
+        dispatcher: Has one replica for each message.
         process: An engine process that has been started already, for the first replica.
 
     Attributes:
@@ -155,27 +156,20 @@ class ReplicaGroup:
 
     def __init__(
         self,
-        configs: Sequence[EngineConfig],
+        starts: Sequence[Start],
         dispatcher: Dispatcher,
-        *,
-        log_level: str,
-        log_format: str,
         process: EngineProcess | None = None,
     ) -> None:
         self.state = EngineState.STARTING
-        self._configs = configs
+        self._configs = [start.config for start in starts]
         self._dispatcher = dispatcher
         self._supervisors: list[CoreSupervisor] = []
         self._loaded: ModelInfo | None = None
         if len(dispatcher.replicas) > 1:
             dispatcher.backend = ReplicaBalancer(dispatcher.replicas)
-        for config, replica in zip(configs, dispatcher.replicas, strict=True):
-            started, process = process, None
-            self._supervisors.append(
-                CoreSupervisor(
-                    config, replica, self._update_state, log_level=log_level, log_format=log_format, process=started
-                )
-            )
+        for start, replica in zip(starts, dispatcher.replicas, strict=True):
+            self._supervisors.append(CoreSupervisor(start, replica, self._update_state, process))
+            process = None
         self._update_state()
 
     async def start(self) -> ModelReady:

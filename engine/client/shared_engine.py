@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from ..protocol.config import EngineConfig
-from ..protocol.messages import Attach, Frame, FromCore, ModelReady, StepResults
+from ..protocol.messages import Attach, Frame, FromCore, ModelReady, Start, StepResults
 from ..protocol.model_info import ModelInfo
 from .core_supervisor import CoreSupervisor, EngineState
 from .dispatcher import Dispatcher, SendToEngine
@@ -153,9 +153,7 @@ class EngineServer:
         self._on_status = on_status
         self._reason = ""
         self._is_connected = False
-        self._supervisor = CoreSupervisor(
-            config, self, self._publish, log_level=log_level, log_format=log_format, process=process
-        )
+        self._supervisor = CoreSupervisor(Start(config, log_level, log_format), self, self._publish, process)
 
     @property
     def info(self) -> ModelInfo:

@@ -11,6 +11,7 @@ from penstock.engine.client.replica_group import ReplicaGroup
 from penstock.engine.client.running_core import restart_pause_s
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.messages import Start
 
 from ...waiting import loop_iterations
 from .fake_running_core import FakeRunningCore
@@ -20,7 +21,7 @@ Cores = list[FakeRunningCore]
 
 def make_group(dispatcher: Dispatcher) -> ReplicaGroup:
     config = EngineConfig(model="any", in_process=True)
-    return ReplicaGroup([config], dispatcher, log_level="INFO", log_format="console")
+    return ReplicaGroup([Start(config)], dispatcher)
 
 
 async def started(dispatcher: Dispatcher, cores: Cores) -> ReplicaGroup:

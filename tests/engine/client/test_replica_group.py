@@ -15,6 +15,7 @@ from penstock.engine.client.replica_group import ReplicaGroup, placement_of, rep
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.messages import Start
 
 from ...tables import table
 from ...waiting import loop_iterations
@@ -117,7 +118,7 @@ def test_mixed_or_unknown_devices_are_rejected(devices: tuple[str, ...]) -> None
 def make_group(count: int) -> tuple[ReplicaGroup, Dispatcher]:
     dispatcher = Dispatcher(1_000, num_replicas=count)
     configs = [EngineConfig(model="any", device="cpu", cores=(number,)) for number in range(count)]
-    return ReplicaGroup(configs, dispatcher, log_level="INFO", log_format="console", process=PROCESS), dispatcher
+    return ReplicaGroup(list(map(Start, configs)), dispatcher, PROCESS), dispatcher
 
 
 async def started(cores: list[FakeRunningCore], count: int = 2) -> tuple[ReplicaGroup, Dispatcher]:
