@@ -4,16 +4,16 @@ The queue has two limits: its tokens, and the seconds that they take at the meas
 not the size of the new request. So a request can be rejected before it is tokenized, at almost no cost, and small
 requests do not keep a large one out for ever.
 
-API keys share both limits. A key may use the whole queue while no other key needs it. While the queue is full, a key is
-admitted below its share: the limit divided by the keys that have requests in the queue. A key that arrives is therefore
-never rejected because of tokens that another key has borrowed. The queue then exceeds the limit by at most 1/2 for the
-second key, 1/3 for the third, and so on, until the borrowed tokens have been processed, and by the last request of each
-key.
+Clients (API keys) share both limits. A client may use the whole queue while no other client needs it. While the queue
+is full, a client is admitted below its share: the limit divided by the clients that have requests in the queue. A new
+client is therefore never rejected because of tokens that another client has borrowed. The queue then exceeds the limit
+by at most 1/2 for the second client, 1/3 for the third, and so on, until the borrowed tokens have been processed, and
+by the last request of each client.
 
-Example: the limit is 1,000 tokens. Key A is alone and has 1,000 tokens in the queue, so the queue is full. Key B sends
-its first request: two keys share the limit, and the share of B is 500. B is admitted while it has fewer than 500 tokens
-in the queue, which then has up to 1,500 and the last request of B. A is rejected until it has fewer than 500 tokens, or
-the queue has fewer than 1,000.
+Example: the limit is 1,000 tokens. Client A is alone and has 1,000 tokens in the queue, so the queue is full. Client B
+sends its first request: two clients share the limit, and the share of B is 500. B is admitted while it has fewer than
+500 tokens in the queue, which then has up to 1,500 and the last request of B. A is rejected until it has fewer than 500
+tokens, or the queue has fewer than 1,000.
 
 While the queue is full, cached vectors are still served. LookupRateLimit bounds the cost.
 """

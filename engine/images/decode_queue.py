@@ -1,7 +1,7 @@
 """The queue of images before the threads that decode them: admission, order and memory.
 
 Admission: the pixels of waiting and running requests have a limit, `max_queue_s` times the measured pixels per second.
-API keys share it as they share the queue of tokens (engine/client/queue_admission.py).
+Clients share it as they share the queue of tokens (engine/client/queue_admission.py).
 
 Order: clients take turns by start-time fair queueing with pixels as service, as in engine/scheduling/fair_queue.py.
 Within a client, the image with the earliest virtual deadline runs first: the start time of the client when the image
