@@ -23,7 +23,7 @@ from fastapi import HTTPException
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from penstock.engine.client.private_files import check_folder, open_private, secret_of, sync_folder
+from penstock.engine.private_files import check_folder, open_private, secret_of, sync_folder
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError, UnknownObjectError
 
 from ..admission import LimitError, ServerRejectionReason

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from penstock.engine.client.private_files import sync_folder
+from penstock.engine.private_files import sync_folder
 from penstock.engine.protocol.errors import StorageError
 
 from .database import BatchDatabase

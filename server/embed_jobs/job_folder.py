@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine import ModelInfo
-from penstock.engine.client.private_files import sync_folder
 from penstock.engine.client.vector_cache.keys import add_files, resolved_fields
 from penstock.engine.model_files.model_folder import one_line
+from penstock.engine.private_files import sync_folder
 
 from ..settings import CommandError, UsageError
 

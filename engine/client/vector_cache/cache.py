@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from ...private_files import SECRET_BYTES
 from ...protocol.batch_outputs import Arrays
-from ..private_files import SECRET_BYTES
 
 if TYPE_CHECKING:  # lmdb is an extra
     from .disk import SharedTier

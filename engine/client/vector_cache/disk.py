@@ -30,7 +30,7 @@ from typing import Final
 
 import lmdb
 
-from ..private_files import check_folder, check_owner, open_private, secret_of
+from ...private_files import check_folder, check_owner, open_private, secret_of
 from .keys import KEY_BYTES
 
 logger = logging.getLogger("penstock.engine")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.client.private_files import check_folder, check_owner, open_private, secret_of
+from penstock.engine.private_files import check_folder, check_owner, open_private, secret_of
 
 
 @pytest.fixture
