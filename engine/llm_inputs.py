@@ -1,4 +1,4 @@
-"""The forms of inputs that LLM accepts: texts, token ids, images, and objects with one of them."""
+"""The forms of inputs that LLM accepts: texts, token ids, images, and objects that contain a text, ids or an image."""
 
 from __future__ import annotations
 

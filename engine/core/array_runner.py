@@ -186,7 +186,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         """Does nothing: models of the C library have no recurrent states."""
 
     def take_times(self) -> list[ForwardTime]:
-        """Returns the times of the forwards whose `outputs` were called since the last call. Overlaps count once."""
+        """Returns the times of forwards since the last call; a forward counts after `outputs`. Overlaps count once."""
         times = self._times
         self._times = []
         return times

@@ -95,7 +95,7 @@ class EngineCore:
     """Owns the scheduler and the model runner.
 
     Threads: the engine thread calls `run`, or `load` and `step`. Any thread may call `receive`, `cancel_connection` and
-    `stop`. In an engine process (core_process.py) the main thread is the engine thread and calls all of them, because
+    `stop`. In an engine process (core_process.py) the main thread is the engine thread. It calls all of them, because
     the waker runs the callbacks of the sockets within `step`. In the process of the caller (running_core.py) the event
     loop calls `receive` and `stop`.
 

@@ -271,7 +271,7 @@ class ForwardBudget:
 
 @dataclass(slots=True)
 class Batch:
-    """The chunks of one forward, and what else `Scheduler.schedule` decided.
+    """The chunks of one forward, and the other changes that `Scheduler.schedule` made.
 
     Attributes:
         chunks: Chunks that start a sequence, in ascending length; then the later chunks, in ascending length.
