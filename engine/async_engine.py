@@ -147,7 +147,7 @@ class AsyncEngine:
                 spec,
                 vocab_size=info.vocab_size,
                 do_lower_case=info.do_lower_case,
-                num_workers=config.tokenizer_workers,
+                num_threads=config.tokenizer_workers,
                 max_chars=config.max_queued_chars,
                 on_rejection=dispatcher.stats.count_rejection,
                 query_tokenizer=query_tokenizer,
@@ -157,7 +157,7 @@ class AsyncEngine:
         if reader.image_spec is not None:
             images = ImagePreprocessor(
                 reader.image_spec,
-                num_workers=config.tokenizer_workers,
+                num_threads=config.tokenizer_workers,
                 limits=ImageLimits(max_pixels=config.max_image_pixels),
                 max_decoding_bytes=config.image_memory,
                 max_queue_s=config.scheduler.max_queue_s,

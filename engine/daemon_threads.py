@@ -1,4 +1,4 @@
-"""Threads that do not delay the end of the process: worker threads, and a thread with an event loop."""
+"""Threads that do not delay the end of the process: a pool of threads, and a thread with an event loop."""
 
 from __future__ import annotations
 

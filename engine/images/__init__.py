@@ -1,4 +1,4 @@
-"""Reads image files, decodes them within limits and preprocesses them for a model, in worker threads.
+"""Reads image files, decodes them within limits and preprocesses them for a model, in threads.
 
 Only this package imports Pillow.
 """

@@ -1,4 +1,4 @@
-"""Decodes and preprocesses images in worker threads."""
+"""Decodes and preprocesses images in threads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ImageStats:
 
     Attributes:
         num_images: Images that were decoded and preprocessed.
-        decoding_s: Seconds of the worker threads for these images.
+        decoding_s: Seconds of the threads for these images.
         num_failures: Images that could not be decoded.
     """
 
@@ -57,7 +57,7 @@ class ImagePreprocessor:
 
     Args:
         spec: The preprocessing of the model.
-        num_workers: Threads, and images that are decoded at the same time.
+        num_threads: Threads, and images that are decoded at the same time.
         limits: Limits of an image.
         max_decoding_bytes: Memory for images that are being decoded. An image that needs more is decoded alone.
         max_queue_s: Seconds of decoding at which requests are rejected.
@@ -74,7 +74,7 @@ class ImagePreprocessor:
         self,
         spec: ImageSpec,
         *,
-        num_workers: int,
+        num_threads: int,
         limits: ImageLimits = ImageLimits(),  # noqa: B008 - immutable
         max_decoding_bytes: int = IMAGE_MEMORY,
         max_queue_s: float = math.inf,
@@ -85,9 +85,9 @@ class ImagePreprocessor:
         self._stats_lock = threading.Lock()
         self._process = _load_process(spec)
         self._limits = limits
-        self._num_workers = num_workers
+        self._num_threads = num_threads
         self._headers = DaemonThreadPool(1, "image-headers")
-        self._queue = DecodeQueue(num_workers, max_decoding_bytes, max_queue_s, on_rejection)
+        self._queue = DecodeQueue(num_threads, max_decoding_bytes, max_queue_s, on_rejection)
 
     async def preprocess(
         self, images: Sequence[ImageInput], positions: Sequence[int] | None = None
@@ -122,14 +122,14 @@ class ImagePreprocessor:
                     await preprocess_next()
                 else:
                     async with asyncio.TaskGroup() as group:
-                        for _ in range(min(self._num_workers, len(images))):
+                        for _ in range(min(self._num_threads, len(images))):
                             group.create_task(preprocess_next())
             except BaseExceptionGroup as failures:
                 raise failures.exceptions[0] from None
         return [each for each in patches if each is not None]
 
     def close(self) -> None:
-        """Ends the worker threads. Waiting requests fail with EngineUnavailableError."""
+        """Ends the threads. Waiting requests fail with EngineUnavailableError."""
         self._headers.close()
         self._queue.close()
 
@@ -152,7 +152,7 @@ class ImagePreprocessor:
             raise self._failure(image, position, error) from None
 
     def _decode(self, image: ImageInput, position: int) -> ImagePatches:
-        """Runs in a worker thread."""
+        """Runs in a thread."""
         began_s = time.perf_counter()
         try:
             patches = self._process(self._read(image, position))

@@ -1,4 +1,4 @@
-"""The tokenizer of one model: encodes texts and token ids and truncates them to the limit. Runs in worker threads."""
+"""The tokenizer of one model: encodes texts and token ids and truncates them to the limit. Runs in threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizes pairs of texts with the model's prompt, or joins them with special tokens. Runs in worker threads."""
+"""Tokenizes pairs of texts with the model's prompt, or joins them with special tokens. Runs in threads."""
 
 from __future__ import annotations
 

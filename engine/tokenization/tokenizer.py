@@ -1,4 +1,4 @@
-"""Tokenizes short texts in the event loop, others in worker threads.
+"""Tokenizes short texts in the event loop, others in threads.
 
 TokenizerPool runs in the server process and needs only the `tokenizers` library. The engine process resolves the
 tokenizer (tokenizer_loader.py) and sends it as a TokenizerSpec. TokenizerJobs runs the work: a few short texts in the
@@ -54,13 +54,13 @@ _SPARE_TOKENS: Final = 64
 OnCount = Callable[[int], None]
 """Receives the number of tokens so far; an error that it raises stops the job."""
 LONG_JOB: Final = 20_000
-"""Characters. A longer job gets its own worker, so that short jobs do not wait for it."""
+"""Characters. A longer job gets its own thread, so that short jobs do not wait for it."""
 _INLINE_CHARS: Final = 2_000
 """Characters to tokenize per iteration of the event loop without a thread, in at most 0.5 ms."""
 _TEXT_COST_CHARS: Final = 50
 """Cost of a text in addition to its characters."""
-_MIN_JOBS_PER_WORKER: Final = 8
-"""Jobs. Fewer than this are not split between workers."""
+_MIN_JOBS_PER_THREAD: Final = 8
+"""Jobs. Fewer than this are not split between threads."""
 _Result = tuple[asyncio.Future[Any], Any, BaseException | None]
 _MIN_CHATS_CHARS: Final = LONG_JOB + 1
 """Rendering chats counts as at least this many characters, so that it gets its own thread: a template may be slow."""
@@ -73,7 +73,7 @@ _MIN_MEASURED_CHARS: Final = 100_000
 
 
 class TokenizerPool:
-    """Tokenizes for the tasks of one event loop: short texts in the loop, others in worker threads.
+    """Tokenizes for the tasks of one event loop: short texts in the loop, others in threads.
 
     Every method raises EngineOverloadedError if too much text waits, and EngineUnavailableError after `close`.
 
@@ -97,7 +97,7 @@ class TokenizerPool:
         *,
         vocab_size: int,
         do_lower_case: bool,
-        num_workers: int,
+        num_threads: int,
         max_chars: int = sys.maxsize,
         on_rejection: Callable[[], None] = lambda: None,
         query_tokenizer: TokenizerPool | None = None,
@@ -120,7 +120,7 @@ class TokenizerPool:
         self._pairs = PairEncoder(self._tokenizer, spec.score_template, uses_token_types=spec.uses_token_types)
         self._chat_template = spec.chat_template
         self._chat_renderer: ChatRenderer | None = None
-        self._jobs = TokenizerJobs(num_workers, max_chars, on_rejection)
+        self._jobs = TokenizerJobs(num_threads, max_chars, on_rejection)
 
     def encode(
         self,
@@ -240,7 +240,7 @@ class TokenizerPool:
         Args:
             texts: Texts.
             add_special_tokens: Whether to add the special tokens of the tokenizer.
-            on_count: Called in a worker thread with the number of tokens so far, before the result is built.
+            on_count: Called in a thread with the number of tokens so far, before the result is built.
         """
 
         def work(is_cancelled: IsCancelled) -> list[TokenizedText]:
@@ -269,7 +269,7 @@ class TokenizerPool:
         return self._tokenizer.truncates_left(truncation)
 
     def close(self) -> None:
-        """Ends the worker threads; waiting jobs raise EngineUnavailableError."""
+        """Ends the threads; waiting jobs raise EngineUnavailableError."""
         self._jobs.close()
         if self.query_tokenizer is not None:
             self.query_tokenizer.close()
@@ -291,7 +291,7 @@ class TokenizerPool:
     def _encode_untruncated(
         self, texts: Sequence[str], specials: bool, is_cancelled: IsCancelled, on_count: OnCount | None
     ) -> Iterator[Encoding]:
-        """Encodes texts without truncation, in a worker thread."""
+        """Encodes texts without truncation, in a thread."""
         num_tokens = 0
         for first, last in portions([len(text) for text in texts], is_cancelled):
             cased = self._tokenizer.cased(texts[first:last])
@@ -321,7 +321,7 @@ class _Job:
 
 
 class TokenizerJobs:
-    """Runs jobs in worker threads. Safe to use from many tasks of one event loop.
+    """Runs jobs in threads. Safe to use from many tasks of one event loop.
 
     Args:
         max_chars: Limit of the characters of waiting and running jobs.
@@ -332,15 +332,15 @@ class TokenizerJobs:
     """
 
     def __init__(
-        self, num_workers: int, max_chars: int = sys.maxsize, on_rejection: Callable[[], None] = lambda: None
+        self, num_threads: int, max_chars: int = sys.maxsize, on_rejection: Callable[[], None] = lambda: None
     ) -> None:
         reason = RejectionReason.QUEUED_CHARACTERS
         flag = "--max-queued-chars"
         self.chars = SharedResource(max_chars, "the tokenizer's queue", "characters", flag, full=reason, share=reason)
         self._on_rejection = on_rejection
         self._chars_per_s = 0.0  # 0: not measured yet
-        self._num_workers = num_workers
-        self._threads = DaemonThreadPool(num_workers, "tokenizer")
+        self._num_threads = num_threads
+        self._threads = DaemonThreadPool(num_threads, "tokenizer")
         self._is_closed = False
         self._inline_budget = _INLINE_CHARS  # of this iteration of the event loop
         self._waiting: list[_Job] = []
@@ -391,7 +391,7 @@ class TokenizerJobs:
                 times.add(Stage.TOKENIZATION, began_s, times.last_s - began_s)
 
     def close(self) -> None:
-        """Ends the worker threads. Pending jobs fail with EngineUnavailableError."""
+        """Ends the threads. Pending jobs fail with EngineUnavailableError."""
         self._is_closed = True
         self._threads.close()
         for future in self._awaited:
@@ -436,7 +436,7 @@ class TokenizerJobs:
         if self._is_closed:
             return
         short = [job for job in waiting if job.num_chars <= LONG_JOB]
-        share = max(-(-len(short) // self._num_workers), _MIN_JOBS_PER_WORKER)
+        share = max(-(-len(short) // self._num_threads), _MIN_JOBS_PER_THREAD)
         for start in range(0, len(short), share):
             self._submit(short[start : start + share], loop)
         for job in waiting:
@@ -451,7 +451,7 @@ class TokenizerJobs:
 
     @staticmethod
     def _work(jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
-        """Runs jobs in a worker thread and passes all their results to the event loop together."""
+        """Runs jobs in a thread and passes all their results to the event loop together."""
         done = _results(jobs)
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             loop.call_soon_threadsafe(_settle, done)

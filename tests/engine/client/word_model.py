@@ -54,7 +54,7 @@ def tokenizer_pool(multi_vector_tokens: MultiVectorTokens | None = None) -> Toke
         uses_token_types=False,
         multi_vector_tokens=multi_vector_tokens or MultiVectorTokens(),
     )
-    return TokenizerPool(tokenizer, vocab_size=len(WORDS), do_lower_case=False, num_workers=1)
+    return TokenizerPool(tokenizer, vocab_size=len(WORDS), do_lower_case=False, num_threads=1)
 
 
 class WordCore:

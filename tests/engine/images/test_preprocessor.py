@@ -50,7 +50,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> _Gate:
 
 
 async def test_patches_come_in_the_order_of_the_images() -> None:
-    preprocessor = ImagePreprocessor(_SPEC, num_workers=3)
+    preprocessor = ImagePreprocessor(_SPEC, num_threads=3)
     images = _images(7)
     together = await preprocessor.preprocess(images)
     for image, patches in zip(images, together, strict=True):
@@ -63,7 +63,7 @@ async def test_patches_come_in_the_order_of_the_images() -> None:
 
 
 async def test_corrupt_image_fails_its_request_only() -> None:
-    preprocessor = ImagePreprocessor(_SPEC, num_workers=2)
+    preprocessor = ImagePreprocessor(_SPEC, num_threads=2)
     images = _images(4)
     broken = [*images[:3], ImageInput(b'<svg width="1"/>')]
     failed, succeeded = await asyncio.gather(
@@ -83,7 +83,7 @@ async def test_corrupt_image_fails_its_request_only() -> None:
 
 
 async def test_error_names_the_place_of_the_image() -> None:
-    preprocessor = ImagePreprocessor(_SPEC, num_workers=1)
+    preprocessor = ImagePreprocessor(_SPEC, num_threads=1)
     image = ImageInput(b"", "documents[1].content[0].image_url.url")
     with pytest.raises(InvalidRequestError, match=r"^documents\[1\]\.content\[0\]\.image_url\.url is empty") as caught:
         await preprocessor.preprocess([*_images(1), image])
@@ -97,7 +97,7 @@ async def test_memory_returns_to_the_system_after_large_images(
 ) -> None:
     trims = list[int]()
     monkeypatch.setattr("penstock.engine.images.decode_queue.trim_heap", lambda: trims.append(1))
-    preprocessor = ImagePreprocessor(_SPEC, num_workers=2)
+    preprocessor = ImagePreprocessor(_SPEC, num_threads=2)
     images = [ImageInput(encoded(Image.new("RGB", (edge, edge)), "PNG"))] * 2
     assert (read_image_file(images[0].data, ImageLimits()).num_bytes > TRIM_BYTES) == bool(num_trims)
     large = asyncio.create_task(preprocessor.preprocess(images))
@@ -110,7 +110,7 @@ async def test_memory_returns_to_the_system_after_large_images(
 
 
 async def test_request_leaves_workers_to_others_between_images(gate: _Gate) -> None:
-    preprocessor = ImagePreprocessor(_SPEC, num_workers=1)
+    preprocessor = ImagePreprocessor(_SPEC, num_threads=1)
     large = asyncio.create_task(preprocessor.preprocess(_images(50)))
     await until(lambda: gate.num_begun == 1)
     small = asyncio.create_task(preprocessor.preprocess(_images(1)))
@@ -123,7 +123,7 @@ async def test_request_leaves_workers_to_others_between_images(gate: _Gate) -> N
 
 
 async def test_cancelled_request_decodes_no_further_image(gate: _Gate) -> None:
-    preprocessor = ImagePreprocessor(_SPEC, num_workers=2)
+    preprocessor = ImagePreprocessor(_SPEC, num_threads=2)
     task = asyncio.create_task(preprocessor.preprocess(_images(9)))
     await until(lambda: gate.num_begun == 2)
     task.cancel()
@@ -136,7 +136,7 @@ async def test_cancelled_request_decodes_no_further_image(gate: _Gate) -> None:
 
 
 async def test_closed_encoder_rejects_waiting_and_new_requests(gate: _Gate) -> None:
-    preprocessor = ImagePreprocessor(_SPEC, num_workers=1)
+    preprocessor = ImagePreprocessor(_SPEC, num_threads=1)
     running = asyncio.create_task(preprocessor.preprocess(_images(1)))
     await until(lambda: gate.num_begun == 1)
     waiting = asyncio.create_task(preprocessor.preprocess(_images(1)))
@@ -151,7 +151,7 @@ async def test_closed_encoder_rejects_waiting_and_new_requests(gate: _Gate) -> N
 
 async def test_format_that_pillow_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("PIL.features.check", lambda name: False)
-    preprocessor = ImagePreprocessor(_SPEC, num_workers=1)
+    preprocessor = ImagePreprocessor(_SPEC, num_threads=1)
     with pytest.raises(InvalidRequestError, match="Input 0 is a WEBP image, which this server's Pillow cannot read"):
         await preprocessor.preprocess([ImageInput(encoded(picture("RGB", 9, 7), "WEBP"))])
     preprocessor.close()
@@ -162,4 +162,4 @@ def test_missing_pillow_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch)
     for name in ("decoding", "preprocessing"):
         monkeypatch.delitem(sys.modules, f"penstock.engine.images.{name}", raising=False)
     with pytest.raises(MachineError, match=r"needs Pillow .* Run pip install 'penstock\[images\]'"):
-        ImagePreprocessor(_SPEC, num_workers=1)
+        ImagePreprocessor(_SPEC, num_threads=1)

@@ -132,7 +132,7 @@ SPEC = TokenizerSpec(
 
 @pytest.fixture
 async def pool() -> AsyncIterator[TokenizerPool]:
-    pool = TokenizerPool(SPEC, vocab_size=14, do_lower_case=False, num_workers=1)
+    pool = TokenizerPool(SPEC, vocab_size=14, do_lower_case=False, num_threads=1)
     yield pool
     pool.close()
 
@@ -195,7 +195,7 @@ async def test_prompt_is_counted_without_special_tokens(pool: TokenizerPool) -> 
 
 async def test_model_without_a_chat_template_rejects_chats() -> None:
     spec = TokenizerSpec(json=SPEC.json, truncation_side="right", uses_token_types=False)
-    pool = TokenizerPool(spec, vocab_size=14, do_lower_case=False, num_workers=1)
+    pool = TokenizerPool(spec, vocab_size=14, do_lower_case=False, num_threads=1)
     with pytest.raises(InvalidRequestError, match="no chat template") as rejection:
         await pool.render_chats([CHATS[0]], ChatOptions())
     assert rejection.value.param == "messages"

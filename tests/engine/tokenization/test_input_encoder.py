@@ -49,7 +49,7 @@ def encoder_of(pool: TokenizerPool, info: ModelInfo = INFO, **settings: object) 
 @pytest_asyncio.fixture(params=[END])
 async def pool(request: pytest.FixtureRequest) -> AsyncIterator[TokenizerPool]:
     spec = TokenizerSpec(json=WORDS, truncation_side="right", uses_token_types=False, end_id=request.param)
-    pool = TokenizerPool(spec, vocab_size=10, do_lower_case=False, num_workers=1)
+    pool = TokenizerPool(spec, vocab_size=10, do_lower_case=False, num_threads=1)
     yield pool
     pool.close()
 

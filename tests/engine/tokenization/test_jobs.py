@@ -22,7 +22,7 @@ from penstock.engine.tokenization.tokenizer import LONG_JOB, TokenizerJobs
 
 @pytest.fixture
 async def jobs() -> AsyncIterator[TokenizerJobs]:
-    jobs = TokenizerJobs(num_workers=2)
+    jobs = TokenizerJobs(num_threads=2)
     yield jobs
     jobs.close()
 

@@ -88,7 +88,7 @@ async def pool(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> AsyncIte
     spec = TokenizerSpec(
         json=tokenizer.to_str(), truncation_side="left", uses_token_types=True, score_template=request.param
     )
-    pool = TokenizerPool(spec, vocab_size=tokenizer.get_vocab_size(), do_lower_case=True, num_workers=1)
+    pool = TokenizerPool(spec, vocab_size=tokenizer.get_vocab_size(), do_lower_case=True, num_threads=1)
     yield pool
     pool.close()
 

@@ -38,7 +38,7 @@ def make_pool() -> TokenizerPool:
         single="[C] $A [S]", pair="[C] $A [S] $B [S]", special_tokens=[("[C]", 12), ("[S]", 13)]
     )
     spec = TokenizerSpec(json=words.to_str(), truncation_side="right", uses_token_types=False, input_prompts=PROMPTS)
-    return TokenizerPool(spec, vocab_size=len(WORDS), do_lower_case=False, num_workers=1)
+    return TokenizerPool(spec, vocab_size=len(WORDS), do_lower_case=False, num_threads=1)
 
 
 async def encode(encoder: PromptEncoder, instruction: str, limit: Truncation) -> list[str]:
@@ -63,7 +63,7 @@ async def test_prompt_is_tokenized_once_for_each_instruction(monkeypatch: Any, l
         return await token_ids(texts, **options)
 
     monkeypatch.setattr(pool, "token_ids", counted)
-    encoder = PromptEncoder(PROMPTS, pool, ImagePreprocessor(SPEC, num_workers=1))
+    encoder = PromptEncoder(PROMPTS, pool, ImagePreprocessor(SPEC, num_threads=1))
     limit = Truncation(max_num_tokens=7, may_truncate=True, side="left" if left else "right")
     cut = "c d" if left else "a b"
     for _ in range(2):
@@ -83,7 +83,7 @@ class Encoder:
     """A PromptEncoder of a model with images of two tokens."""
 
     def __init__(self, **prompts: Any) -> None:
-        images = ImagePreprocessor(replace(SPEC, size=(8, 16), max_patches=8), num_workers=1)
+        images = ImagePreprocessor(replace(SPEC, size=(8, 16), max_patches=8), num_threads=1)
         self.prompts = PromptEncoder(replace(IMAGE_PROMPTS, **prompts), make_pool(), images)
 
     async def encode(

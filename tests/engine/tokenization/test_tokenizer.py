@@ -45,7 +45,7 @@ async def pool(reference: Any) -> AsyncIterator[TokenizerPool]:
     backend.no_truncation()
     backend.no_padding()
     spec = TokenizerSpec(json=backend.to_str(), truncation_side="right", uses_token_types=True)
-    pool = TokenizerPool(spec, vocab_size=len(reference), do_lower_case=False, num_workers=2, max_chars=15_000_000)
+    pool = TokenizerPool(spec, vocab_size=len(reference), do_lower_case=False, num_threads=2, max_chars=15_000_000)
     yield pool
     pool.close()
 
@@ -315,7 +315,7 @@ async def test_truncated_text_keeps_its_special_tokens(
     reference: Any, template: str, side: str, expected: list[int]
 ) -> None:
     spec = TokenizerSpec(json=with_template(reference, template).to_str(), truncation_side=side, uses_token_types=False)
-    sizes: dict[str, Any] = {"vocab_size": len(reference), "do_lower_case": False, "num_workers": 1}
+    sizes: dict[str, Any] = {"vocab_size": len(reference), "do_lower_case": False, "num_threads": 1}
     pool = TokenizerPool(spec, **sizes, query_tokenizer=(query_tokenizer := Mock()))
     try:
         (cut,) = await pool.encode(["the quick brown fox"], Truncation(max_num_tokens=3, may_truncate=True))
