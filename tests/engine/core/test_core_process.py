@@ -1,4 +1,4 @@
-"""The messages of several clients of one core, and the part of each client in its results."""
+"""The connections of the engine process to several engine clients, and the part of each in its results."""
 
 import select
 import socket
