@@ -153,7 +153,8 @@ class AsyncEngine:
                 query_tokenizer=query_tokenizer,
             )
 
-        reader, images = ready.info.image or ready.info, None
+        images = None
+        reader = ready.info.image or ready.info
         if reader.image_spec is not None:
             images = ImagePreprocessor(
                 reader.image_spec,

@@ -174,8 +174,9 @@ class Dispatcher:
         max_queued_tokens: Tokens in the queue at which requests are rejected.
         max_queue_s: Seconds of queued work at which requests are rejected.
         cache: Cache of vectors; None if there is none.
+        num_replicas: Number of replicas.
         max_request_tokens: Maximum number of tokens of a request; None for `max_queued_tokens`.
-        first_id: Number of the first request.
+        first_id: Id of the first request. It contains the connection number; see `first_request_id`.
 
     Attributes:
         stats: Counters, and the numbers of requests and tokens in the queue.
@@ -236,12 +237,12 @@ class Dispatcher:
             raise
 
     def request_opened(self) -> None:
-        """Increases the number of open requests. Called by OpenRequest only."""
+        """Called when an OpenRequest begins. `wait_until_idle` waits for its end."""
         self._num_open += 1
         self._idle.clear()
 
     def request_closed(self) -> None:
-        """Decreases the number of open requests. Called by OpenRequest only."""
+        """Called when an OpenRequest ends."""
         self._num_open -= 1
         if not self._num_open:
             self._idle.set()

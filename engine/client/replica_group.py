@@ -132,7 +132,7 @@ class ReplicaStatus(NamedTuple):
     Attributes:
         placement: Its device or cores, such as "cuda:1" or "cores 0-7".
         state: State of its engine process.
-        num_restarts: Number of restarts of its core.
+        num_restarts: Number of restarts of its engine process.
         stats: Its counters, and its numbers of requests and tokens.
     """
 
@@ -206,12 +206,12 @@ class ReplicaGroup:
 
     @property
     def num_restarts(self) -> int:
-        """Number of restarts of all cores."""
+        """Number of restarts of all engine processes."""
         return sum(supervisor.num_restarts for supervisor in self._supervisors)
 
     @property
     def replicas(self) -> list[ReplicaStatus]:
-        """Status of each replica; empty if there is one replica on all cores."""
+        """Status of each replica; empty if there is one replica on the whole machine."""
         if len(self._configs) == 1 and self._configs[0].cores is None:
             return []
         stats = self._dispatcher.stats.replicas or [self._dispatcher.stats]
@@ -221,11 +221,11 @@ class ReplicaGroup:
         ]
 
     def host_bytes(self) -> int:
-        """Returns the private memory of the cores' processes in bytes; 0 if unknown."""
+        """Returns the private memory of the engine processes in bytes; 0 if unknown."""
         return sum(supervisor.host_bytes() for supervisor in self._supervisors)
 
     def drain(self) -> None:
-        """Marks the engine as ending: dead cores are no longer replaced."""
+        """Marks the engine as ending: dead processes are no longer replaced."""
         for supervisor in self._supervisors:
             supervisor.drain()
 
@@ -245,7 +245,7 @@ class ReplicaGroup:
         if EngineState.STARTING in states:
             cache.record_files(self._loaded.folder)
         elif set(states) == {EngineState.READY}:
-            cache.open(self._loaded.folder, self._loaded, has_one_core=len(states) == 1)
+            cache.open(self._loaded.folder, self._loaded, has_one_replica=len(states) == 1)
 
 
 class ReplicaBalancer:

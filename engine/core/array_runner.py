@@ -19,7 +19,15 @@ from ..protocol.batch_outputs import BatchOutputs, OutputGroup, distinct_params
 from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..protocol.tasks import PoolingType
-from ..scheduling import Allocation, InputSequence, KvCacheMetadata, PrefillChunk, allocations_of, num_long_tokens
+from ..scheduling import (
+    Allocation,
+    InputSequence,
+    KvCacheMetadata,
+    PrefillChunk,
+    adapters_of,
+    allocations_of,
+    num_long_tokens,
+)
 from .device.memory import MemoryGauge
 from .loading.cpu_kernels import load_array_dense, load_array_encoder, load_array_token_heads
 from .loading.load_errors import load_errors
@@ -159,15 +167,16 @@ class ArrayRunner(PoolingRunner[Floats]):
         """
         start = _ForwardStart.now(chunks)
         try:
+            adapters = adapters_of(chunks, self._adapter_numbers)
             allocations = allocations_of(chunks)
             if all(allocation is None for allocation in allocations):
-                batch = PackedArrays.build([c.sequence.tokens for c in chunks], adapters=self._adapters(chunks))
+                batch = PackedArrays.build([c.sequence.tokens for c in chunks], adapters=adapters)
                 return self._begin(chunks, batch, start)
             assert self._kv_cache is not None, "only a runner with KV blocks runs chunks"
             kv_metadata = KvCacheMetadata.of(chunks, allocations, self._config.cache.kv_block_size)
             kv_blocks = BatchBlocks(self._kv_cache, *kv_metadata)
             starts = [c.start for c in chunks]
-            batch = PackedArrays.build([c.tokens for c in chunks], starts, kv_blocks, self._adapters(chunks))
+            batch = PackedArrays.build([c.tokens for c in chunks], starts, kv_blocks, adapters)
             if not start.chunk_tokens:
                 return self._begin(chunks, batch, start)
             self._memory_estimator.begin()

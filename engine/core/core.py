@@ -170,7 +170,9 @@ class EngineCore:
         if without_weights:
             logger.warning(
                 "%s names LoRA adapters whose weights are not known (%s; %s). Requests cannot select them.",
-                *(info.name, ", ".join(without_weights), info.sources.get("adapters")),
+                info.name,
+                ", ".join(without_weights),
+                info.sources.get("adapters"),
             )
         self._reads_images = info.reads_images
         block_size = None if sequence_pool.prefix_cache is None else self._config.cache.kv_block_size

@@ -20,7 +20,15 @@ from ..pooling.tensor_ops import tensor_pooler
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec
-from ..scheduling import Allocation, CacheSpec, InputSequence, PrefillChunk, allocations_of, num_long_tokens
+from ..scheduling import (
+    Allocation,
+    CacheSpec,
+    InputSequence,
+    PrefillChunk,
+    adapters_of,
+    allocations_of,
+    num_long_tokens,
+)
 from .cuda_graphs import ForwardGraphs, record_forwards
 from .device.chunk_memory import ChunkMemory
 from .device.device import device_errors, gauge_of, set_exact_products, total_memory
@@ -181,7 +189,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
     @torch.inference_mode()
     def _begin(self, chunks: Sequence[PrefillChunk]) -> CompletedForward | DeviceForward:
         cache = None
-        adapters = self._adapters(chunks)
+        adapters = adapters_of(chunks, self._adapter_numbers)
         allocations = allocations_of(chunks)
         if any(allocation is not None for allocation in allocations):
             assert self._memory is not None, "only a runner with memory for chunks runs chunks"

@@ -9,9 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Final, Generic, NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..model_files.draft import config_parts
 from ..pooling import ChunkedPoolingManager, ModelPooler
 from ..pooling.row_ops import R
@@ -235,18 +232,6 @@ class PoolingRunner(Runner, Generic[R]):
     def _uses_chunks(self) -> bool:
         """Whether the operator wants chunks or a prefix cache."""
         return self._config.scheduler.enable_chunked_prefill or self._config.cache.enable_prefix_caching
-
-    def _adapters(self, chunks: Sequence[PrefillChunk]) -> NDArray[np.int32] | None:
-        """Returns the number of each chunk's adapter, [N]; -1: no adapter. None if no chunk has one.
-
-        If queries have their own model, the adapters belong to the model of documents.
-        """
-        if not self._adapter_numbers:
-            return None
-        names = [chunk.sequence.request.params.adapter for chunk in chunks]
-        if not any(names):
-            return None
-        return np.array([-1 if name is None else self._adapter_numbers[name] for name in names], np.int32)
 
 
 def _token_bytes(info: ModelInfo) -> int:

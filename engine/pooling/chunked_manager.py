@@ -89,7 +89,7 @@ class ChunkedPoolingManager(Generic[R]):
         self._max_chunk_size = max_chunk_size
         self._types = PoolingStates.initialize(hidden_dim, strategy, ops).pooling_types
         self._params = PoolingParams(step_tag_id=step_tag_id)
-        self._lock = RLock()
+        self._lock = RLock()  # for library callers with several threads; a runner has one thread
         self._running: dict[Hashable, _RunningSequence[R]] = {}
 
     def with_cursors(self, metadata: PoolingMetadata) -> PoolingMetadata:

@@ -13,6 +13,7 @@ from .sequence import (
     Request,
     RequestBuilder,
     SequenceStatus,
+    adapters_of,
     allocations_of,
     num_long_tokens,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "SequenceStatus",
     "SsmLayerSpec",
     "SsmStatePool",
+    "adapters_of",
     "allocations_of",
     "block_keys",
     "chunk_prompt",

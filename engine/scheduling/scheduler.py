@@ -15,7 +15,7 @@ from ..protocol.config import ChunkedPrefillConfig
 from ..protocol.messages import SchedulerStats, SequencePoolStats
 from .chunked_prefill import ChunkedPrefillManager, ChunkSizeController
 from .fair_queue import FairQueue, group_by_length
-from .sequence import Batch, ForwardBudget, InputSequence, PrefillChunk, Request, SequenceStatus
+from .sequence import Batch, ChunkState, ForwardBudget, InputSequence, PrefillChunk, Request, SequenceStatus
 from .sequence_pool import Allocation, SequencePool
 
 _FORWARD_S: Final = 1.0
@@ -78,13 +78,13 @@ class Scheduler:
         max_forwards: int = 1,
         min_batch_tokens: int = 1,
     ) -> None:
-        self._pool = sequence_pool or SequencePool()
+        self._sequence_pool = sequence_pool or SequencePool()
         self._max_num_seqs = max_num_seqs
         self._max_wait_s = max_wait_s
         self._max_seq_len = max_seq_len
         self._max_forwards = max_forwards
         self._min_batch_tokens = min_batch_tokens
-        self._full_budget = max(token_budget, max_seq_len) if self._pool.is_empty else token_budget
+        self._full_budget = max(token_budget, max_seq_len) if self._sequence_pool.is_empty else token_budget
         self._num_steps_without_oom = 0
         self._ended_sequences: list[InputSequence] = []  # long sequences that ended since the last batch
         self._last_num_short = 0  # short sequences in the last batch
@@ -129,7 +129,7 @@ class Scheduler:
             if not 1 <= num_tokens <= self._max_seq_len:
                 raise ValueError(f"a sequence has {num_tokens} tokens; it must have 1 to {self._max_seq_len}.")
             if num_tokens > self.token_budget or self.prefill.should_chunk(num_tokens):
-                sequence.is_long = self._pool.can_hold(num_tokens)
+                sequence.is_long = self._sequence_pool.can_hold(num_tokens)
         self.requests[request.request_id] = request
         request.num_unfinished = len(request.sequences)
         seconds_per_token = self.chunk_sizes.seconds_per_token or _FORWARD_S / self._full_budget
@@ -197,17 +197,18 @@ class Scheduler:
         for chunk in batch.chunks:
             sequence = chunk.sequence
             if chunk in self._cancelled_allocations:
-                self._pool.free(self._cancelled_allocations.pop(chunk))
+                self._sequence_pool.free(self._cancelled_allocations.pop(chunk))
             if not sequence.is_in_flight(chunk):
                 continue
             has_run = True
             if sequence.is_long:
                 self.prefill.complete(chunk)
             else:
+                chunk.state = ChunkState.COMPLETED
                 sequence.num_computed_tokens = chunk.end
             sequence.num_pooled = max(sequence.num_pooled, chunk.end)
             if sequence.allocation is not None:
-                self._pool.commit(sequence.allocation, chunk.end)
+                self._sequence_pool.commit(sequence.allocation, chunk.end)
             if sequence.is_complete:
                 self._release(sequence, SequenceStatus.FINISHED)
                 if not sequence.request.num_unfinished:
@@ -221,7 +222,11 @@ class Scheduler:
     def retry(self, chunk: PrefillChunk, error: Exception) -> bool:
         """Runs a chunk that ran out of memory again in smaller chunks. Returns False if that is not possible."""
         sequence = chunk.sequence
-        if sequence.chunk is not chunk or chunk.num_tokens == 1 or not self._pool.can_hold(sequence.num_tokens):
+        if (
+            sequence.chunk is not chunk
+            or chunk.num_tokens == 1
+            or not self._sequence_pool.can_hold(sequence.num_tokens)
+        ):
             return False
         if sequence.is_long:
             return self.prefill.fail(chunk, error)
@@ -230,7 +235,9 @@ class Scheduler:
 
     def lower_budget(self, token_budget: int) -> None:
         """Lowers the budget after the device ran out of memory, never below a sequence that must run whole."""
-        min_tokens = self._max_seq_len if self._pool.is_empty else max(self._full_budget // MAX_BUDGET_REDUCTION, 1)
+        min_tokens = max(self._full_budget // MAX_BUDGET_REDUCTION, 1)
+        if self._sequence_pool.is_empty:
+            min_tokens = self._max_seq_len
         self.token_budget = min(self.token_budget, max(token_budget, min_tokens))
         self._num_steps_without_oom = 0
 
@@ -248,7 +255,7 @@ class Scheduler:
 
     def pool_stats(self, batch: Batch) -> SequencePoolStats | None:
         """Returns the metrics of the sequence memory and of the chunks of a batch; None if nothing runs in chunks."""
-        pool = self._pool
+        pool = self._sequence_pool
         if pool.is_empty:
             return None
         return SequencePoolStats(
@@ -306,7 +313,7 @@ class Scheduler:
             has_started = self._should_start(sequence, chunk_budget.num_tokens) and self._start_long(sequence, batch)
             if not has_started:
                 break  # later sequences must not take the memory that this one needs
-        pool_pressure = _POOL_PRESSURE * self._pool.usage if self._waits_for_memory else 0.0
+        pool_pressure = _POOL_PRESSURE * self._sequence_pool.usage if self._waits_for_memory else 0.0
         device_pressure = 0.0 if free_tokens is None else 1 - min(free_tokens / self.prefill.config.chunk_size, 1.0)
         self.memory_pressure = max(device_pressure, pool_pressure, 1 - self.token_budget / self._full_budget)
         while chunk_budget.num_tokens > 0 and chunk_budget.num_seqs > 0:
@@ -393,7 +400,8 @@ class Scheduler:
         arrival = self._arrival(sequence)
         later = sorted((s for s in self.prefill.sequences.values() if self._arrival(s) > arrival), key=self._arrival)
         victims: list[tuple[InputSequence, Allocation]] = []
-        while not self._pool.can_allocate(sequence.num_tokens, after=[allocation for _, allocation in victims]):
+        num_tokens = sequence.num_tokens
+        while not self._sequence_pool.can_allocate(num_tokens, after=[allocation for _, allocation in victims]):
             if not later:
                 return []
             victim = later.pop()
@@ -432,16 +440,17 @@ class Scheduler:
         num_tokens = sequence.num_tokens
         num_cached = 0
         keys = sequence.block_keys
-        may_allocate = self._pool.can_hold(num_tokens) and not (self._waits_for_memory and not self.prefill.sequences)
+        is_reserved = self._waits_for_memory and not self.prefill.sequences
+        may_allocate = self._sequence_pool.can_hold(num_tokens) and not is_reserved
         if sequence.request.needs_last_row and len(keys) >= _MIN_SHARED_BLOCKS and may_allocate:
-            if budget.fits(num_tokens - self._pool.find(keys, num_tokens - 1)):
+            if budget.fits(num_tokens - self._sequence_pool.find(keys, num_tokens - 1)):
                 sequence.allocation = self._allocate(sequence)
             num_cached = 0 if sequence.allocation is None else sequence.allocation.num_cached_tokens
         if not budget.add(num_tokens - num_cached):
             return None
         self.waiting.remove(sequence)
         sequence.status = SequenceStatus.RUNNING
-        sequence.chunk = PrefillChunk(sequence, num_cached, num_tokens)
+        sequence.chunk = PrefillChunk(sequence, num_cached, num_tokens, ChunkState.RUNNING)
         return sequence.chunk
 
     def _charge(self, chunk: PrefillChunk) -> None:
@@ -450,7 +459,7 @@ class Scheduler:
 
     def _allocate(self, sequence: InputSequence) -> Allocation | None:
         readable = sequence.num_tokens - 1 if sequence.request.needs_last_row else sequence.num_pooled
-        return self._pool.allocate(sequence.sequence_id, sequence.num_tokens, sequence.block_keys, readable)
+        return self._sequence_pool.allocate(sequence.sequence_id, sequence.num_tokens, sequence.block_keys, readable)
 
     def _expire(self, sequences: Iterable[InputSequence], now_s: float, batch: Batch) -> None:
         requests = [sequence.request for sequence in sequences]
@@ -474,7 +483,7 @@ class Scheduler:
         sequence.status = status
         sequence.chunk = None
         if sequence.allocation is not None:
-            self._pool.free(sequence.allocation, drop_cached_blocks=drop_cached_blocks)
+            self._sequence_pool.free(sequence.allocation, drop_cached_blocks=drop_cached_blocks)
             sequence.allocation = None
         if status is SequenceStatus.FINISHED:
             if sequence.is_long:

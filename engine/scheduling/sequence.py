@@ -6,10 +6,13 @@ sequence: a short sequence after its cached prefix, or a part of a long one.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..protocol.messages import SubmitRequest, TokenizedInput
 from ..protocol.model_info import ModelInfo
@@ -198,6 +201,22 @@ def allocations_of(chunks: Sequence[PrefillChunk]) -> list[Allocation | None]:
     if any(a is None and (c.start or c.sequence.is_long) for c, a in zip(chunks, allocations, strict=True)):
         raise ValueError("a chunk lost its memory before it ran")
     return allocations
+
+
+def adapters_of(chunks: Sequence[PrefillChunk], numbers: Mapping[str, int]) -> NDArray[np.int32] | None:
+    """Returns the number of each chunk's adapter, [N]; -1: no adapter. None if no chunk has one.
+
+    Args:
+        chunks: N chunks.
+        numbers: Numbers of the model's adapters by name. If queries have a model of their own, which has no adapters:
+            those of the model of documents.
+    """
+    if not numbers:
+        return None
+    names = [chunk.sequence.request.params.adapter for chunk in chunks]
+    if not any(names):
+        return None
+    return np.array([-1 if name is None else numbers[name] for name in names], np.int32)
 
 
 def num_long_tokens(chunks: Sequence[PrefillChunk]) -> int:

@@ -94,20 +94,20 @@ class ModelCache:
         self._library = shared_library()
 
     def record_files(self, model: str) -> None:
-        """Records the state of a model's files before a core loads them. `model` is a folder or a hub id."""
+        """Records the state of a model's files before an engine process loads them. `model` is a folder or a hub id."""
         self._file_stamps.add(_stamp(model))
 
-    def open(self, model: str, info: ModelInfo, *, has_one_core: bool = True) -> None:
+    def open(self, model: str, info: ModelInfo, *, has_one_replica: bool = True) -> None:
         """Computes the identity of the loaded model in a thread, then enables the cache.
 
         Args:
-            model: The folder that the cores have loaded.
+            model: The folder that the replicas have loaded.
             info: The resolved description of the model.
-            has_one_core: False if other replicas may have loaded an earlier version of the files.
+            has_one_replica: False if other replicas may have loaded an earlier version of the files.
         """
         self.close()
         if {PoolingTask.EMBED, PoolingTask.SPARSE_EMBED} & set(info.tasks):
-            self._opening = asyncio.create_task(self._open(model, info, has_one_core=has_one_core))
+            self._opening = asyncio.create_task(self._open(model, info, has_one_replica=has_one_replica))
 
     async def wait(self) -> None:
         """Waits until the identity of the model is known, or cannot be determined."""
@@ -180,7 +180,7 @@ class ModelCache:
                     self._cache.store(key, output)
         return [arrays[key] for key in keys]
 
-    async def _open(self, model: str, info: ModelInfo, *, has_one_core: bool) -> None:
+    async def _open(self, model: str, info: ModelInfo, *, has_one_replica: bool) -> None:
         number = self._num_opened
         try:
             identity = await asyncio.to_thread(identity_of, info, lambda: self._num_opened == number)
@@ -189,7 +189,7 @@ class ModelCache:
             return
         stamps = self._file_stamps
         self._file_stamps = set()
-        has_changed = not has_one_core and self._identity not in (None, identity)
+        has_changed = not has_one_replica and self._identity not in (None, identity)
         if stamps - {_stamp(model), None} or has_changed:
             logger.warning("vectors of %s are not cached: its files have changed while it was loaded", info.name)
             return

@@ -229,7 +229,7 @@ async def test_cache_follows_the_loaded_files(running_cores: list[FakeRunningCor
     cores[count].ready()
     await loop_iterations()
     assert [args.args for args in cache.record_files.call_args_list] == [("any",), ("/words",)]
-    opened = call("/words", loaded, has_one_core=count == 1)
+    opened = call("/words", loaded, has_one_replica=count == 1)
     assert cache.open.call_args_list == [opened, opened]
     await group.close()
     cache.close.assert_called_once()

@@ -271,7 +271,7 @@ async def test_replicas_with_different_files_have_no_cache(make: Make, folder: P
     engine, _, cache = await make()
     for content, is_open in ((b"words", True), (b"others", False)):
         (folder / "model.safetensors").write_bytes(content)
-        await load(cache, folder, engine.info, has_one_core=False)
+        await load(cache, folder, engine.info, has_one_replica=False)
         assert cache.stats.is_open is is_open
     assert "have changed" in caplog.text
 
