@@ -6,28 +6,18 @@ configuration file.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args, get_type_hints
 
 from .errors import InvalidRequestError
 from .setting import check_settings, json_object, parse_size, setting
 from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType, listed
 
-_ENUM_FIELDS: Final[dict[str, type[StrEnum]]] = {
-    "task": PoolingTask,
-    "pooling_type": PoolingType,
-    "seq_pooling_type": PoolingType,
-    "tok_pooling_type": PoolingType,
-    "chunked_processing_mode": ChunkedProcessingMode,
-}
-_BOOL_FIELDS: Final = {"normalize", "use_activation", "enable_chunked_processing"}
-_FLOAT_FIELDS: Final = {"logit_mean", "logit_sigma", "logit_bias", "logit_scale"}
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "int8")
 _REPLICA_DEVICE: Final = re.compile(r"cpu|cuda:\d+|numa:\d+")
 EMPTY_INPUTS: Final = ("embed", "error")
@@ -97,7 +87,7 @@ class PoolerConfig:
     chunked_processing_mode: ChunkedProcessingMode | None = None
 
     def __post_init__(self) -> None:
-        for name in (*_ENUM_FIELDS, "returned_token_ids"):
+        for name in _POOLER_TYPES:
             object.__setattr__(self, name, _checked(name, getattr(self, name)))
         check_minimum(self, 1, "dimensions", "max_embed_len")
         for name in ("logit_mean", "logit_sigma", "logit_bias", "logit_scale"):
@@ -142,11 +132,11 @@ class PoolerConfig:
         Raises:
             ValueError: An unknown field or a value of the wrong type; the message names it.
         """
-        known = {f.name for f in dataclasses.fields(cls)}
+        known = set(_POOLER_TYPES)
         unknown = sorted(set(fields) - known)
         if unknown:
             raise ValueError(f"unknown field {unknown[0]!r}; known are {listed(sorted(known))}.")
-        return cls(**{name: _checked(name, value) for name, value in fields.items()})
+        return cls(**fields)
 
 
 def check_minimum(config: object, minimum: int, *names: str) -> None:
@@ -157,30 +147,34 @@ def check_minimum(config: object, minimum: int, *names: str) -> None:
             raise ValueError(f"{name} is {value}; it must be {f'at least {minimum}' if minimum else '0 or more'}.")
 
 
+_POOLER_TYPES: Final = {name: get_args(kind)[0] for name, kind in get_type_hints(PoolerConfig).items()}
+"""The type of each field of PoolerConfig, without None."""
+
+
 def _checked(name: str, value: Any) -> Any:
     """Returns `value` in the type of the PoolerConfig field `name`. Raises ValueError if it has the wrong type."""
     if value is None:
         return None
-    if name in _ENUM_FIELDS:
-        kind = _ENUM_FIELDS[name]
+    kind = _POOLER_TYPES[name]
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
         try:
             return kind(str(value) if kind is PoolingType else str(value).lower())
         except ValueError:
             raise ValueError(f"{name} is {value!r}; it must be one of {listed(kind)}.") from None
-    if name in _BOOL_FIELDS:
+    if kind is bool:
         fits, wanted = isinstance(value, bool), "true or false"
-    elif name in _FLOAT_FIELDS:
+    elif kind is float:
         fits, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
-    elif name == "returned_token_ids":
+    elif kind is int:
+        fits, wanted = type(value) is int, "an integer"
+    else:
         is_list = type(value) in (list, tuple) and bool(value)
         fits, wanted = is_list and all(type(i) is int and i >= 0 for i in value), "a list of token ids"
-    else:
-        fits, wanted = type(value) is int, "an integer"
     if not fits:
         raise ValueError(f"{name} is {value!r}; it must be {wanted}.")
     if isinstance(value, list):
         return tuple(value)
-    return float(value) if name in _FLOAT_FIELDS else value
+    return float(value) if kind is float else value
 
 
 def _device_rule(value: str) -> str | None:
