@@ -33,7 +33,7 @@ from machine import machine
 from penstock.engine.client import engine_process
 from penstock.engine.client.core_supervisor import CoreSupervisor
 from penstock.engine.client.dispatcher import Dispatcher, Replica
-from penstock.engine.core import worker
+from penstock.engine.core import core_process
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import CompletedForward, ForwardTime, Runner
 from penstock.engine.executors.cpu.array_encoder import PackedArrays
@@ -269,7 +269,7 @@ def as_engine(figures: str, forward_s: float) -> type[subprocess.Popen[bytes]]:
 
     class _Popen(subprocess.Popen[bytes]):
         def __init__(self, arguments: Sequence[str], **named: Any) -> None:
-            if worker.__name__ in arguments:
+            if core_process.__name__ in arguments:
                 script = str(Path(__file__).resolve())
                 arguments = (sys.executable, script, _AS_ENGINE, figures, str(forward_s), *arguments[-2:])
             super().__init__(arguments, **named)
@@ -286,8 +286,8 @@ def serve() -> None:
     meter.watch(Scheduler, "schedule", "schedule")
     meter.watch(EngineCore, "_deliver", "deliver")
     meter.watch(PackedArrays, "build", "pack")
-    worker.load_runner = lambda config: PackingRunner(float(forward_s))
-    worker.main()
+    core_process.load_runner = lambda config: PackingRunner(float(forward_s))
+    core_process.main()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.engine.client import engine_process
-from penstock.engine.core import worker
+from penstock.engine.core import core_process
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.core.runner import CompletedForward, ForwardTime, Runner
 from penstock.engine.model_files.resolve import resolve_model, with_device
@@ -27,7 +27,7 @@ from penstock.engine.scheduling import Allocation, InputSequence, PrefillChunk, 
 from penstock.server.commands.cli import main
 
 _AS_ENGINE: Final = "engine-process"
-_WORKER: Final = "penstock.engine.core.core_process"
+_ENGINE_PROCESS: Final = "penstock.engine.core.core_process"
 
 
 class IdleRunner(Runner):
@@ -72,7 +72,7 @@ class _Popen(subprocess.Popen[bytes]):
     """Starts this script where the engine's process would be started."""
 
     def __init__(self, arguments: Sequence[str], **named: Any) -> None:
-        if _WORKER in arguments:
+        if _ENGINE_PROCESS in arguments:
             arguments = (sys.executable, "-P", str(Path(__file__).resolve()), _AS_ENGINE, *arguments[-2:])
         super().__init__(arguments, **named)
 
@@ -80,8 +80,8 @@ class _Popen(subprocess.Popen[bytes]):
 if __name__ == "__main__":
     if sys.argv[1:2] == [_AS_ENGINE]:
         del sys.argv[1]
-        worker.load_runner = IdleRunner
-        worker.main()
+        core_process.load_runner = IdleRunner
+        core_process.main()
     else:
         engine_process.subprocess.Popen = _Popen
         sys.exit(main())

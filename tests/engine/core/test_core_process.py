@@ -25,7 +25,7 @@ from ...waiting import until
 PARAMS = PoolingParams()
 
 
-async def test_worker_is_replaced_if_its_results_cannot_be_read(
+async def test_core_is_replaced_if_its_results_cannot_be_read(
     minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await AsyncEngine.start(EngineConfig(model=str(minilm_folder), num_threads=1))
@@ -45,7 +45,7 @@ async def test_worker_is_replaced_if_its_results_cannot_be_read(
     await engine.close()
 
 
-async def test_worker_and_its_socket_end_with_the_parent(minilm_folder: Path, tmp_path: Path) -> None:
+async def test_process_and_its_socket_end_with_the_parent(minilm_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / ("t" * 119)  # a long path has a link for the socket
     folder.mkdir()
     script = textwrap.dedent("""
