@@ -36,7 +36,10 @@ def test_step_is_reported_at_its_limit(watch: Watchdog) -> None:
         with watch.during(WatchedCall(1, 5)):
             assert num_checks(watch) == 10
             assert watch.check() == "A forward of 5 tokens in 1 sequence has not ended for 11 s; its limit is 10 s"
-    assert (str(Step()), str(Step(2, 5))) == ("A step without a forward", "A forward of 5 tokens in 2 sequences")
+    assert (str(WatchedCall()), str(WatchedCall(2, 5))) == (
+        "A step without a forward",
+        "A forward of 5 tokens in 2 sequences",
+    )
 
 
 def test_idle_thread_exceeds_no_limit(watch: Watchdog) -> None:
