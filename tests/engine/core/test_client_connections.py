@@ -20,6 +20,7 @@ from penstock.engine.protocol.messages import (
     ClientMessage,
     Frame,
     FromCore,
+    PrefixCacheCleared,
     RequestFailed,
     SchedulerStats,
     Start,
@@ -117,6 +118,8 @@ def test_results_are_split_by_client() -> None:
     assert len(found) == 3
     for request_id, index, array in rows:
         np.testing.assert_array_equal(found[request_id, index], array)
+    cleared = PrefixCacheCleared(id_of(2, 1), 5)
+    assert split(cleared, []) == {2: (cleared, [])}
 
 
 def test_messages_behind_start_are_handled(server: Server) -> None:
