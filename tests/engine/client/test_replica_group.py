@@ -138,7 +138,7 @@ async def test_first_replica_decides_the_arithmetic_of_all(running_cores: list[F
     single, dispatcher = make_group(1)
     assert [(each.placement, each.stats) for each in single.replicas] == [("cores 0", dispatcher.stats)]
     assert dispatcher.replicas[0].stats is dispatcher.stats
-    assert not ReplicaGroup([EngineConfig(model="any")], dispatcher, log_level="INFO", log_format="console").replicas
+    assert not ReplicaGroup([Start(EngineConfig(model="any"))], dispatcher).replicas
     group, _ = make_group(3)
     starting = asyncio.create_task(group.start())
     await loop_iterations()

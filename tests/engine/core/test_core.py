@@ -12,7 +12,7 @@ import pytest
 
 from penstock.engine.core.core import EngineCore, NextStart
 from penstock.engine.core.runner import DeviceLimits, DeviceLostError, DeviceMemoryError, ForwardTime
-from penstock.engine.core.step_watch import StepWatch
+from penstock.engine.core.watchdog import Watchdog
 from penstock.engine.protocol.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.protocol.images import ImagePatches
 from penstock.engine.protocol.messages import (
@@ -61,16 +61,16 @@ def test_model_ready_is_sent_after_warm_up() -> None:
 
 
 def test_times_of_forwards_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, record, watch = FakeRunner(pool(256)), Mock(), Mock(wraps=StepWatch(0.0, print))
+    runner, record, watch = FakeRunner(pool(256)), Mock(), Mock(wraps=Watchdog(0.0, print))
     runner.limits, runner.max_forwards = DeviceLimits(max_tokens=96), 3
     runner.take_times = lambda: [ForwardTime(32, 8, 0.5)]  # type: ignore[method-assign]
     monkeypatch.setattr(ChunkSizeController, "record", record)
     driver = CoreDriver(runner, load=False)
-    driver.core._step_watch = watch
+    driver.core._watchdog = watch
     driver.core.load()
     assert [(step.args[0].num_tokens, step.args[1]) for step in watch.record.call_args_list] == [(96, 0.0), (40, 0.5)]
     assert (watch.is_ordered, watch.max_forwards) == (True, 3)
-    driver.core._step_watch = StepWatch(0.0, print)
+    driver.core._watchdog = Watchdog(0.0, print)
     driver.submit(1, 5)
     driver.run_all()
     assert record.call_args_list == [call(32, 8, 0.5)] * 2

@@ -128,7 +128,7 @@ def test_times_of_overlapping_batches_add_up(loop_clock: Clock) -> None:
     driver, began_s = QueueDriver(chunk_size=64), loop_clock.now_s
     driver.submit(1, 192)
     driver.run(2)
-    record = driver.core._step_watch.record = Mock()  # type: ignore[method-assign]
+    record = driver.core._watchdog.record = Mock()  # type: ignore[method-assign]
     for after_s in (2.0, 3.0, 7.0):
         loop_clock.now_s = began_s + after_s
         driver.end()
