@@ -130,6 +130,7 @@ def test_signal_acts_after_the_engine_process_has_started(number: int, error: ty
 
     monkeypatch.setattr(cli, "EngineProcess", start)
     before = {each: signal.getsignal(each) for each in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell script ignore it
     try:
         with pytest.raises(error), cli._engine_process(False):
             events.append("entered")
