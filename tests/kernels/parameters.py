@@ -67,13 +67,12 @@ def every_pair(
 
 def covering(is_possible: Callable[..., bool], values: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
     """Yields cases until every possible pair has occurred. Each case has the most new pairs."""
-    possible: list[tuple[dict[str, Any], int]] = []
-    bits: dict[Any, int] = {}  # a bit for each pair
+    possible, bits = list[tuple[dict[str, Any], int]](), dict[Any, int]()  # a bit for each pair
     for choice in product(*(range(len(options)) for options in values.values())):
         case = {name: values[name][index] for name, index in zip(values, choice, strict=True)}
         if is_possible(**case):
-            pairs = combinations(enumerate(choice), 2)
-            possible.append((case, sum(bits.setdefault(pair, 1 << len(bits)) for pair in pairs)))
+            mask = sum(bits.setdefault(pair, 1 << len(bits)) for pair in combinations(enumerate(choice), 2))
+            possible.append((case, mask))
     missing = sum(bits.values())
     while missing:
         case, mask = max(possible, key=lambda item: (item[1] & missing).bit_count())

@@ -204,8 +204,7 @@ def test_shown_names_and_values_have_60_characters() -> None:
 
 
 async def test_openai_client_sends_a_request_past_its_deadline_once(client: httpx.AsyncClient, engine) -> None:
-    import openai
-
+    openai = pytest.importorskip("openai")
     engine.gate, sent = asyncio.Event(), []
 
     async def count(request: httpx.Request) -> None:

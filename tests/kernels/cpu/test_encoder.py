@@ -41,9 +41,8 @@ def join(texts: Sequence[Texts]) -> Texts:
     return Texts(np.concatenate([t.ids for t in texts]), np.concatenate([t.positions for t in texts]), starts, visible)
 
 
-@cache
+@cache  # for all instruction sets
 def exact(shape: Shape, lengths: tuple[int, ...], seed: int, hides: bool, form: Format) -> tuple[torch.Tensor, ...]:
-    """Rows and attention weights in float64, computed once for all instruction sets."""
     return encode(make_spec(shape), make_texts([*lengths], seed, hides), form)
 
 

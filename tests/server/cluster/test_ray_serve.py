@@ -99,8 +99,7 @@ def test_replicas_follow_the_length_of_the_queue(nodes: Starting, model: str, tm
 
 
 def test_killed_node_loses_no_request(nodes: Starting, tmp_path: Path) -> None:
-    import openai
-
+    openai = pytest.importorskip("openai")
     port, log = free_port(), tmp_path / "serve.log"
     texts = [f"{TEXT}{number}" for number in range(3000)]
     with nodes(0, 1, 1) as cluster:

@@ -1,7 +1,6 @@
 """Cohere's routes with its Python clients v1 and v2 and with the bodies of other clients."""
 
 import base64
-import warnings
 
 import httpx
 import numpy as np
@@ -11,9 +10,7 @@ from penstock.engine.protocol.errors import EngineOverloadedError
 
 from ..bodies import client_bodies, table
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    cohere = pytest.importorskip("cohere", reason="needs the client: pip install cohere")
+cohere = pytest.importorskip("cohere", reason="needs the client: pip install cohere")
 
 # The clients use a deprecated part of pydantic.
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")

@@ -113,8 +113,7 @@ async def test_texts_and_images_keep_their_order(client, engine) -> None:
 
 
 async def test_openai_client_sends_images(client, engine) -> None:
-    import openai
-
+    openai = pytest.importorskip("openai")
     api = openai.AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=client)
     body = {"messages": chat(part(URI)), "encoding_format": "float"}
     answer = await api.post("/embeddings", cast_to=openai.types.CreateEmbeddingResponse, body=body)
@@ -125,8 +124,7 @@ async def test_openai_client_sends_images(client, engine) -> None:
 
 
 async def test_cohere_client_sends_images(client, engine) -> None:
-    import cohere
-
+    cohere = pytest.importorskip("cohere")
     api = cohere.AsyncClientV2(api_key="any", base_url="http://test", httpx_client=client)
     answer = await api.embed(
         model="alias", images=[URI, BLUE_URI], input_type="image", embedding_types=["float", "ubinary"]
