@@ -295,7 +295,7 @@ def with_raw_scores(params: PoolingParams, raw_scores: bool | None) -> PoolingPa
 
 
 def truncated(params: PoolingParams, truncate: Truncate | None) -> PoolingParams:
-    """Applies `truncate` to the parameters unless `params.truncate_prompt_tokens` is set.
+    """Applies `truncate` to the parameters. A limit in `params.truncate_prompt_tokens` stays.
 
     Args:
         params: Pooling parameters of the request.
@@ -309,9 +309,10 @@ def truncated(params: PoolingParams, truncate: Truncate | None) -> PoolingParams
     side = sides[truncate] if isinstance(truncate, str) else None
     if None not in (side, params.truncation_side) and side != params.truncation_side:
         raise contradiction("truncate", truncate, "truncation_side", params.truncation_side)
-    if truncate is None or params.truncate_prompt_tokens is not None:
+    limit = params.truncate_prompt_tokens
+    if truncate is None or (truncate is False and limit is not None):
         return params
     if truncate is False:
         return params.clone(reject_too_long=True)
     side = params.truncation_side or side
-    return params.clone(truncate_prompt_tokens=-1, truncation_side=side)
+    return params.clone(truncate_prompt_tokens=-1 if limit is None else limit, truncation_side=side)
