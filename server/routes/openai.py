@@ -57,7 +57,6 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
         {"model": "all-MiniLM-L6-v2", "input": ["A gate holds the water.", "A pipe carries it."]},
         {"input": "One text is fine too.", "encoding_format": "base64"},
         {"input": [101, 7592, 2088, 102]},
-        {"input": ["Berlin is a city.", " It lies on the Spree."], "late_chunking": True},
         {"input": [{"text": "A dam."}], "task": "retrieval.passage", "embedding_type": "ubinary"},
         {"input": [{"text": "A red gate."}, {"image": PIXEL}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PIXEL}}]}]},
@@ -108,7 +107,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
             "Concatenate all inputs in their order, without separators, and run them as one text. The vector of an "
             "input is the mean of its own token vectors, so it depends on the whole text. Only for models with MEAN "
             "pooling. The joined text must fit the model's maximum length, or truncate_prompt_tokens truncates it as "
-            "a whole. The prompt is put once before the first input."
+            "a whole. The prompt is put once before the first input. Rejected with token vectors."
         ),
     )
 
@@ -117,7 +116,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
     )
 
     def check_input_fields(self) -> None:
-        """Raises InvalidRequestError without input, or for late_chunking with messages or token vectors."""
+        """Raises InvalidRequestError without input, or for late_chunking with messages or images."""
         super().check_input_fields()
         if self.late_chunking and has_images(self.input or ()):
             raise InvalidRequestError(
@@ -128,11 +127,6 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
             raise InvalidRequestError(
                 "late_chunking joins the parts of one text; send them as input, or leave late_chunking out.",
                 param="late_chunking",
-            )
-        if self.late_chunking and self.return_multivector:
-            raise InvalidRequestError(
-                "late_chunking returns one vector per input, return_multivector one per token. Set only one.",
-                param="return_multivector",
             )
 
     def served_name(self) -> str | None:
@@ -249,6 +243,11 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
     The default is documents.
     """
     check_inputs(request, body)
+    if body.late_chunking:
+        raise InvalidRequestError(
+            "late_chunking returns one vector per input, this request one per token. Leave late_chunking out.",
+            param="late_chunking",
+        )
     params = body.pooling_params()
     call = await ModelCall.start(request, body.served_name(), EMBEDDERS)
     encodings, options = _encodings_and_options(call, body, params)

@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
-from penstock.server.routes.openai import EmbeddingRequest
+from penstock.server.routes.openai import _PARAM_FIELDS, EmbeddingRequest
 
 from ..bodies import client_bodies, table
 from ..fake_engine import FakeEngine, Serving
@@ -99,6 +99,18 @@ async def test_classifier_rejects_embeddings(serving: Serving, make_engine) -> N
 def test_truncation_fields_set_limit_and_side(fields: dict[str, Any], tokens: int | None, side: str | None) -> None:
     params = EmbeddingRequest.model_validate({"input": "a", **fields}).pooling_params()
     assert (params.truncate_prompt_tokens, params.truncation_side) == (tokens, side)
+
+
+def test_every_field_of_the_pooling_params_is_named() -> None:
+    read: set[str] = set()
+
+    class Recorded(EmbeddingRequest):
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    Recorded.model_validate({"input": "a", "normalize": True}).pooling_params()
+    assert read & EmbeddingRequest.model_fields.keys() - {"modality"} == _PARAM_FIELDS
 
 
 def test_output_dimension_counts_beside_dimensions_0() -> None:
