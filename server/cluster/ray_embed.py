@@ -22,12 +22,13 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from ..embed_jobs.input_file import BadRow
 from ..embed_jobs.job_folder import JobFolder, Shard
 from ..embed_jobs.parquet_file import ParquetRows, append_vectors
-from ..settings import CommandError
+from ..settings import CommandError, UsageError
 from .ray_connection import connected
 from .ray_settings import RayEmbedSettings
 
 _AT_ONCE: Final = 2
 """Number of shards that an engine embeds at once."""
+_CONTINUE: Final = "finished rows are kept: run the same command again"
 _MAX_BLOCKS: Final = 4096
 """Number of blocks in which Ray distributes the shards."""
 
@@ -82,8 +83,6 @@ class Embedder:
     def _do(self, shard: Shard) -> str:
         if self._config.job.is_finished(shard):  # written by a lost machine
             return ""
-        from pyarrow import parquet
-
         source = ParquetRows(Path(shard.path), self._config.field, has_images=self._config.has_images)
         table = source.table(shard)
         inputs: list[str | bytes | Path] = []
@@ -96,8 +95,10 @@ class Embedder:
             vectors = self._embed(inputs)
         except InvalidRequestError:
             return self._first_rejection(shard, inputs)
-        with_them = append_vectors(table, vectors)
-        self._config.job.write(self._config.job.path(shard), lambda path: parquet.write_table(with_them, path))
+        try:
+            self._config.job.write_table(shard, append_vectors(table, vectors))
+        except UsageError as error:
+            return str(error)
         return ""
 
     def _first_rejection(self, shard: Shard, inputs: Sequence[str | bytes | Path]) -> str:
@@ -107,7 +108,8 @@ class Embedder:
                 self._embed([item])
             except InvalidRequestError as error:
                 return self._bad_row(shard, row, error.message)
-        return f"{shard.path}: the engine rejects rows {shard.start + 1} to {shard.start + shard.num_rows} together"
+        rows = f"rows {shard.start + 1} to {shard.start + shard.num_rows}"
+        return f"{shard.path}: the engine rejects {rows} together; {_CONTINUE}"
 
     def _embed(self, inputs: Sequence[str | bytes | Path]) -> NDArray[np.float32]:
         config = self._config
@@ -115,7 +117,7 @@ class Embedder:
         return np.stack([np.asarray(output.outputs.embedding, np.float32) for output in outputs])
 
     def _bad_row(self, shard: Shard, row: int, reason: str) -> str:
-        return f"{shard.path}, row {shard.start + row + 1}: {reason}"
+        return f"{shard.path}, row {shard.start + row + 1}: {reason}; {_CONTINUE}"
 
 
 def embed_on_ray(
@@ -169,7 +171,7 @@ def _run(left: Sequence[Shard], config: EmbedderConfig, settings: RayEmbedSettin
     try:
         for shard in shards_done.iter_rows():
             if shard["error"]:
-                raise CommandError(f"{shard['error']}; finished rows are kept: run the same command again")
+                raise CommandError(shard["error"])
             bar.update(shard["num_rows"])
     except RayError as error:
         raise CommandError(f"the job could not be finished: {_last_line(error)}; finished rows are kept") from error

@@ -2,6 +2,9 @@
 
 A file is written under a temporary name and then renamed, so that it is either complete or absent. A shard is finished
 if its file exists. A shard that runs twice, on two machines or in two runs, has one file.
+
+Parquet files have the digest of their job. Machines of a run that has been overwritten may still write files; these do
+not count for the new run.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from penstock.engine.private_files import sync_folder
 from ..settings import CommandError, UsageError
 
 MANIFEST: Final = "_manifest.json"
+_JOB_KEY: Final = b"penstock_job"
+"""Key of the digest of the job in the metadata of Parquet files."""
 COLUMN: Final = "embedding"
 """Name of the added column."""
 _LOCK: Final = "_lock"
@@ -63,7 +68,7 @@ class JobFolder:
         self.folder = folder
         self._suffix = suffix
         self._start_over = start_over
-        self._count = _npy_rows if suffix == ".npy" else _parquet_rows
+        self._job_digest = b""
 
     def begin(self, identity: Mapping[str, Any], *, overwrite: bool = False) -> None:
         """Starts or continues a job.
@@ -76,6 +81,7 @@ class JobFolder:
             UsageError: The folder holds other files, another job, or a finished job.
             CommandError: It cannot be written.
         """
+        self._job_digest = _digest_of(identity)
         with self.writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             if overwrite:
@@ -105,8 +111,10 @@ class JobFolder:
         return self.folder / f"part-{shard.number:08d}{self._suffix}"
 
     def is_finished(self, shard: Shard) -> bool:
-        """Returns whether a shard is finished: its file is complete and has all rows."""
-        return self._count(self.path(shard)) == shard.num_rows
+        """Returns whether a shard is finished: its file is complete, has all rows, and is of this job."""
+        path = self.path(shard)
+        num_rows = _npy_rows(path) if self._suffix == ".npy" else _parquet_rows(path, self._job_digest)
+        return num_rows == shard.num_rows
 
     def unfinished_shards(self, shards: Iterable[Shard]) -> list[Shard]:
         """Returns the unfinished shards, which have no file or a damaged one."""
@@ -125,6 +133,20 @@ class JobFolder:
                 file.write(np.ascontiguousarray(vectors, "<f4").data)
 
         self.write(self.path(shard), save)
+
+    def write_table(self, shard: Shard, table: Any) -> None:
+        """Writes the file of a shard from a pyarrow.Table, with the digest of the job in its metadata; see `write`.
+
+        Raises:
+            UsageError: The folder holds another job now.
+        """
+        from pyarrow import parquet
+
+        manifest = self._read()
+        if manifest is None or _digest_of(manifest["identity"]) != self._job_digest:
+            raise UsageError(f"{self.folder} holds another job now: a later run was started with --overwrite")
+        of_job = table.replace_schema_metadata({**(table.schema.metadata or {}), _JOB_KEY: self._job_digest})
+        self.write(self.path(shard), lambda path: parquet.write_table(of_job, path))
 
     def finish(self, identity: Mapping[str, Any]) -> None:
         """Records that all shards are finished, and removes temporary files of killed processes."""
@@ -286,11 +308,16 @@ def _npy_rows(path: Path) -> int | None:
         return None
 
 
-def _parquet_rows(path: Path) -> int | None:
+def _digest_of(identity: Mapping[str, Any]) -> bytes:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest().encode()
+
+
+def _parquet_rows(path: Path, job_digest: bytes) -> int | None:
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
-        return int(parquet.read_metadata(path).num_rows)
+        file = parquet.read_metadata(path)
+        return int(file.num_rows) if (file.metadata or {}).get(_JOB_KEY) == job_digest else None
     except (pa.ArrowException, OSError):  # missing or damaged: the shard runs again
         return None

@@ -28,6 +28,7 @@ from .conftest import Nodes, Starting, ended
 
 NUM_ROWS = 4000
 SHARD_ROWS = 100
+KEPT = "finished rows are kept: run the same command again"
 TEXTS = [f"Row {row}: a gate holds the water of a pool. " * (1 + row % 9) for row in range(NUM_ROWS)]
 
 
@@ -222,12 +223,16 @@ def test_shards_report_their_rows_or_the_first_bad_row(embedder_class: Any, tmp_
     found = embed({"item": np.array([2, 0, 1, 3])})
     assert found["num_rows"] == [2, 2, 2, 2]
     bad_rows = [f"{path}, row 6: the column 'text' has no text", f"{path}, row 4: too short"]
-    assert found["error"] == [bad_rows[0], "", bad_rows[1], f"{path}: the engine rejects rows 7 to 8 together"]
+    reasons = [f"{each}; {KEPT}" for each in (*bad_rows, f"{path}: the engine rejects rows 7 to 8 together")]
+    assert found["error"] == [reasons[0], "", *reasons[1:]]
     rows = parquet.read_table(job.path(shards[0])).to_pylist()
     assert rows == [{"text": "aa", "embedding": [2.0]}, {"text": "bbb", "embedding": [3.0]}]
     assert job.unfinished_shards(shards) == shards[1:]
     Path(path).unlink()
     assert embed({"item": np.array([0])}) == {"num_rows": [2], "error": [""]}, "a finished shard is not read again"
+    parquet.write_table(pa.table({"text": texts}), path)
+    JobFolder(tmp_path / "out", ".parquet", "--overwrite").begin({"model": "n"}, overwrite=True)
+    assert "holds another job now" in embed({"item": np.array([0])})["error"][0]
 
 
 def test_images_of_a_shard_are_bytes_or_paths_beside_the_file(embedder_class: Any, tmp_path: Path) -> None:
@@ -243,7 +248,7 @@ def test_images_of_a_shard_are_bytes_or_paths_beside_the_file(embedder_class: An
     )
     found = embedder_class.Embedder(config, shards)({"item": np.array([0, 1])})
     reason = "the column 'picture' has 'lost.png', which is no file, or an empty one"
-    assert found["error"] == ["", f"{path}, row 3: {reason}"]
+    assert found["error"] == ["", f"{path}, row 3: {reason}; {KEPT}"]
     rows = parquet.read_table(job.path(shards[0])).to_pylist()
     assert [row["picture"] for row in rows] == pictures[:2]
     assert [row["embedding"] for row in rows] == [[3.0], [5.0]]

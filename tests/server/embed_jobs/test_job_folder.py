@@ -24,13 +24,9 @@ def job(tmp_path: Path) -> JobFolder:
     return JobFolder(tmp_path / "out.npy.partial", ".npy", "delete the folder")
 
 
-def write(output: JobFolder, shard: Shard, table: pa.Table = TABLE) -> None:
-    output.write(output.path(shard), lambda path: parquet.write_table(table, path))
-
-
 def test_shard_is_finished_when_its_file_is_whole(output: JobFolder, job: JobFolder) -> None:
     for folder, write_rows in (
-        (output, lambda num_rows: write(output, SHARDS[0], TABLE.slice(0, num_rows))),
+        (output, lambda num_rows: output.write_table(SHARDS[0], TABLE.slice(0, num_rows))),
         (job, lambda num_rows: job.write_vectors(SHARDS[0], np.ones((num_rows, 8), np.float32))),
     ):
         folder.begin(IDENTITY)
@@ -53,7 +49,7 @@ def test_failed_write_leaves_no_file(output: JobFolder, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(parquet, "write_table", full)
     with pytest.raises(OSError, match="No space left"):
-        write(output, SHARDS[0])
+        output.write_table(SHARDS[0], TABLE)
     assert [path.name for path in output.folder.iterdir()] == [MANIFEST]
 
 
@@ -70,7 +66,7 @@ def test_manifest_of_a_new_folder_is_on_disk(tmp_path: Path, monkeypatch: pytest
 
 def test_finished_job_is_not_overwritten(output: JobFolder) -> None:
     output.begin(IDENTITY)
-    write(output, SHARDS[0])
+    output.write_table(SHARDS[0], TABLE)
     (output.folder / ".unfinished-of-a-killed-process").write_bytes(b"half")
     output.finish(IDENTITY)
     assert not list(output.folder.glob(".unfinished*"))
@@ -101,16 +97,21 @@ def test_damaged_manifest_is_rejected(output: JobFolder, content: str) -> None:
 
 def test_overwriting_deletes_only_the_files_of_the_job(output: JobFolder) -> None:
     output.begin(IDENTITY)
-    write(output, SHARDS[0])
+    output.write_table(SHARDS[0], TABLE)
     (output.folder / ".unfinished-of-a-killed-process").write_bytes(b"half")
     (output.folder / "notes.txt").write_bytes(b"mine")
     with pytest.raises(UsageError, match=r"has notes\.txt"):
         output.begin(IDENTITY, overwrite=True)
     assert [path.name for path in output.folder.iterdir()] == ["notes.txt"]
     (output.folder / "notes.txt").unlink()
-    output.begin({**IDENTITY, "model": "n"}, overwrite=True)
+    later = JobFolder(output.folder, ".parquet", "give --overwrite")
+    later.begin({**IDENTITY, "model": "n"}, overwrite=True)
     with pytest.raises(UsageError, match="another model; run the same command again"):
         output.begin(IDENTITY)
+    later.write_table(SHARDS[0], TABLE)
+    assert (later.is_finished(SHARDS[0]), output.is_finished(SHARDS[0])) == (True, False)
+    with pytest.raises(UsageError, match="holds another job now"):
+        output.write_table(SHARDS[0], TABLE)
 
 
 def test_folder_that_cannot_be_written_is_rejected(output: JobFolder) -> None:
