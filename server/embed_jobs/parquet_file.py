@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -78,19 +79,11 @@ class ParquetRows(InputFile):
         from pyarrow import parquet
 
         self.schema()
-        num_rows = 0
         with self._errors(0):
             file = parquet.ParquetFile(self.path)
         with file:
             rows_at_once = PARQUET_IMAGES_AT_ONCE if self.has_images else PARQUET_ROWS_AT_ONCE
-            iterator = file.iter_batches(rows_at_once, columns=columns)
-            while True:
-                with self._errors(num_rows):
-                    batch = next(iterator, None)
-                if batch is None:
-                    return
-                yield batch
-                num_rows += batch.num_rows
+            yield from self._checked(file.iter_batches(rows_at_once, columns=columns), 0)
 
     def shards(self, max_rows: int, first: int) -> list[Shard]:
         """Returns all rows in shards of `max_rows`, without reading rows. The last shard may be shorter.
@@ -117,17 +110,30 @@ class ParquetRows(InputFile):
         import pyarrow as pa
         from pyarrow import parquet
 
-        with self._errors(shard.start), parquet.ParquetFile(self.path) as file:
+        with self._errors(shard.start):
+            file = parquet.ParquetFile(self.path)
+        with file:
             counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
             starts = [0, *itertools.accumulate(counts)]
             end = shard.start + shard.num_rows
             groups = [group for group in range(len(counts)) if starts[group] < end and starts[group + 1] > shard.start]
             skip = shard.start - starts[groups[0]] if groups else 0
-            slices = _sliced(file.iter_batches(row_groups=groups), skip, shard.num_rows)
+            batches = self._checked(file.iter_batches(row_groups=groups), shard.start - skip)
+            slices = _sliced(batches, skip, shard.num_rows)
             table = pa.Table.from_batches(slices, schema=file.schema_arrow)
         if len(table) != shard.num_rows:
             raise BadRowError(f"{self.path} was changed while it was read; start over with --overwrite")
         return table
+
+    def _checked(self, batches: Iterator[Any], num_rows: int) -> Iterator[Any]:
+        """Yields batches that follow `num_rows` rows. Raises BadRowError if pyarrow cannot read one."""
+        while True:
+            with self._errors(num_rows):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+            num_rows += batch.num_rows
 
     @contextlib.contextmanager
     def _errors(self, num_rows: int) -> Iterator[None]:
@@ -138,6 +144,8 @@ class ParquetRows(InputFile):
             yield
         except (ArrowException, LookupError, OSError, OverflowError, ValueError) as error:  # LookupError: a time zone
             near = f", {self.unit} {num_rows + 1} or one soon after it" if num_rows else ""
+            if isinstance(error, OSError) and error.errno is not None:  # errors of damaged files have no number
+                raise BadRowError(f"{self.path}{near}: it cannot be read: {os.strerror(error.errno)}") from error
             raise BadRowError(
                 f"{self.path}{near}: it cannot be read as Parquet ({one_line(error)}); it is damaged, "
                 "has values without a Python type, or is not a Parquet file: write it again"
