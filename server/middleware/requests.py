@@ -39,7 +39,7 @@ from penstock.engine.protocol.params import CLIENT
 from penstock.engine.protocol.stage_times import STAGE_TIMES
 
 from ..admission import note_rejection
-from ..calls.context import DisconnectMonitor, ServerContext
+from ..calls.context import DisconnectMonitor, ServerContext, context_of
 from ..dialects import dialect_of
 from ..errors import HIDDEN_MESSAGE, TRACE_ID, quote, request_fields
 from ..http.json_reader import BodyParser, JsonBody, JsonReader, receive_part
@@ -243,7 +243,8 @@ class JsonDispatcher:
                     except EngineOverloadedError:
                         await self._peek_at_body(request, route)
                         raise
-                body = await self._read_body(request, route, parser)
+                reading = self._read_body(request, route, parser)
+                body = await (reading if state.timeout_s is None else self._before_deadline(request, reading))
                 with (
                     self._counted() if route.runs_model and is_from_client else nullcontext(),
                     DisconnectMonitor(request) if route.ends_with_client else nullcontext(),
@@ -295,6 +296,15 @@ class JsonDispatcher:
             for key, dialect in route.by_key.items():
                 if start.get(key) is not None:
                     state_of(request.scope).dialect = dialect
+
+    async def _before_deadline(self, request: Request, reading: Awaitable[Any]) -> Any:
+        """Returns the body of a request with a deadline. Raises DeadlineExceededError if it arrives too late."""
+        deadline = context_of(request).deadline(state_of(request.scope))
+        try:
+            async with asyncio.timeout(deadline.remaining_s()):
+                return await reading
+        except TimeoutError:
+            raise deadline.error() from None
 
     async def _read_body(self, request: Request, route: Route, parser: BodyParser) -> Any:
         """Returns the parsed body of a request, and stores its dialect and id in the scope.
