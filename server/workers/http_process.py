@@ -122,12 +122,15 @@ class HttpProcess:
         """Waits for new metrics. Keeps the last ones if the process does not answer in time."""
         if self._channel is None:
             return
-        self._last_request_id += 1
-        response = self._metrics_requests[self._last_request_id] = asyncio.get_running_loop().create_future()
-        self.send(GetMetrics(self._last_request_id))
-        with contextlib.suppress(TimeoutError):  # the last metrics stay
-            async with asyncio.timeout(timeout_s):
-                await response
+        self._last_request_id = request_id = self._last_request_id + 1
+        response = self._metrics_requests[request_id] = asyncio.get_running_loop().create_future()
+        self.send(GetMetrics(request_id))
+        try:
+            with contextlib.suppress(TimeoutError):  # the last metrics stay
+                async with asyncio.timeout(timeout_s):
+                    await response
+        finally:
+            self._metrics_requests.pop(request_id, None)
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):  # the pause has passed without `stop`
@@ -147,7 +150,7 @@ class HttpProcess:
             return f"the error {error}"
         self._process = process
         with contextlib.suppress(OSError):  # it has ended already
-            worker_config.send(control)
+            await worker_config.send(control)
         connection_sender = ConnectionSender(connections)
         channel = Channel(decode_from_worker, self._handle, self._handle_end)
         channel.open(control)
@@ -206,7 +209,7 @@ class HttpProcess:
             case MetricsReport():
                 self.metrics = message.families
                 self._heartbeat.record_pong()
-                response = self._metrics_requests.pop(message.request_id, None)
+                response = self._metrics_requests.get(message.request_id)
                 if response is not None and not response.done():
                     response.set_result(None)
             case _:
@@ -214,11 +217,12 @@ class HttpProcess:
 
     def _ask_metrics(self) -> None:
         self.send(GetMetrics(_HEARTBEAT))
+        if not self._hang_timeout_s:
+            self._heartbeat.record_pong()  # the process may hang, and is asked again
 
     def _give_up(self) -> None:
-        if self._hang_timeout_s:
-            logger.error("an HTTP process has not answered for %g s; it is killed", self._hang_timeout_s)
-            self.kill()
+        logger.error("an HTTP process has not answered for %g s; it is killed", self._hang_timeout_s)
+        self.kill()
 
     def _handle_end(self) -> None:
         """Kills the process: it has closed its socket, so it is ending."""

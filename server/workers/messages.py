@@ -156,10 +156,11 @@ class WorkerConfig:
             image_memory=max(config.image_memory // self.num_workers, 1),
         )
 
-    def send(self, sock: socket.socket) -> None:
-        """Sends the WorkerConfig as the first message on a socket."""
+    async def send(self, sock: socket.socket) -> None:
+        """Sends the WorkerConfig as the first message on a socket, which becomes non-blocking."""
         frame = pickle.dumps(self)
-        sock.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_sendall(sock, len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
 
     @staticmethod
     def receive(sock: socket.socket) -> WorkerConfig:

@@ -23,7 +23,7 @@ from ...waiting import loop_iterations, until
 
 @pytest.fixture
 def worker() -> HttpProcess:
-    return HttpProcess(0, Mock(return_value=Mock(models=())), [Mock()], Mock(), Mock(), 60.0)
+    return HttpProcess(0, Mock(return_value=Mock(send=AsyncMock())), [Mock()], Mock(), Mock(), 60.0)
 
 
 @pytest.fixture
@@ -95,8 +95,10 @@ async def test_end_of_a_process_ends_its_heartbeat_and_questions(worker, pauses,
     first.channel.send(MetricsReport(1, families))
     await update
     assert worker.metrics == families
+    await worker.update_metrics(0.001)  # the process does not respond in time
+    assert not worker._metrics_requests
     update = asyncio.create_task(worker.update_metrics(120))
-    await until(lambda: GetMetrics(2) in first.messages)
+    await until(lambda: GetMetrics(3) in first.messages)
     first.end(0)
     await until(lambda: worker._process is second)
     assert "an HTTP process ended with exit code 0; another one is started" in caplog.text
@@ -148,17 +150,14 @@ async def test_stop_during_the_start_or_a_pause_ends_the_process(worker, monkeyp
 async def test_process_may_hang_without_a_timeout(worker, monkeypatch) -> None:
     process, worker._hang_timeout_s = Process(), 0.0
     monkeypatch.setattr(worker, "_start", process.start)
-    monkeypatch.setattr(http_process, "Heartbeat", heartbeat := Mock())
+    monkeypatch.setattr(http_process, "_METRICS_EVERY_S", 0.001)
     running = asyncio.create_task(worker.run())
     await until(lambda: worker._channel is not None)
-    assert heartbeat.call_args == call(60.0, worker._ask_metrics, worker._give_up)
-    worker._ask_metrics()
-    await until(lambda: process.messages)
+    process.channel.send(WorkerListening())
+    await until(lambda: len(process.messages) > 12)  # a process with a timeout is killed after ten
     families = [MetricFamily("a", "b", "counter", [])]
     process.channel.send(MetricsReport(process.messages[0].request_id, families))
     await until(lambda: worker.metrics == families)
-    heartbeat.return_value.record_pong.assert_called_once_with()
-    worker._give_up()
     assert process.signals == []
     worker.stop(15)
     await asyncio.wait_for(running, 120)

@@ -1,5 +1,4 @@
 import asyncio
-import io
 import socket
 from pathlib import Path
 from unittest.mock import Mock
@@ -100,19 +99,19 @@ def worker_config(**settings: object) -> WorkerConfig:
     return WorkerConfig(load_settings(ServerSettings, settings), (model,), 4, 11, b"salt", 1_700_000_000)
 
 
-def test_plan_is_received_as_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = worker_config(
-        api_key="one,two", api_key_file=Path("/keys"), response_memory="1GiB", pooler_config='{"normalize":false}'
-    )
+async def test_plan_of_any_size_is_received_as_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"api_key": "one,two", "api_key_file": Path("/keys"), "pooler_config": '{"normalize":false}'}
+    large = "{}" + " " * 3_000_000  # exceeds the buffer of the socket
+    configs = [worker_config(**fields, chat_template=template) for template in ("{}", large)]
     monkeypatch.setenv("PENSTOCK_PORT", "1234")  # the receiver reads no variables
-    stream = io.BytesIO()
-    sent.send(Mock(sendall=stream.write))
-    sent.send(Mock(sendall=stream.write))
-    stream.seek(0)
-    slow = Mock(recv=lambda num_bytes: stream.read(min(num_bytes, 7)))
-    received, again = WorkerConfig.receive(slow), WorkerConfig.receive(slow)
-    assert received == again == sent
-    assert received.settings.port == 8000
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for sent in configs:
+            sending = asyncio.create_task(sent.send(ours))
+            received = await asyncio.to_thread(WorkerConfig.receive, theirs)
+            await sending
+            assert received == sent
+            assert received.settings.port == 8000
 
 
 def test_each_process_has_its_share_of_the_limits() -> None:
