@@ -6,7 +6,6 @@ configuration file.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -35,6 +34,8 @@ IMAGE_PIXELS: Final = 64_000_000
 MAX_IMAGE_PIXELS: Final = 89_478_485
 """Above it Pillow warns of a decompression bomb."""
 IMAGE_MEMORY: Final = 1 << 30
+_MAX_LOGIT: Final = 2.0**126
+"""This number and its reciprocal are normal numbers of float32, which has the logits."""
 _CPU_SEQS: Final = 512
 _CUDA_SEQS: Final = 2048
 """Sequences. 512 short texts do not fill a GPU."""
@@ -92,12 +93,12 @@ class PoolerConfig:
         check_minimum(self, 1, "dimensions", "max_embed_len")
         for name in ("logit_mean", "logit_sigma", "logit_bias", "logit_scale"):
             value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
-                raise ValueError(f"{name} is {value}; it must be a finite number.")
-        if self.logit_sigma == 0:
-            raise ValueError("logit_sigma is 0; logits are divided by it.")
-        if self.logit_scale == 0:
-            raise ValueError("logit_scale is 0; every class would get the same score.")
+            if value is not None and not abs(value) <= _MAX_LOGIT:
+                raise ValueError(f"{name} is {value}; it must be a finite number of float32.")
+        if self.logit_sigma is not None and abs(self.logit_sigma) < 1 / _MAX_LOGIT:
+            raise ValueError(f"logit_sigma is {self.logit_sigma:g}; logits are divided by it, so it must not be 0.")
+        if self.logit_scale is not None and abs(self.logit_scale) < 1 / _MAX_LOGIT:
+            raise ValueError(f"logit_scale is {self.logit_scale:g}; every class would get the same score.")
         if self.pooling_type is not None:
             name = "tok_pooling_type" if self.pooling_type.is_token_level else "seq_pooling_type"
             if getattr(self, name) not in (None, self.pooling_type):
