@@ -14,7 +14,7 @@ from hashlib import blake2b, sha256
 from itertools import islice
 from math import inf
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -82,6 +82,13 @@ def keys_in_headers(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
             yield value.strip()
 
 
+class _Owner(NamedTuple):
+    """The owner of a valid key. ApiKeyStore.key_id and ApiKeyStore.namespace_of return its fields."""
+
+    key_id: str
+    namespace: str
+
+
 class ApiKeyStore:
     """Stores keys as salted digests, so that neither comparison times nor identities reveal a key.
 
@@ -113,9 +120,7 @@ class ApiKeyStore:
     ) -> None:
         self._salt = salt or secrets.token_bytes(SALT_BYTES)
         self._namespace_salt = namespace_salt
-        self._namespaces: dict[str, str] = {}
-        self._key_ids: dict[str, str] = {}
-        self._configured = frozenset(self._register(key.encode()) for key in keys)
+        self._configured = self._owners_of(keys)
         self._file = file
         self._flag = flag
         self._clock_s = clock_s
@@ -146,11 +151,11 @@ class ApiKeyStore:
 
     def namespace_of(self, owner: str) -> str:
         """Returns the namespace of an owner's cached vectors and prefixes, a digest of key and salt."""
-        return self._namespaces.get(owner, owner)
+        return self._owners[owner].namespace if owner in self._owners else owner
 
     def key_id(self, owner: str) -> str | None:
         """Returns the first 8 hex digits of the SHA-256 of an owner's key; None for "", the owner without keys."""
-        return self._key_ids.get(owner)
+        return self._owners[owner].key_id if owner in self._owners else None
 
     def owner_of(self, keys: Iterable[bytes]) -> str | None:
         """Returns the identity of the valid key, or None without a valid key or with more than MAX_KEY_HEADERS keys."""
@@ -186,19 +191,21 @@ class ApiKeyStore:
             logger.info("%s: read again; valid keys: %d", self._flag, len(self._owners))
             self._version, self._failed_version = version, None
 
-    def _read(self, file: Path) -> frozenset[str]:
+    def _read(self, file: Path) -> dict[str, _Owner]:
         if file.stat().st_mode & stat.S_IWOTH:
             raise ValueError("may be written by every user of the machine; run chmod o-w on it")
-        return frozenset(self._register(key.encode()) for key in read_key_file(file))
+        return self._owners_of(read_key_file(file))
 
-    def _register(self, key: bytes) -> str:
-        """Returns the digest of a valid key, and stores its id and its namespace."""
-        digest = self._digest(key)
-        self._key_ids[digest] = sha256(key).hexdigest()[:8]
-        if self._namespace_salt is not None:
-            namespace = blake2b(key, digest_size=16, key=self._namespace_salt, person=_NAMESPACE)
-            self._namespaces[digest] = namespace.hexdigest()
-        return digest
+    def _owners_of(self, keys: Iterable[str]) -> dict[str, _Owner]:
+        """Returns the owners of keys by identity, the digest of the key."""
+        owners: dict[str, _Owner] = {}
+        for key in map(str.encode, keys):
+            namespace = identity = self._digest(key)
+            if self._namespace_salt is not None:
+                digest = blake2b(key, digest_size=16, key=self._namespace_salt, person=_NAMESPACE)
+                namespace = digest.hexdigest()
+            owners[identity] = _Owner(sha256(key).hexdigest()[:8], namespace)
+        return owners
 
     def _digest(self, key: bytes) -> str:
         return blake2b(key, digest_size=16, key=self._salt).hexdigest()

@@ -87,9 +87,11 @@ def test_owner_is_known_while_its_key_is_valid(tmp_path: Path) -> None:
     owner = keys.owner_of([b"one"])
     assert owner
     assert keys.is_valid(owner)
+    assert keys.key_id(owner) == "7692c3ad"
     write(file, "two\n")
     clock.tick()
     assert not keys.is_valid(owner)
+    assert keys.key_id(owner) is None, "removed keys are forgotten"
     assert keys.is_valid("")
     assert ApiKeyStore(()).is_valid(owner), "without keys every owner is known"
 
