@@ -165,25 +165,19 @@ class Router:
         self, methods: Sequence[str], path: str, *, aliases: Sequence[str] = (), **options: Unpack[RouteOptions]
     ) -> Callable[[E], E]:
         """Declares a route with several methods."""
-        options = {"dialect": self._dialect, "tags": [self._tag] if self._tag else None, **options}
+        tags: list[str | Enum] | None = [self._tag] if self._tag else None
+        options = {"dialect": self._dialect, "tags": tags, "include_in_schema": self._in_schema, **options}
         responses = self._responses
         if responses is None:
             responses = SHARED_RESPONSES if options.get("by_key") else options["dialect"].responses
         options["responses"] = {**responses, **options.get("responses", {})}
-        in_schema = options.pop("include_in_schema", self._in_schema)
 
         def declare(endpoint: E) -> E:
             for route_path in (path, *aliases):
+                own: RouteOptions = options
                 if route_path != path:
-                    options["batch_use"] = BatchUse.NONE
-                route = Route(
-                    route_path,
-                    endpoint,
-                    methods=[*methods],
-                    include_in_schema=in_schema and route_path == path,
-                    **options,  # pyright: ignore[reportCallIssue]
-                )
-                self.routes.append(route)
+                    own = {**options, "include_in_schema": False, "batch_use": BatchUse.NONE}
+                self.routes.append(Route(route_path, endpoint, methods=[*methods], **own))
             return endpoint
 
         return declare

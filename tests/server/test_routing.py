@@ -16,7 +16,7 @@ from penstock.server.app import Application, create_app
 from penstock.server.dialects import OLLAMA, OPENAI, TEI
 from penstock.server.middleware.requests import JsonDispatcher
 from penstock.server.request_state import state_of
-from penstock.server.routing import Access, Route, RouteTable
+from penstock.server.routing import Access, BatchUse, Route, Router, RouteTable
 from penstock.server.settings import ServerSettings
 
 from .bodies import table
@@ -114,6 +114,14 @@ def test_unknown_path_has_the_dialect_of_its_prefix() -> None:
         scope: dict[str, Any] = {"method": method, "path": path}
         table.match(scope)
         assert state_of(scope).dialect is dialect, path
+
+
+def test_declaration_may_be_used_for_two_functions() -> None:
+    router = Router(OPENAI)
+    declare = router.task("/a", aliases=["/b"], batch_use=BatchUse.TASK)
+    for endpoint in (AsyncMock(), AsyncMock()):
+        declare(endpoint)
+    assert [route.batch_use for route in router.routes] == [BatchUse.TASK, BatchUse.NONE] * 2
 
 
 def released_to(ended: list[Any]) -> Any:
