@@ -141,15 +141,13 @@ def _ignored(reason: str) -> Rule:
     return lambda _: f"has no effect: {reason}"
 
 
-def _one_of(name: str, values: Mapping[str, Any], ignored: Mapping[str, str] | None = None) -> Rule:
-    """A rule for a variable with known values: to the value of a setting, or to the reason why one has no effect."""
+def _one_of(outcomes: Mapping[str, Outcome]) -> Rule:
+    """A rule for a variable with known values."""
 
     def rule(value: str) -> Outcome:
-        if ignored and value in ignored:
-            return f"has no effect: {ignored[value]}"
-        if value not in values:
-            raise ValueError(f"must be one of {', '.join((*values, *(ignored or ())))}")
-        return {name: values[value]}
+        if value not in outcomes:
+            raise ValueError(f"must be one of {', '.join(outcomes)}")
+        return outcomes[value]
 
     return rule
 
@@ -214,20 +212,26 @@ def _device_ids(value: str) -> Outcome:
 def _device(value: str) -> Outcome:
     if value in ("cuda", "auto") and os.environ.get("INFINITY_DEVICE_ID", "").strip(";"):
         return "has no effect: INFINITY_DEVICE_ID selects the devices"
-    return _one_of("device", {"cpu": "cpu", "cuda": "cuda", "auto": "auto"})(value)
+    return _one_of({name: {"device": name} for name in ("cpu", "cuda", "auto")})(value)
 
 
-_POOLING: Final = {name: {"pooling_type": kind} for name, kind in (("cls", "CLS"), ("mean", "MEAN"))}
-_LAST_TOKEN: Final = {"last-token": {"pooling_type": "LAST"}}
+_POOLING: Final[dict[str, Outcome]] = {
+    "cls": {"pooler_config": {"pooling_type": "CLS"}},
+    "mean": {"pooler_config": {"pooling_type": "MEAN"}},
+}
 _BY_WORK: Final = "the queue is limited by its work; see --max-queued-tokens and --max-queue-s"
 _TEI: Final[dict[str, Rule]] = {
     "MODEL_ID": _sets("model"),
     "REVISION": _sets("revision"),
     "TOKENIZATION_WORKERS": _sets("tokenizer_workers"),
-    "DTYPE": _one_of("dtype", {name: name for name in ("float16", "float32", "bfloat16")}),
+    "DTYPE": _one_of({name: {"dtype": name} for name in ("float16", "float32", "bfloat16")}),
     "SERVED_MODEL_NAME": lambda value: {"served_model_name": (value,)},
     "POOLING": _one_of(
-        "pooler_config", _POOLING | _LAST_TOKEN, {"splade": "SPLADE models are recognised by their files"}
+        {
+            **_POOLING,
+            "last-token": {"pooler_config": {"pooling_type": "LAST"}},
+            "splade": "has no effect: SPLADE models are recognised by their files",
+        }
     ),
     "MAX_CONCURRENT_REQUESTS": _ignored(_BY_WORK),
     "MAX_BATCH_TOKENS": _sets("max_num_batched_tokens"),
@@ -279,15 +283,15 @@ _INFINITY_MODELS: Final[dict[str, Rule]] = {
     "INFINITY_REVISION": _sets("revision"),
     "INFINITY_BATCH_SIZE": _sets("max_num_seqs"),
     "INFINITY_TRUST_REMOTE_CODE": _truth("trust_remote_code", otherwise=False),
-    "INFINITY_DTYPE": _one_of("dtype", {name: name for name in ("auto", "float32", "float16", "bfloat16", "int8")}),
+    "INFINITY_DTYPE": _one_of({name: {"dtype": name} for name in ("auto", "float32", "float16", "bfloat16", "int8")}),
     "INFINITY_DEVICE": _device,
     "INFINITY_DEVICE_ID": _device_ids,
-    "INFINITY_POOLING_METHOD": _one_of("pooler_config", _POOLING, {"auto": "the model's files choose the pooling"}),
+    "INFINITY_POOLING_METHOD": _one_of({**_POOLING, "auto": "has no effect: the model's files choose the pooling"}),
     "INFINITY_EMBEDDING_DTYPE": _one_of(
-        "", {}, {"float32": "vectors are float32 unless a request sets output_dtype or encoding_format"}
+        {"float32": "has no effect: vectors are float32 unless a request sets output_dtype or encoding_format"}
     ),
     "INFINITY_ENGINE": _one_of(
-        "", {}, dict.fromkeys(("torch", "optimum", "ctranslate2"), "the model and the device choose the engine")
+        dict.fromkeys(("torch", "optimum", "ctranslate2"), "has no effect: the model and the device choose the engine")
     ),
     "INFINITY_VECTOR_DISK_CACHE": _ignored("name a folder with --cache-dir"),
     "INFINITY_MODEL_WARMUP": _ignored("every model is warmed up"),
