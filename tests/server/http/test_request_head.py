@@ -72,13 +72,6 @@ async def test_every_route_passes_client_and_namespace_of_its_key(serving, engin
             assert all(len({"", "one", "two", first, second}) == 5 for first, second in zip(*seen[:2], strict=True))
 
 
-@pytest.mark.parametrize("keys", [(), ("one",)])
-async def test_without_two_keys_all_are_one_client(serving, engine, keys: tuple[str, ...]) -> None:
-    async with serving(engine, **({"api_key": keys} if keys else {})) as client:
-        await client.post("/v1/embeddings", json={"input": "a"}, headers={"authorization": "Bearer one"})
-        assert options_of(engine).client == ""
-
-
 @pytest.mark.parametrize(
     ("header", "own_s", "status"), [("0.5", 600.0, 408), ("0.5", 0.0, 408), ("0.5", 0.1, 504), (None, 0.1, 504)]
 )

@@ -102,7 +102,7 @@ def namespace(keys: ApiKeyStore, key: bytes) -> str:
     return keys.namespace_of(owner)
 
 
-def test_namespace_of_a_key_depends_on_the_salt_only(tmp_path: Path) -> None:
+def test_namespace_depends_on_the_salt_and_is_the_owner_without_one(tmp_path: Path) -> None:
     write(tmp_path / "keys", "two\n")
     salt = bytes(range(32))
     both, alone = ApiKeyStore(("one", "two"), namespace_salt=salt), ApiKeyStore(("one",), namespace_salt=salt)
@@ -112,9 +112,6 @@ def test_namespace_of_a_key_depends_on_the_salt_only(tmp_path: Path) -> None:
     assert namespace(both, b"two") == namespace(from_file, b"two") != namespace(both, b"one")
     assert namespace(both, b"one") not in (both.owner_of([b"one"]), alone.owner_of([b"one"]))
     assert namespace(ApiKeyStore(("one",), namespace_salt=bytes(32)), b"one") != namespace(both, b"one")
-
-
-def test_without_a_salt_the_namespace_is_the_owner() -> None:
     keys = ApiKeyStore(("one", "two"))
     assert namespace(keys, b"one") == keys.owner_of([b"one"]) != namespace(keys, b"two")
     assert keys.namespace_of("") == ""
