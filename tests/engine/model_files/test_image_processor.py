@@ -56,6 +56,8 @@ def test_patches_and_class_rows_follow_the_vision_model(tmp_path: Path) -> None:
     vision = {"model_type": "siglip_vision_model", "image_size": 224, "patch_size": 14}
     spec = _read(tmp_path, {}, vision)
     assert (spec.max_patches, spec.num_class_rows, spec.patch_size) == (256, 0, 14)
+    spec = _read(tmp_path, {"image_processor_type": "Siglip2ImageProcessor"}, {"model_type": "siglip2"})
+    assert (spec.max_patches, spec.patch_size) == (256, 16)
 
 
 def test_processor_config_takes_precedence(tmp_path: Path) -> None:

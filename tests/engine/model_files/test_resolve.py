@@ -63,6 +63,7 @@ def test_transformer_and_dense_folders_are_read(tmp_path: Path) -> None:
     assert (info.max_model_len, info.do_lower_case, info.embedding_size, info.normalize) == (24, True, 8, False)
     assert info.sources["max_model_len"] == "0_Transformer/sentence_bert_config.json: max_seq_length"
     assert info.sources["sequence_pooling"] == info.sources["include_prompt"] == "1_Pooling/config.json"
+    assert info.sources["dense"] == "modules.json"
 
 
 def test_legacy_pooling_keys_are_read_in_order(tmp_path: Path) -> None:

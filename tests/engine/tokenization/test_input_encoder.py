@@ -146,3 +146,6 @@ async def test_passages_leave_space_for_the_prompt(pool: TokenizerPool) -> None:
         options = RequestOptions(prompt=prompt, max_passages=10)
         passages = await encoder.passages(["b"], ["a " * 200], params, options)
         assert [len(text.split()) for text in passages.texts] == [size, size, 200 - 2 * size]
+    options = RequestOptions(max_passages=100)
+    passages = await encoder.passages(["b"], ["a" + " " * 550_000 + "a"], params, options)
+    assert "".join(passages.texts).split() == ["a", "a"]
