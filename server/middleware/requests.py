@@ -109,10 +109,13 @@ class RequestMiddleware:
 
         async def send_or_delay(message: Message) -> None:
             is_head = message["type"] == "http.response.start"
-            record.has_started = True
+            if is_head:
+                delayed.clear()  # the response to an error replaces a delayed 429
             if delayed or (is_head and message["status"] == 429):
                 delayed.append(message)
-            elif is_head:
+                return
+            record.has_started = True
+            if is_head:
                 await send(_start_response(message, record))
             elif len(message.get("body", b"")) > PART_BYTES:
                 await _send_in_parts(message, send)

@@ -26,16 +26,21 @@ async def test_missing_or_invalid_request_id_is_replaced(client: httpx.AsyncClie
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), asyncio.CancelledError()])
-async def test_started_response_gets_no_second_one(error: BaseException) -> None:
+async def test_started_response_gets_no_second_one_unless_it_waits(error: BaseException) -> None:
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.start", "status": status})
+        await send({"type": "http.response.body"})
         raise error
 
     middleware, send = create_app([], ServerSettings()).outer_middleware, AsyncMock()
     middleware.app = UnexpectedErrorMiddleware(respond)
+    status = 200
     with pytest.raises(type(error)):
         await middleware(http_scope("/v1/embeddings", {}), AsyncMock(), send)
-    assert [call.args[0]["status"] for call in send.await_args_list] == [200]
+    status = 429
+    await middleware(http_scope("/v1/embeddings", {}), AsyncMock(), send)
+    sent = [call.args[0].get("status") for call in send.await_args_list]
+    assert sent == [200, None, 500 if isinstance(error, RuntimeError) else 503, None]
 
 
 async def test_large_body_is_sent_in_parts_of_64_kib() -> None:
