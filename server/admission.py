@@ -1,20 +1,15 @@
 """Limits the size of bodies, and the memory of bodies and responses, before the engine is called.
 
-The size of a response is estimated from its number of values, see the functions `size_of_...`.
-
-The limits of the engine's queue are in engine/client/queue_admission.py, the limits of files and batches in
-server/batches. docs/limits.md lists all limits.
+The limits of the engine's queue are in engine/client/queue_admission.py, the limits on the number of inputs in
+calls/limits.py, the limits of files and batches in server/batches. docs/limits.md lists all limits.
 """
 
 from __future__ import annotations
 
-import heapq
 import sys
-from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Final, NamedTuple
+from typing import Final
 
-import orjson
 from fastapi import HTTPException
 from starlette.types import Scope
 
@@ -24,10 +19,10 @@ from penstock.engine.protocol.errors import (
     InvalidRequestError,
     RejectionReason,
 )
-from penstock.engine.protocol.multi_vector import SparseVector
 from penstock.engine.protocol.shared_resource import Reservation, SharedResource
 
 from .request_state import state_of
+from .response_size import ResponseSize
 from .settings import ServerSettings
 
 SMALL_BODY_BYTES: Final = 4_096
@@ -36,8 +31,6 @@ VALUE_BYTES: Final = 8
 """Bytes of memory that are reserved for each JSON value, by its weight."""
 MAX_RESPONSE_BYTES: Final = 256 * 1024 * 1024
 """Maximum bytes of JSON of one response: about 22 million numbers."""
-LARGE_RESPONSE_BYTES: Final = 6_000_000
-"""Bytes of JSON above which a response is sent in parts: half a million numbers, which take 50 ms to serialise."""
 _SMALL_RESPONSE_BYTES: Final = 1024 * 1024
 """Bytes. Smaller responses are not counted, because connections are limited."""
 _BODIES_IN_MEMORY: Final = 32
@@ -49,22 +42,6 @@ _CLIENT_SHARE: Final = 0.5
 _MAX_FETCHES: Final = 64
 """Images that all clients together may fetch from URLs at once."""
 _RETRY_AFTER_S: Final = 2.0
-EXPECTED_ENTRIES: Final = 512
-"""Entries of a sparse vector for which memory is reserved before the model runs. Trained models give 100 to 200."""
-_NUMBER_BYTES: Final = 12
-"""Bytes of a number in JSON."""
-_SCORE_BYTES: Final = 45
-"""Bytes of a JSON object with one score, without the class name."""
-_ENTRY_BYTES: Final = 36
-"""Bytes of an entry of a sparse vector in JSON."""
-_TOKEN_BYTES: Final = 70
-"""Bytes of a token with its text and offsets in JSON."""
-_TOKEN_MEMORY: Final = 200
-"""Bytes of a token with its text and offsets as Python objects."""
-FEWER_IDS: Final = "Send fewer token ids at once."
-MAX_DECODED_IDS: Final = 1_000_000  # Per request: takes seconds in a tokenizer thread; a few megabytes of text.
-MAX_RESPONSE_TOKENS: Final = 500_000  # Per response: each token takes 70 bytes of JSON and 200 bytes of memory.
-MAX_TOKENIZED_CHARS: Final = 2_000_000  # Per tokenization request: each token takes at least 60 bytes of JSON.
 
 
 class ServerRejectionReason(StrEnum):
@@ -117,27 +94,6 @@ def client_of(scope: Scope) -> str:
         return client
     address = scope.get("client")
     return "" if address is None else str(address[0])
-
-
-class ResponseSize(NamedTuple):
-    """Estimated size of a response or a part of it.
-
-    Attributes:
-        json_bytes: Bytes of its JSON.
-        value_bytes: Bytes of the values before serialisation.
-    """
-
-    json_bytes: int
-    value_bytes: int
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes in memory until the client has read the response: the values, or the JSON of a small response."""
-        return self.value_bytes if self.json_bytes >= LARGE_RESPONSE_BYTES else self.json_bytes
-
-    def plus(self, other: ResponseSize) -> ResponseSize:
-        """Returns the sum of two sizes."""
-        return ResponseSize(self.json_bytes + other.json_bytes, self.value_bytes + other.value_bytes)
 
 
 class AdmissionController:
@@ -299,12 +255,6 @@ def _shared_memory(num_bytes: int, name: str, flag: str, *, full: str, share: st
     return SharedResource(max(num_bytes, 1), name, "bytes", flag, full=full, share=share, max_share=_CLIENT_SHARE)
 
 
-def has_large_response(scope: Scope) -> bool:
-    """Returns whether the response to a request is serialised in parts."""
-    size = state_of(scope).response_size
-    return size is not None and size.json_bytes >= LARGE_RESPONSE_BYTES
-
-
 class BodyMemory:
     """Memory reservation of one body and its values until the response has been sent."""
 
@@ -341,91 +291,3 @@ def _reserve(memory: Reservation, num_more: int) -> None:
     if (rejection := memory.resize(memory.amount + num_more)) is not None:
         message = f"{rejection.message} Please try again later, and send large requests one after the other."
         raise LimitError(503, message, rejection.reason, {"connection": "close", "retry-after": "1"})
-
-
-def size_of_numbers(num_values: int, *, num_encodings: int = 1) -> ResponseSize:
-    """Returns the size of float32 arrays that are written in one or several formats."""
-    return ResponseSize(num_encodings * _NUMBER_BYTES * num_values, 4 * num_values)
-
-
-def size_of_tokens(num_tokens: int) -> ResponseSize:
-    """Returns the size of tokens with their texts."""
-    return ResponseSize(_TOKEN_BYTES * num_tokens, _TOKEN_MEMORY * num_tokens)
-
-
-def size_of_token_rows(
-    num_rows: int, width: int, *, num_encodings: int = 1, names_tokens: bool = False
-) -> ResponseSize:
-    """Returns the size of one row per token, with the token's text and class if `names_tokens` is true."""
-    rows = size_of_numbers(num_rows * width, num_encodings=num_encodings)
-    return rows.plus(size_of_tokens(num_rows)) if names_tokens else rows
-
-
-def size_of_classes(num_inputs: int, labels: Sequence[str], *, are_named: bool) -> ResponseSize:
-    """Returns the size of all class scores per input, with the name of every class or only of the best class."""
-    num_scores = num_inputs * len(labels)
-    value_bytes = 4 * num_scores
-    if not are_named:
-        return ResponseSize(_NUMBER_BYTES * num_scores + num_inputs * max(map(len, labels), default=0), value_bytes)
-    return ResponseSize(_SCORE_BYTES * num_scores + num_inputs * sum(map(len, labels)), value_bytes)
-
-
-def size_of_scores(num_scores: int) -> ResponseSize:
-    """Returns the size of objects with one score each, without document texts."""
-    return ResponseSize(_SCORE_BYTES * num_scores, 4 * num_scores)
-
-
-def size_of_texts(
-    texts: Iterable[str | Mapping[str, Any]], max_texts: int | None = None, *, num_encodings: int = 1
-) -> ResponseSize:
-    """Returns the size of texts in a response. They stay in memory until the client has read it.
-
-    Args:
-        texts: Texts, or documents that are objects.
-        max_texts: Maximum number of texts in the response; None: all.
-        num_encodings: How often each text is written.
-    """
-    sizes = [text.__sizeof__() if isinstance(text, str) else len(orjson.dumps(text)) for text in texts]
-    num_bytes = sum(heapq.nlargest(max_texts, sizes) if max_texts is not None and max_texts < len(sizes) else sizes)
-    return ResponseSize(num_encodings * num_bytes, num_bytes)
-
-
-def size_of_sparse(num_inputs: int) -> ResponseSize:
-    """Returns the expected size of sparse vectors, to reserve before the model runs; see `size_beyond_expected`."""
-    return _entries(EXPECTED_ENTRIES * num_inputs)
-
-
-def size_beyond_expected(vectors: Sequence[SparseVector]) -> ResponseSize:
-    """Returns the size of the entries of sparse vectors beyond the expected number."""
-    return _entries(max(sum(vector.values.size for vector in vectors) - EXPECTED_ENTRIES * len(vectors), 0))
-
-
-def _entries(number: int) -> ResponseSize:
-    return ResponseSize(_ENTRY_BYTES * number, 8 * number)
-
-
-def check_num_chars(num_chars: int, param: str) -> None:
-    """Raises InvalidRequestError if a tokenization request has too many characters."""
-    if num_chars > MAX_TOKENIZED_CHARS:
-        raise InvalidRequestError(
-            f"{param} has {num_chars} characters; the limit is {MAX_TOKENIZED_CHARS}. Send less text at once.",
-            param=param,
-        )
-
-
-def check_num_tokens(num_tokens: int, param: str) -> None:
-    """Raises InvalidRequestError if a response would have too many tokens."""
-    if num_tokens > MAX_RESPONSE_TOKENS:
-        raise InvalidRequestError(
-            f"{param} has {num_tokens} tokens or more; a response has at most {MAX_RESPONSE_TOKENS}. "
-            "Send less text at once.",
-            param=param,
-        )
-
-
-def check_num_ids(num_ids: int, param: str) -> None:
-    """Raises InvalidRequestError if a request has too many tokens to decode."""
-    if num_ids > MAX_DECODED_IDS:
-        raise InvalidRequestError(
-            f"{param} has {num_ids} tokens; the limit is {MAX_DECODED_IDS}. Send fewer at once.", param=param
-        )

@@ -16,9 +16,10 @@ from penstock.engine.protocol.shared_resource import Reservation
 from penstock.engine.protocol.tasks import ChunkPriority
 
 if TYPE_CHECKING:
-    from .admission import BodyMemory, ResponseSize
+    from .admission import BodyMemory
     from .dialects import Dialect
     from .models.model_entry import ModelEntry
+    from .response_size import ResponseSize
     from .routing import Access
 
 _KEY: Final = "penstock"

@@ -7,7 +7,7 @@ import binascii
 import io
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from penstock.engine.images.header import ImageError
 from penstock.engine.images.image_file import ImageLimits, read_image_file
@@ -19,9 +19,7 @@ from ..errors import quote
 from ..http.image_fetcher import FetchError
 from ..schemas.images import Image, ImageChat, ImageSource, MixedContent
 from ..schemas.inputs import Text
-
-if TYPE_CHECKING:
-    from .model_call import ModelCall
+from .model_call import ModelCall
 
 FETCHES_PER_REQUEST: Final = 8
 """Images of a request that are fetched at once."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from penstock.engine import ModelInfo, PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..admission import has_large_response
+from ..response_size import has_large_response
 from .json_responses import IncrementalResponse, LazyJsonArray, json_array, json_response
 from .quantization import EmbedDtype, Endianness, Quantization, Rows, check_width, convert, quantize_rows
 

@@ -15,9 +15,11 @@ from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTask
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.params import Input as EngineInput
 
-from ..admission import size_of_classes, size_of_texts
-from ..calls.model_call import CLASSIFIERS, EMBEDDERS, ModelCall, check_inputs, check_num_inputs, engine_inputs
+from ..calls.engine_inputs import engine_inputs
+from ..calls.limits import check_inputs, check_num_inputs
+from ..calls.model_call import CLASSIFIERS, EMBEDDERS, ModelCall
 from ..dialects import COHERE, INFINITY, SGLANG, VLLM, keys_ignored_by
+from ..response_size import size_of_classes, size_of_texts
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
 from ..schemas.inputs import Input, TextOrTexts

@@ -14,22 +14,15 @@ from pydantic import BaseModel, Field
 from penstock.engine import ModelInfo, PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..admission import (
-    FEWER_IDS,
-    check_num_chars,
-    check_num_ids,
-    check_num_tokens,
-    size_of_numbers,
-    size_of_texts,
-    size_of_tokens,
-)
 from ..calls.images import ImageSize, image_usage, read_images
-from ..calls.model_call import EMBEDDERS, ModelCall, check_num_inputs
+from ..calls.limits import FEWER_IDS, check_num_chars, check_num_ids, check_num_inputs, check_num_tokens
+from ..calls.model_call import EMBEDDERS, ModelCall
 from ..dialects import COHERE, keys_ignored_by
 from ..errors import COHERE_TAG
 from ..http.quantization import check_width, quantize
 from ..http.vectors import base64_row, vector_width
 from ..request_state import state_of
+from ..response_size import size_of_numbers, size_of_texts, size_of_tokens
 from ..routing import BatchUse, Router
 from ..schemas.encodings import QUANTIZATIONS, EmbeddingType, EmbeddingTypes
 from ..schemas.images import Image

@@ -11,10 +11,12 @@ from pydantic import BaseModel, Field
 from penstock.engine import ModelInfo, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
-from ..admission import size_beyond_expected, size_of_numbers, size_of_sparse
-from ..calls.model_call import EMBEDDERS, ModelCall, check_inputs, engine_inputs
+from ..calls.engine_inputs import engine_inputs
+from ..calls.limits import check_inputs
+from ..calls.model_call import EMBEDDERS, ModelCall
 from ..dialects import PENSTOCK, keys_ignored_by
 from ..http.vectors import Encoding, check_encodings, lazy_rows, vector_width
+from ..response_size import size_beyond_expected, size_of_numbers, size_of_sparse
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
 from ..schemas.encodings import EncodingOptions

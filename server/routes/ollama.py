@@ -24,9 +24,9 @@ from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTask
 from penstock.engine.protocol.setting import short_count
 
 from .. import penstock_version
-from ..admission import size_of_numbers
 from ..calls.context import ServerContext, context_of
-from ..calls.model_call import EMBEDDERS, ModelCall, check_num_inputs
+from ..calls.limits import check_num_inputs
+from ..calls.model_call import EMBEDDERS, ModelCall
 from ..dialects import OLLAMA, OPENAI, keys_ignored_by
 from ..errors import quote
 from ..http.json_reader import JsonBody
@@ -34,6 +34,7 @@ from ..http.json_responses import json_response
 from ..http.vectors import vector_width
 from ..models.model_entry import ModelEntry
 from ..models.weight_files import WeightSummary
+from ..response_size import size_of_numbers
 from ..routing import Access, Router, respond_as
 from ..schemas.inputs import TextOrTexts
 from ..schemas.json_schema import body_config

@@ -12,10 +12,12 @@ from pydantic import BaseModel, Field
 from penstock.engine import PoolingParams, PoolingTask, RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..admission import size_of_numbers
-from ..calls.model_call import EMBEDDERS, ModelCall, check_inputs, engine_inputs
+from ..calls.engine_inputs import engine_inputs
+from ..calls.limits import check_inputs
+from ..calls.model_call import EMBEDDERS, ModelCall
 from ..dialects import INFINITY, JINA, OPENAI, SGLANG, VLLM, VOYAGE, keys_ignored_by
 from ..http.vectors import BYTES_RESPONSE, Encoding, check_encodings, vector_width, vectors_response
+from ..response_size import size_of_numbers
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
 from ..schemas.encodings import EmbeddingTypeOptions

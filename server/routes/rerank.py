@@ -15,12 +15,14 @@ from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.params import TextOrImage
 
-from ..admission import size_of_scores, size_of_texts
+from ..calls.engine_inputs import truncate_texts
 from ..calls.images import read_images
-from ..calls.model_call import RERANKERS, ModelCall, check_num_inputs, truncate_texts
+from ..calls.limits import check_num_inputs
+from ..calls.model_call import RERANKERS, ModelCall
 from ..dialects import COHERE, INFINITY, JINA, SGLANG, SILICONFLOW, TEI, VLLM, VOYAGE, XINFERENCE, keys_ignored_by
 from ..errors import DEFAULT_TAG, TEI_TAG, quote
 from ..http.json_reader import by_keys
+from ..response_size import size_of_scores, size_of_texts
 from ..routing import BatchUse, RouteOptions, Router
 from ..schemas import json_schema
 from ..schemas.images import OBJECT_KEYS, Image, MixedContent, parse_content

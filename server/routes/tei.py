@@ -19,11 +19,14 @@ from penstock.engine.protocol.multi_vector import SparseVector
 from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage
 
 from .. import penstock_version
-from ..admission import (
-    FEWER_IDS,
-    check_num_chars,
-    check_num_ids,
-    check_num_tokens,
+from ..calls.context import context_of
+from ..calls.limits import FEWER_IDS, check_num_chars, check_num_ids, check_num_inputs, check_num_tokens
+from ..calls.model_call import CLASSIFIERS, EMBEDDERS, RERANKERS, ModelCall
+from ..dialects import TEI
+from ..errors import COHERE_TAG, TEI_TAG, quote
+from ..http.json_responses import json_array, json_response
+from ..http.vectors import vector_width
+from ..response_size import (
     size_beyond_expected,
     size_of_classes,
     size_of_numbers,
@@ -32,12 +35,6 @@ from ..admission import (
     size_of_texts,
     size_of_tokens,
 )
-from ..calls.context import context_of
-from ..calls.model_call import CLASSIFIERS, EMBEDDERS, RERANKERS, ModelCall, check_num_inputs
-from ..dialects import TEI
-from ..errors import COHERE_TAG, TEI_TAG, quote
-from ..http.json_responses import json_array, json_response
-from ..http.vectors import vector_width
 from ..routing import Access, BatchUse, Router, respond_as
 from ..schemas.tei_bodies import (
     TeiDecodeRequest,

@@ -25,23 +25,17 @@ from penstock.engine.protocol.model_info import ModelKind
 from penstock.engine.protocol.params import Input
 from penstock.engine.protocol.templates import ChatOptions
 
-from ..admission import (
-    FEWER_IDS,
-    check_num_chars,
-    check_num_ids,
-    check_num_tokens,
-    size_of_numbers,
-    size_of_texts,
-    size_of_tokens,
-)
 from ..calls.context import context_of
-from ..calls.model_call import ModelCall, check_inputs, check_messages, engine_inputs
+from ..calls.engine_inputs import engine_inputs
+from ..calls.limits import FEWER_IDS, check_inputs, check_messages, check_num_chars, check_num_ids, check_num_tokens
+from ..calls.model_call import ModelCall
 from ..dialects import TEI, VLLM, keys_ignored_by
 from ..errors import COHERE_TAG, DEFAULT_TAG, TEI_TAG, quote_names
 from ..http.json_reader import by_keys
 from ..http.json_responses import json_response
 from ..http.quantization import Rows, check_width
 from ..http.vectors import BYTES_RESPONSE, Encoding, check_bytes, vector_width, vectors_response
+from ..response_size import size_of_numbers, size_of_texts, size_of_tokens
 from ..routing import BatchUse, Router, respond_as
 from ..schemas.chat import ChatFields, InputFields
 from ..schemas.encodings import EncodingOptions

@@ -10,11 +10,12 @@ from pydantic import BaseModel, Field
 
 from penstock.engine import PoolingParams, PoolingTask
 
-from ..admission import size_of_numbers
 from ..calls.images import image_usage, read_images
-from ..calls.model_call import EMBEDDERS, ModelCall, check_num_inputs
+from ..calls.limits import check_num_inputs
+from ..calls.model_call import EMBEDDERS, ModelCall
 from ..dialects import VOYAGE, keys_ignored_by
 from ..http.vectors import BYTES_RESPONSE, check_encodings, vector_width, vectors_response
+from ..response_size import size_of_numbers
 from ..routing import BatchUse, Router
 from ..schemas.encodings import EmbeddingTypeOptions
 from ..schemas.inputs import Contents

@@ -1,16 +1,13 @@
 """Body and response memory: one client may hold half of each."""
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError
-from penstock.engine.protocol.multi_vector import SparseVector
-from penstock.server import admission as limits
-from penstock.server.admission import AdmissionController, BodyMemory, LimitError, ResponseSize, ServerRejectionReason
+from penstock.server.admission import AdmissionController, BodyMemory, LimitError, ServerRejectionReason
 from penstock.server.request_state import state_of
+from penstock.server.response_size import ResponseSize
 from penstock.server.settings import ServerSettings
 
 MIB = 2**20
@@ -100,28 +97,6 @@ def test_small_bodies_and_responses_hold_no_memory() -> None:
         InvalidRequestError, match=r"would have about 268435457 bytes; the limit is 268435456\. Send less"
     ):
         admission.reserve_response(scope(), ResponseSize(256 * MIB + 1, 5), param="input", remedy="Send less.")
-
-
-def test_sparse_vectors_take_36_bytes_per_entry() -> None:
-    assert limits.size_of_sparse(2) == (2 * 512 * 36, 2 * 512 * 8)
-    vectors = [SparseVector(np.arange(n, dtype=np.int32), np.ones(n, np.float32)) for n in (600, 500)]
-    assert limits.size_beyond_expected(vectors) == (76 * 36, 76 * 8)
-    assert limits.size_beyond_expected(vectors[1:]) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("check", "limit"),
-    [
-        (limits.check_num_chars, limits.MAX_TOKENIZED_CHARS),
-        (limits.check_num_tokens, limits.MAX_RESPONSE_TOKENS),
-        (limits.check_num_ids, limits.MAX_DECODED_IDS),
-    ],
-)
-def test_one_more_than_a_limit_is_rejected(check: Callable[[int, str], None], limit: int) -> None:
-    check(limit, "text")
-    with pytest.raises(InvalidRequestError, match=f"^text has {limit + 1} .* {limit}") as rejected:
-        check(limit + 1, "text")
-    assert rejected.value.param == "text"
 
 
 def hold(admission: AdmissionController, request: dict[str, Any], num_bytes: int) -> None:

@@ -10,7 +10,7 @@ import orjson
 import pytest
 from fastapi import Request
 
-from penstock.server.admission import LARGE_RESPONSE_BYTES, AdmissionController, ResponseSize
+from penstock.server.admission import AdmissionController
 from penstock.server.http.json_responses import (
     PART_BYTES,
     IncrementalResponse,
@@ -21,6 +21,7 @@ from penstock.server.http.json_responses import (
 )
 from penstock.server.http.quantization import EmbedDtype
 from penstock.server.http.vectors import Encoding, EncodingFormat, lazy_rows, vectors_response
+from penstock.server.response_size import LARGE_RESPONSE_BYTES, ResponseSize
 from penstock.server.settings import ServerSettings
 
 from ..bodies import table

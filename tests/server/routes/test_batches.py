@@ -107,7 +107,7 @@ async def test_large_response_of_a_line_is_complete(client, monkeypatch: pytest.
         messages.append(await receive())  # the real one would block the event loop in an endless loop
 
     monkeypatch.setattr("penstock.server.http.json_responses.wait_for_disconnect", wait_for_disconnect)
-    monkeypatch.setattr("penstock.server.admission.LARGE_RESPONSE_BYTES", 0)
+    monkeypatch.setattr("penstock.server.response_size.LARGE_RESPONSE_BYTES", 0)
     batch = await finished(client, await start(client, [embedding(1, input=["a", "b", "a"])]))
     (answer,) = await content(client, batch["output_file_id"])
     alone = (await client.post("/v1/embeddings", json={"input": ["a", "b", "a"]})).json()

@@ -145,7 +145,7 @@ async def test_token_classifier_returns_a_class_for_each_token(serving: Serving,
 
 async def test_response_for_tokens_has_a_size_limit(serving: Serving, make_engine, monkeypatch) -> None:
     async with serving(make_engine("token_classifier", ("O", "B-PER", "I-PER"))) as client:
-        for limit, value in (("admission.MAX_DECODED_IDS", 4), ("admission.MAX_RESPONSE_BYTES", 14)):
+        for limit, value in (("calls.limits.MAX_DECODED_IDS", 4), ("admission.MAX_RESPONSE_BYTES", 14)):
             with monkeypatch.context() as patch:
                 patch.setattr(f"penstock.server.{limit}", value)
                 response = await client.post("/classify", json={"input": ["Ann met Bob"]})

@@ -87,7 +87,7 @@ async def test_options_reach_the_engine(serving: Serving, make_engine: type[Fake
 
 
 async def test_sparse_vectors_beyond_the_expected_size_need_memory(serving, make_engine, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.server.admission.EXPECTED_ENTRIES", 2)
+    monkeypatch.setattr("penstock.server.response_size.EXPECTED_ENTRIES", 2)
     monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 100)
     async with serving(make_engine(**M3)) as client:
         for text, fits in (("a b", True), ("a b c", False)):

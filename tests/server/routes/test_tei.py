@@ -308,7 +308,7 @@ SPLADE = {
 
 
 async def test_large_sparse_vectors_need_more_memory(serving, make_engine, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.server.admission.EXPECTED_ENTRIES", 2)
+    monkeypatch.setattr("penstock.server.response_size.EXPECTED_ENTRIES", 2)
     monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 100)
     async with serving(make_engine(**SPLADE)) as client:
         assert (await client.post("/embed_sparse", json={"inputs": ["a b"]})).status_code == 200

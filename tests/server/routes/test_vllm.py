@@ -199,7 +199,7 @@ async def test_tokenized_text_has_a_size_limit(client, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("path", "field", "ids"), [("/detokenize", "tokens", [1] * 5), ("/decode", "ids", [[1] * 2, [1] * 3])]
 )
-@pytest.mark.parametrize(("limit", "value"), [("admission.MAX_DECODED_IDS", 4), ("admission.MAX_RESPONSE_BYTES", 9)])
+@pytest.mark.parametrize(("limit", "value"), [("calls.limits.MAX_DECODED_IDS", 4), ("admission.MAX_RESPONSE_BYTES", 9)])
 async def test_decoded_tokens_have_a_size_limit(client, monkeypatch, path, field, ids, limit, value) -> None:
     assert (await client.post(path, json={field: ids})).status_code == 200
     monkeypatch.setattr(f"penstock.server.{limit}", value)
