@@ -17,7 +17,7 @@ from starlette.types import Scope
 from penstock.engine import EngineError
 
 from .dialects import DIALECTS, OPENAI, SHARED_RESPONSES, Dialect, Responses
-from .http.json_reader import BodyParser, JsonBody, parse_as
+from .http.json_body import BodyParser, JsonBody, parse_as
 from .request_state import state_of
 
 UNSUPPORTED_FIELDS: Final = frozenset({"mm_processor_kwargs", "preset", "relevant_spans"})

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
 from penstock.engine.protocol.errors import ConflictError
 
 from ..errors import quote
-from ..http.json_reader import JsonBody
+from ..http.json_body import JsonBody
 from ..schemas.json_schema import body_config
 from ..schemas.options import Count
 

@@ -24,7 +24,7 @@ from penstock.engine.protocol.setting import short_count
 
 from .. import penstock_version
 from ..cluster.ray_settings import RayEmbedSettings, RayServeSettings, check_flags
-from ..models.served_model import load_failure
+from ..models.load_failure import load_failure
 from ..settings import (
     BenchSettings,
     CommandError,

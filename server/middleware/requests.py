@@ -41,7 +41,8 @@ from ..calls.context import ServerContext, context_of
 from ..calls.disconnect_monitor import DisconnectMonitor
 from ..dialects import dialect_of
 from ..errors import HIDDEN_MESSAGE, TRACE_ID, quote, request_fields
-from ..http.json_reader import BodyParser, JsonBody, JsonReader, receive_part
+from ..http.json_body import BodyParser, JsonBody
+from ..http.json_reader import JsonReader, receive_part
 from ..http.json_responses import PART_BYTES
 from ..http.request_head import RequestIdGenerator, canonical_path, check_content_type, timeout_and_priority
 from ..observability.request_record import CURRENT_RECORD, ObserverGroup, RequestRecord, server_timing

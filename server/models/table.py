@@ -22,7 +22,6 @@ from .model_manager import ModelManager
 
 UNSPECIFIED_MODEL: Final = "default/not-specified"
 """Sent by Infinity's client if its caller names no model."""
-"""Scope key of the models whose engines the request uses."""
 
 
 class ModelTarget(NamedTuple):

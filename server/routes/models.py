@@ -15,7 +15,7 @@ from penstock.engine.protocol.model_info import ModelKind
 
 from ..calls.context import ServerContext, context_of
 from ..dialects import OPENAI, PENSTOCK
-from ..http.json_reader import JsonBody
+from ..http.json_body import JsonBody
 from ..http.json_responses import json_response
 from ..models.table import ModelDescription
 from ..routing import Access, Router

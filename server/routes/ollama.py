@@ -29,7 +29,7 @@ from ..calls.limits import check_num_inputs
 from ..calls.model_call import EMBEDDERS, ModelCall
 from ..dialects import OLLAMA, OPENAI, keys_ignored_by
 from ..errors import quote
-from ..http.json_reader import JsonBody
+from ..http.json_body import JsonBody
 from ..http.json_responses import json_response
 from ..http.vectors import vector_width
 from ..models.model_entry import ModelEntry

@@ -21,7 +21,7 @@ from ..calls.limits import check_num_inputs
 from ..calls.model_call import RERANKERS, ModelCall
 from ..dialects import COHERE, INFINITY, JINA, SGLANG, SILICONFLOW, TEI, VLLM, VOYAGE, XINFERENCE, keys_ignored_by
 from ..errors import DEFAULT_TAG, TEI_TAG, quote
-from ..http.json_reader import by_keys
+from ..http.json_body import by_keys
 from ..response_size import size_of_scores, size_of_texts
 from ..routing import BatchUse, RouteOptions, Router
 from ..schemas import json_schema

@@ -31,7 +31,7 @@ from ..calls.limits import FEWER_IDS, check_inputs, check_messages, check_num_ch
 from ..calls.model_call import ModelCall
 from ..dialects import TEI, VLLM, keys_ignored_by
 from ..errors import COHERE_TAG, DEFAULT_TAG, TEI_TAG, quote_names
-from ..http.json_reader import by_keys
+from ..http.json_body import by_keys
 from ..http.json_responses import json_response
 from ..http.quantization import Rows, check_width
 from ..http.vectors import BYTES_RESPONSE, Encoding, check_bytes, vector_width, vectors_response

@@ -15,7 +15,7 @@ from penstock.engine import PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..errors import quote, quote_names
-from ..http.json_reader import JsonBody
+from ..http.json_body import JsonBody
 from ..http.request_head import MAX_PRIORITY
 from . import json_schema
 

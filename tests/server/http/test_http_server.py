@@ -1,8 +1,6 @@
 """HttpServer: an idle server sleeps, stops at once and collects garbage; signals reload its files."""
 
 import asyncio
-import gc
-import resource
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -164,27 +162,3 @@ def test_both_ports_trust_no_header_of_a_proxy_and_keep_connections_open() -> No
 def test_slow_clients_are_searched_several_times_in_their_grace(grace_s: float, seconds: int) -> None:
     server = HttpServer(uvicorn.Config(app), TransferLimits(body_s=600.0, min_rate=1, grace_s=grace_s))
     assert server.config.timeout_notify == seconds
-
-
-def test_objects_of_the_start_are_not_collected() -> None:
-    threshold = gc.get_threshold()
-    try:
-        http_server.freeze_gc()
-        assert gc.get_freeze_count() > 1_000
-        assert (gc.get_threshold()[0] >= 10_000, *gc.get_threshold()[1:]) == (True, 20, 20)
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*threshold)
-
-
-def test_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
-        assert http_server.file_limit() == min(soft, 1000)
-        http_server.raise_file_limit()
-        assert http_server.file_limit() == hard - 16
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert http_server.file_limit() == 2**20
