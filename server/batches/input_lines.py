@@ -75,7 +75,7 @@ class BatchInput:
         self._counts_inputs = counts_inputs
 
     def check(self) -> CheckResult:
-        """Checks all lines. Runs in a worker thread and yields to other threads. Raises OSError."""
+        """Checks all lines. Blocks, so call it in a thread. Yields to other threads. Raises OSError."""
         seen: dict[str, int] = {}
         errors: list[LineError] = []
         num_lines = num_inputs = 0

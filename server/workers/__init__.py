@@ -1,1 +1,1 @@
-"""Several HTTP processes on one port. A supervisor process owns the engines and passes connections to them."""
+"""Workers: HTTP processes that share one port. A supervisor process owns the engines and passes connections to them."""

@@ -75,7 +75,7 @@ class ConnectionSender:
                 self.num_open -= int.from_bytes(count, "little")
         except BlockingIOError:
             return
-        except OSError:  # HttpProcess reports why
+        except OSError:  # WorkerProcess reports why
             logger.debug("an HTTP process has ended")
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
 

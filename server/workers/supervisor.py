@@ -25,7 +25,6 @@ from ..models.served_model import ServedModel
 from ..observability.metrics import Metrics
 from ..settings import ServerSettings
 from .handover import METRICS, Acceptor
-from .http_process import HttpProcess
 from .messages import (
     EngineChanged,
     FromSupervisor,
@@ -42,6 +41,7 @@ from .messages import (
     WorkerReady,
     to_families,
 )
+from .worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ class WorkerSupervisor:
         self._salt = secrets.token_bytes(SALT_BYTES)
         self._started_s = int(time.time())
         self._connection_numbers = itertools.count(1)
-        self._workers: list[HttpProcess] = []
+        self._workers: list[WorkerProcess] = []
         self._ended_metrics: list[MetricFamily] = []  # counters of the processes that have ended
         self._is_stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -181,7 +181,7 @@ class WorkerSupervisor:
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         hang_timeout_s = self._settings.engine.hang_timeout_s
         self._workers = [
-            HttpProcess(slot, self._worker_config, acceptors, self._handle, self._handle_worker_end, hang_timeout_s)
+            WorkerProcess(slot, self._worker_config, acceptors, self._handle, self._handle_worker_end, hang_timeout_s)
             for slot in range(self._settings.api_workers)
         ]
         async with self._models.manager.running():
@@ -191,7 +191,7 @@ class WorkerSupervisor:
                 acceptor.close()
             await self._end_workers(serving)
 
-    async def _keep_running(self, worker: HttpProcess) -> None:
+    async def _keep_running(self, worker: WorkerProcess) -> None:
         try:
             await worker.run()
         except Exception:  # a bug: the server stops
@@ -242,7 +242,7 @@ class WorkerSupervisor:
         settings, models, number = self._settings, self._models.configured_models, next(self._connection_numbers)
         return WorkerConfig(settings, models, settings.api_workers, number, self._salt, self._started_s)
 
-    def _handle(self, worker: HttpProcess, message: FromWorker) -> None:
+    def _handle(self, worker: WorkerProcess, message: FromWorker) -> None:
         match message:
             case WorkerListening():
                 if not self._has_models:  # it responds that they are loading
@@ -258,7 +258,7 @@ class WorkerSupervisor:
             case _:
                 raise TypeError(f"{type(message).__name__} is not for the supervisor")
 
-    def _handle_worker_end(self, worker: HttpProcess) -> None:
+    def _handle_worker_end(self, worker: WorkerProcess) -> None:
         self._ended_metrics = sum_metrics([self._ended_metrics, cumulative(worker.metrics)])
         worker.metrics = []
         if not self._is_stopping.is_set() and all(worker.has_failed for worker in self._workers):

@@ -1,4 +1,4 @@
-"""An HTTP process: serves connections and uses engines that the supervising process passes to it.
+"""The program of a worker: serves connections and uses engines that the supervisor passes to it.
 
     python -P -m penstock.server.workers.worker CONTROL CONNECTIONS
 
@@ -87,7 +87,7 @@ class SupervisorConnection:
         self._channel = Channel(decode_from_supervisor, self._handle, on_end)
         self._loading: dict[int, asyncio.Future[ModelReady]] = {}
         self._statuses: dict[int, EngineStatus] = {}
-        self._clients: dict[int, EngineClient] = {}
+        self._engine_clients: dict[int, EngineClient] = {}
         self._metrics_requests: dict[int, asyncio.Future[list[MetricFamily]]] = {}
         self._request_ids = itertools.count()
 
@@ -114,15 +114,16 @@ class SupervisorConnection:
         loading = self._loading[model] = asyncio.get_running_loop().create_future()
         self._channel.send(GetModel(model))
         ready = await loading
+        number = self._worker_config.connection_number
         dispatcher = Dispatcher(
             config.scheduler.max_queued_tokens,
             config.scheduler.max_queue_s,
             max_request_tokens=configured_model.config.scheduler.max_queued_tokens,
-            first_id=first_request_id(self._worker_config.connection_number),
+            first_id=first_request_id(number),
         )
-        client = self._clients[model] = EngineClient(self._worker_config.connection_number, dispatcher, self._on_end)
-        client.apply_status(self._statuses[model])
-        return AsyncEngine.attached(config, ready, dispatcher, client)
+        engine_client = self._engine_clients[model] = EngineClient(number, dispatcher, self._on_end)
+        engine_client.apply_status(self._statuses[model])
+        return AsyncEngine.attached(config, ready, dispatcher, engine_client)
 
     async def gather(self) -> Sequence[Metric]:
         """Returns the metrics of all processes. Raises EngineUnavailableError if they do not arrive in time."""
@@ -139,8 +140,8 @@ class SupervisorConnection:
 
     async def close(self) -> None:
         """Disconnects from the engines."""
-        for client in self._clients.values():
-            await client.close()
+        for engine_client in self._engine_clients.values():
+            await engine_client.close()
 
     def _awaited(self, model: int) -> asyncio.Future[ModelReady] | None:
         """Returns the future of a request for a model; None if it was cancelled."""
@@ -157,8 +158,8 @@ class SupervisorConnection:
                     loading.set_exception(getattr(errors, message.kind)(message.message))
             case EngineChanged():
                 self._statuses[message.model] = message.status
-                if (client := self._clients.get(message.model)) is not None:
-                    client.apply_status(message.status)
+                if (engine_client := self._engine_clients.get(message.model)) is not None:
+                    engine_client.apply_status(message.status)
             case GetMetrics():
                 self._channel.send(MetricsReport(message.request_id, to_families(self._read_metrics())))
             case Reload():

@@ -13,7 +13,6 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 from penstock.server.workers import supervisor as supervisor_module
-from penstock.server.workers.http_process import HttpProcess
 from penstock.server.workers.messages import (
     EngineChanged,
     ModelLoaded,
@@ -29,6 +28,7 @@ from penstock.server.workers.supervisor import (
     merge_metrics,
     sum_metrics,
 )
+from penstock.server.workers.worker_process import WorkerProcess
 
 from ...waiting import later, loop_iterations, until
 from ..bodies import table
@@ -39,7 +39,7 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Slots of processes that died before they served. The third process of slot 1 serves until the end."""
     deaths: list[int] = []
 
-    async def run_process(self: HttpProcess) -> str:
+    async def run_process(self: WorkerProcess) -> str:
         await asyncio.sleep(0.01)
         if self.slot == 1 and deaths.count(1) == 2:
             self._heartbeat = Mock(run=lambda: asyncio.sleep(0))
@@ -50,11 +50,11 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         self._end()
         return "signal 9"
 
-    async def pause(self: HttpProcess, seconds: float) -> None:
+    async def pause(self: WorkerProcess, seconds: float) -> None:
         await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(HttpProcess, "_run_process", run_process)
-    monkeypatch.setattr(HttpProcess, "_pause", pause)
+    monkeypatch.setattr(WorkerProcess, "_run_process", run_process)
+    monkeypatch.setattr(WorkerProcess, "_pause", pause)
     return deaths
 
 
@@ -87,7 +87,7 @@ async def test_server_continues_while_one_process_serves(deaths: list[int]) -> N
 
 
 async def test_server_ends_if_a_process_cannot_be_supervised(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(HttpProcess, "run", AsyncMock(side_effect=RuntimeError("a bug")))
+    monkeypatch.setattr(WorkerProcess, "run", AsyncMock(side_effect=RuntimeError("a bug")))
     supervisor = make_supervisor()
     await asyncio.wait_for(supervisor.run(listener()), 120)
     assert [type(error) for error in supervisor.failures] == [NothingServedError]
@@ -96,8 +96,8 @@ async def test_server_ends_if_a_process_cannot_be_supervised(monkeypatch, caplog
 
 async def test_process_that_does_not_end_in_time_is_killed(monkeypatch, caplog) -> None:
     killed = asyncio.Event()
-    monkeypatch.setattr(HttpProcess, "run", lambda self: killed.wait())
-    monkeypatch.setattr(HttpProcess, "kill", lambda self: killed.set())
+    monkeypatch.setattr(WorkerProcess, "run", lambda self: killed.wait())
+    monkeypatch.setattr(WorkerProcess, "kill", lambda self: killed.set())
     supervisor = WorkerSupervisor(ServerSettings(api_workers=2, drain_timeout_s=5), [], None, Mock())
     running = asyncio.create_task(supervisor.run(listener()))
     await asyncio.sleep(0)

@@ -23,7 +23,6 @@ from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 from penstock.server.workers import supervisor as supervisor_module, worker as worker_module
 from penstock.server.workers.handover import MAIN, METRICS
-from penstock.server.workers.http_process import HttpProcess
 from penstock.server.workers.messages import (
     Channel,
     EngineChanged,
@@ -38,6 +37,7 @@ from penstock.server.workers.messages import (
 )
 from penstock.server.workers.supervisor import WorkerSupervisor
 from penstock.server.workers.worker import SupervisorConnection
+from penstock.server.workers.worker_process import WorkerProcess
 
 from ...engine.model_infos import make_info
 from ...waiting import until
@@ -119,7 +119,7 @@ async def test_server_that_stops_is_not_announced(signals: list[int], num_calls:
 @pytest.mark.usefixtures("no_signals")
 async def test_processes_share_engines_metrics_and_signals(make_engine, attached: Mock, monkeypatch) -> None:
     workers, announced, loaded = [Worker(1), Worker(2)], Mock(), asyncio.Event()
-    monkeypatch.setattr(HttpProcess, "_start", lambda self: workers[self.slot].start())
+    monkeypatch.setattr(WorkerProcess, "_start", lambda self: workers[self.slot].start())
     engine = make_engine(name="m")
     engine.ready, engine.status, engine.start = READY, EngineStatus(EngineState.DEAD, reason="new"), loaded.wait
     monkeypatch.setattr(supervisor_module, "EngineServer", Mock(return_value=engine))

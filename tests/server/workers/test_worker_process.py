@@ -6,8 +6,7 @@ from unittest.mock import AsyncMock, Mock, call
 
 import pytest
 
-from penstock.server.workers import http_process
-from penstock.server.workers.http_process import HttpProcess
+from penstock.server.workers import worker_process
 from penstock.server.workers.messages import (
     Channel,
     FromSupervisor,
@@ -17,17 +16,18 @@ from penstock.server.workers.messages import (
     WorkerListening,
     decode_from_supervisor,
 )
+from penstock.server.workers.worker_process import WorkerProcess
 
 from ...waiting import loop_iterations, until
 
 
 @pytest.fixture
-def worker() -> HttpProcess:
-    return HttpProcess(0, Mock(return_value=Mock(send=AsyncMock())), [Mock()], Mock(), Mock(), 60.0)
+def worker() -> WorkerProcess:
+    return WorkerProcess(0, Mock(return_value=Mock(send=AsyncMock())), [Mock()], Mock(), Mock(), 60.0)
 
 
 @pytest.fixture
-def pauses(worker: HttpProcess, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def pauses(worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds of each pause before a successor. The pauses take no time."""
     pauses: list[float] = []
 
@@ -136,7 +136,7 @@ async def test_stop_during_the_start_or_a_pause_ends_the_process(worker, monkeyp
 
     run_process = AsyncMock(return_value="signal 9")
     monkeypatch.setattr(worker, "_run_process", run_process)
-    monkeypatch.setattr(http_process, "restart_pause_s", lambda _: 3600.0)
+    monkeypatch.setattr(worker_process, "restart_pause_s", lambda _: 3600.0)
     worker._stopping.clear()
     running = asyncio.create_task(worker.run())
     await until(lambda: "another one is started in 3600 s" in caplog.text)
@@ -150,7 +150,7 @@ async def test_stop_during_the_start_or_a_pause_ends_the_process(worker, monkeyp
 async def test_process_may_hang_without_a_timeout(worker, monkeypatch) -> None:
     process, worker._hang_timeout_s = Process(), 0.0
     monkeypatch.setattr(worker, "_start", process.start)
-    monkeypatch.setattr(http_process, "_METRICS_EVERY_S", 0.001)
+    monkeypatch.setattr(worker_process, "_METRICS_EVERY_S", 0.001)
     running = asyncio.create_task(worker.run())
     await until(lambda: worker._channel is not None)
     process.channel.send(WorkerListening())
@@ -164,7 +164,7 @@ async def test_process_may_hang_without_a_timeout(worker, monkeypatch) -> None:
 
 
 async def test_process_that_closes_its_socket_or_hangs_is_killed(worker, pauses, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(http_process, "Heartbeat", heartbeat := Mock())
+    monkeypatch.setattr(worker_process, "Heartbeat", heartbeat := Mock())
     heartbeat.return_value.run = AsyncMock()
     processes = [Process(), Process()]
     starts = iter(processes)
@@ -199,14 +199,14 @@ async def test_pauses_grow_while_processes_die_soon(worker, pauses: list[float],
         return "signal 9"
 
     monkeypatch.setattr(worker, "_run_process", run_process)
-    monkeypatch.setattr(http_process.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(worker_process.time, "monotonic", lambda: now_s)
     await worker.run()
     assert pauses == [0, 0, 1, 3, 7, 15, 30, 30, 0, 0]
     assert caplog.text.count("ended with signal 9; another one is started") == len(pauses)
 
 
 async def test_process_that_cannot_start_is_tried_again(worker, pauses: list[float], monkeypatch, caplog) -> None:
-    monkeypatch.setattr(http_process.sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(worker_process.sys, "executable", "/nowhere/python")
     running = asyncio.create_task(worker.run())
     await until(lambda: len(pauses) >= 3)
     worker.stop(15)

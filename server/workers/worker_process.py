@@ -1,4 +1,4 @@
-"""Starts one HTTP process, watches it, and replaces it when it dies."""
+"""The supervisor's side of a worker: starts its process, watches it, and replaces it when it dies."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _HEARTBEAT: Final = -1
 """Request id of the GetMetrics that are heartbeats. The last response is kept after the process has ended."""
 
 
-class HttpProcess:
-    """One slot of the server: an HTTP process and its successors. Used by one event loop.
+class WorkerProcess:
+    """A worker of the server: its process, or the successor of one that died. Used by one event loop.
 
     Args:
-        slot: Number of the slot, from 0.
+        slot: Number of the worker, from 0.
         make_config: Returns the WorkerConfig of the next process.
         acceptors: Pass connections to it, one for each port.
         on_message: Called with this object and each message that this class does not handle.
@@ -59,8 +59,8 @@ class HttpProcess:
         slot: int,
         make_config: Callable[[], WorkerConfig],
         acceptors: Sequence[Acceptor],
-        on_message: Callable[[HttpProcess, FromWorker], None],
-        on_end: Callable[[HttpProcess], None],
+        on_message: Callable[[WorkerProcess, FromWorker], None],
+        on_end: Callable[[WorkerProcess], None],
         hang_timeout_s: float,
     ) -> None:
         self.slot = slot
