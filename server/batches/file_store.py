@@ -1,36 +1,24 @@
-"""The data folder and the files of clients in it.
-
-The data folder outlives the server:
-
-lock          locked by the server that uses the folder
-secret        salt that turns API keys into owner ids; mode 0600
-penstock.db   records of files and batches (SQLite)
-files/        contents of files by id; names of running uploads end in .part
-"""
+"""The files of clients in the data folder: uploads, limits and removal."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
-from fastapi import HTTPException
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
-
-from penstock.engine.private_files import check_folder, open_private, secret_of, sync_folder
+from penstock.engine.private_files import sync_folder
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError, UnknownObjectError
 
 from ..admission import LimitError, ServerRejectionReason
 from ..errors import quote
-from ..settings import UsageError
+from .data_dir import DataDir
 from .database import BatchDatabase
 from .records import MAX_EXPIRY_S, MIN_EXPIRY_S, FileRecord, new_file_id
+from .upload import Upload
 
 PART: Final = ".part"
 PURPOSE: Final = "batch"
@@ -44,51 +32,6 @@ _RESERVED_SHARE: Final = 20
 _CHECK_EVERY_BYTES: Final = 4 * 1024 * 1024
 """Bytes of an upload after which disk space and limits are checked again."""
 _FIELDS: Final = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
-MULTIPART: Final = "multipart/form-data"
-_PIECE_BYTES: Final = 512 * 1024
-"""Bytes per call to the thread that parses and writes."""
-_MAX_FIELD_BYTES: Final = 4096
-_MAX_PARTS: Final = 16
-OVERHEAD_BYTES: Final = 64 * 1024
-"""Bytes that a body may have in addition to its file."""
-
-
-class DataDir:
-    """The data folder of one server. Created if missing, and locked until `close`.
-
-    Attributes:
-        secret: Secret bytes that stay the same after a restart.
-
-    Raises:
-        UsageError: Another server uses the folder, it cannot be written, or other users can write to it.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.files = folder / "files"
-        self.database = folder / "penstock.db"
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_folder(folder)
-            self.files.mkdir(mode=0o700, exist_ok=True)
-            self._lock = os.fdopen(open_private(folder / "lock"), "w")
-        except OSError as error:
-            raise UsageError(f"--data-dir: {folder} cannot be used: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise UsageError(
-                f"--data-dir: another server uses {folder}; give each server a folder of its own"
-            ) from error
-        try:
-            self.secret = secret_of(folder)
-        except OSError as error:
-            self._lock.close()
-            raise UsageError(f"--data-dir: {folder}: {error.strerror}") from error
-
-    def close(self) -> None:
-        """Unlocks the folder."""
-        self._lock.close()
 
 
 class FileStore:
@@ -307,139 +250,3 @@ def _expiry_s(fields: dict[str, str]) -> int:
             param="expires_after",
         )
     return int(seconds or 0)
-
-
-class Upload:
-    """A form with one file, `file`, and fields of text. Written to by one thread at a time.
-
-    Attributes:
-        fields: The other parts of the form.
-        filename: Name given by the client; None before the file part.
-        num_bytes: Bytes of the file so far.
-
-    Args:
-        content_type: Content-Type of the request, with the boundary.
-
-    Raises:
-        HTTPException: 415 if the body is not a form.
-        OSError: The file cannot be created.
-    """
-
-    def __init__(self, content_type: str, path: Path, max_bytes: int) -> None:
-        media, options = parse_options_header(content_type)
-        boundary = options.get(b"boundary", b"")
-        if media != MULTIPART.encode() or not boundary:
-            raise HTTPException(415, f"Content-Type is {quote(content_type)}; send {MULTIPART} with a boundary.")
-        self.fields: dict[str, str] = {}
-        self.filename: str | None = None
-        self.num_bytes = 0
-        self._max_bytes = max_bytes
-        self._num_parts = 0
-        self._name = ""
-        self._value: bytearray | None = None  # value of the current field; None while the part is the file
-        self._header = [bytearray(), bytearray()]
-        self._disposition = b""
-        self._is_whole = False
-        try:
-            self._parser = MultipartParser(
-                boundary,
-                {
-                    "on_part_begin": self._begin_part,
-                    "on_header_field": lambda data, start, end: self._header[0].extend(data[start:end]),
-                    "on_header_value": lambda data, start, end: self._header[1].extend(data[start:end]),
-                    "on_header_end": self._end_header,
-                    "on_headers_finished": self._begin_value,
-                    "on_part_data": self._take,
-                    "on_part_end": self._end_part,
-                    "on_end": self._end,
-                },
-            )
-        except FormParserError as error:
-            raise InvalidRequestError(f"The form cannot be read: {error}.") from error
-        self._file: BinaryIO = path.open("xb")
-
-    async def receive(self, body: AsyncIterator[bytes]) -> None:
-        """Receives a whole body. Returns when the file is on the disk.
-
-        Raises:
-            InvalidRequestError: The form is invalid.
-            HTTPException: 413 if the file is too large.
-            StorageError: The disk fails or is full.
-        """
-        waiting = bytearray()
-        num_body = 0
-        try:
-            async for piece in body:
-                waiting += piece
-                num_body += len(piece)
-                if num_body > self._max_bytes + OVERHEAD_BYTES:
-                    raise file_too_large_error(self._max_bytes)
-                if len(waiting) >= _PIECE_BYTES:
-                    await asyncio.to_thread(self._parser.write, bytes(waiting))
-                    waiting.clear()
-            await asyncio.to_thread(self._parser.write, bytes(waiting))
-            if not self._is_whole:
-                raise InvalidRequestError("The form ends before its last boundary.")
-            await asyncio.to_thread(self._sync)
-        except FormParserError as error:
-            raise InvalidRequestError(f"The form cannot be read: {error}.") from error
-        except OSError as error:
-            raise StorageError(f"The server cannot keep the file: {error.strerror}. Please try again later.") from error
-
-    def close(self) -> None:
-        """Closes the file, and breaks the reference cycle of this object and its parser."""
-        self._parser.callbacks = {}
-        self._file.close()
-
-    def _sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def _begin_part(self) -> None:
-        self._num_parts += 1
-        self._disposition = b""
-        if self._num_parts > _MAX_PARTS:
-            raise InvalidRequestError(
-                f"The form has more than {_MAX_PARTS} parts; send file, purpose and expires_after."
-            )
-
-    def _end_header(self) -> None:
-        name, value = map(bytes, self._header)
-        if name.lower() == b"content-disposition":
-            self._disposition = value
-        self._header = [bytearray(), bytearray()]
-
-    def _begin_value(self) -> None:
-        _, options = parse_options_header(self._disposition)
-        self._name = options.get(b"name", b"").decode("utf-8", "replace")
-        if self._name != "file":
-            self._value = bytearray()
-            return
-        if self.filename is not None:
-            raise InvalidRequestError("The form has more than one file; upload them one by one.", param="file")
-        self._value = None
-        self.filename = options.get(b"filename", b"").decode("utf-8", "replace") or "upload"
-
-    def _take(self, data: bytes, start: int, end: int) -> None:
-        if self._value is None:
-            self.num_bytes += end - start
-            if self.num_bytes > self._max_bytes:
-                raise file_too_large_error(self._max_bytes)
-            self._file.write(memoryview(data)[start:end])
-            return
-        self._value += data[start:end]
-        if len(self._value) > _MAX_FIELD_BYTES:
-            raise InvalidRequestError(f"{quote(self._name)} is longer than {_MAX_FIELD_BYTES} bytes.")
-
-    def _end_part(self) -> None:
-        if self._value is not None:
-            self.fields[self._name] = self._value.decode("utf-8", "replace")
-
-    def _end(self) -> None:
-        self._is_whole = True
-
-
-def file_too_large_error(max_bytes: int) -> LimitError:
-    """Returns the error for a file larger than `max_bytes`."""
-    message = f"The file is larger than the limit of {max_bytes} bytes (--max-file-bytes). Split it."
-    return LimitError(413, message, ServerRejectionReason.FILE_BYTES, {"connection": "close"})

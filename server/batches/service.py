@@ -27,8 +27,9 @@ from ..errors import quote
 from ..routing import BatchUse
 from ..settings import ServerSettings
 from .batch_run import BatchRun, RunContext
+from .data_dir import DataDir
 from .database import BatchDatabase, Page
-from .file_store import OVERHEAD_BYTES, DataDir, FileStore
+from .file_store import FileStore
 from .input_lines import BatchInput
 from .internal_client import InternalClient
 from .line_limiter import ClientTraffic, LineLimiter
@@ -43,6 +44,7 @@ from .records import (
     new_batch_id,
     new_file_id,
 )
+from .upload import OVERHEAD_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,11 @@ import dataclasses
 import errno
 import json
 import logging
-import math
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -23,7 +21,6 @@ from penstock.engine.client.engine_process import EngineProcess
 from penstock.engine.protocol.setting import short_count
 
 from .. import penstock_version
-from ..cluster.ray_settings import RayEmbedSettings, RayServeSettings, check_flags
 from ..models.load_failure import load_failure
 from ..settings import (
     BenchSettings,
@@ -38,6 +35,7 @@ from ..settings import (
 from .flags import OneLineParser, add_flags, translate_vllm_flags
 from .known_models import TASKS, as_json, as_text, find_models
 from .model_arguments import model_and_names, settings_and_models
+from .ray_commands import add_ray_commands
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +55,6 @@ _MODELS = "List tested models, each with the command that serves it."
 _BENCH = "Measure throughput and latency of one server, or compare two."
 _CONFIG = "Print a template for `penstock serve --config` with every setting as a comment."
 _INFO = "Show the resolved values of a model and their source files, without loading weights."
-
-_RAY: Final = "Serve models, or embed files, on a Ray cluster (extra `ray`)."
-_RAY_SERVE: Final = "Deploy models with Ray Serve: replicas of the server are added and removed with the queued work."
-_RAY_EMBED: Final = "Embed Parquet with Ray Data. To continue after an interruption, run the same command again."
 
 
 class TerminatedError(KeyboardInterrupt):
@@ -178,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     models.add_argument("--json", action="store_true", help="Print JSON.")
     models.set_defaults(run=_models)
 
-    _add_ray_commands(commands)
+    add_ray_commands(commands)
     return parser
 
 
@@ -301,10 +295,8 @@ def _info(arguments: dict[str, Any]) -> int:
             check_weights(Path(info.path) / spec.folder)
     except ModelLoadError as error:
         raise load_failure(error, model, settings.engine.revision) from error
-    files, rows = (
-        WeightSummary.of(info.path),
-        [row for row in resolved_table(info) if row[0] not in _DECIDED_BY_LOADING],
-    )
+    files = WeightSummary.of(info.path)
+    rows = [row for row in resolved_table(info) if row[0] not in _DECIDED_BY_LOADING]
     if as_json:
         fields = {name: {"value": getattr(info, name), "from": source} for name, _, source in rows}
         head = {"name": info.name, "path": info.path, "parameters": files.num_parameters, "bytes": files.num_bytes}
@@ -322,117 +314,6 @@ def _models(arguments: dict[str, Any]) -> int:
     width = shutil.get_terminal_size(fallback=(sys.maxsize, 0)).columns  # without a terminal one line per model
     print(json.dumps(as_json(models), indent=2) if arguments["json"] else as_text(models, width))
     return 0
-
-
-def _add_ray_commands(commands: argparse._SubParsersAction[OneLineParser]) -> None:
-    """Adds `penstock ray serve` and `penstock ray embed`. Ray is imported only when one of them runs."""
-    ray = commands.add_parser("ray", help=_RAY, description=_RAY)
-    its_commands = ray.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    usage = "%(prog)s [MODEL ...] [FLAG ...]"
-    serve = its_commands.add_parser("serve", help=_RAY_SERVE, description=_RAY_SERVE, usage=usage)
-    add_flags(serve, RayServeSettings, positional="model", nargs="*")
-    serve.set_defaults(run=_ray_serve)
-
-    usage = "%(prog)s IN OUT [FLAG ...]"
-    embed = its_commands.add_parser("embed", help=_RAY_EMBED, description=_RAY_EMBED, usage=usage)
-    embed.add_argument(
-        "file", metavar="IN", help="A Parquet file or a folder of Parquet files, readable on every machine."
-    )
-    add_flags(embed, RayEmbedSettings, positional="output")
-    embed.set_defaults(run=_ray_embed)
-
-
-def _ray_serve(arguments: dict[str, Any]) -> int:
-    settings, configured_models = settings_and_models(arguments, RayServeSettings)
-    check_flags(settings)
-    for model in configured_models:
-        if model.is_pinned or model.ttl_s < math.inf:
-            raise UsageError(f"pin, ttl: {model.names[0]} stays loaded on Ray while it is deployed; leave both out")
-    require_ray()
-    from penstock.engine.logs import configure_logging
-
-    from ..cluster.ray_replica import applications_of
-    from .serve import check_certificate, resolve_local_model
-
-    configure_logging(settings.log_level, settings.log_format)
-    for note in settings.env_notes:
-        logger.info("%s", note)
-    models = [
-        (settings.on_replica(model.config), model.names, model.default_prompt_name) for model in configured_models
-    ]
-    for config, _, default_prompt_name in models:
-        resolve_local_model(config, default_prompt_name)
-    check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
-    applications = applications_of(models)
-    from ..cluster.ray_serve import serve_on_ray
-
-    serve_on_ray(applications, settings)
-    return 0
-
-
-def _ray_embed(arguments: dict[str, Any]) -> int:
-    source = arguments.pop("file")
-    settings = load_settings(RayEmbedSettings, arguments, positional=("output",))
-    check_flags(settings)
-    require_ray("pyarrow", "pandas", "fsspec")  # of ray[data]
-    model, names = model_and_names(settings.model)
-    try:
-        _embed_on_ray(source, settings, model, names[0])
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("run the same command again to continue") from None
-    return 0
-
-
-def _embed_on_ray(source: str, settings: RayEmbedSettings, model: str, name: str) -> None:
-    from penstock.engine.logs import configure_logging
-    from penstock.engine.model_files.resolve import resolve_model
-    from penstock.engine.protocol.errors import ModelLoadError
-
-    from ..embed_jobs.input_file import stat_digest
-    from ..embed_jobs.job_folder import JobFolder, Shard, model_digest
-    from ..embed_jobs.parquet_file import parquet_inputs
-    from ..embed_jobs.run import check_options, pooling_params, row_options
-
-    configure_logging(settings.log_level, settings.log_format)
-    config = settings.on_replica(settings.engine_config(model, name))
-    try:
-        info = resolve_model(config)
-    except ModelLoadError as error:
-        raise load_failure(error, config.model, config.revision) from error
-    field, has_images = settings.image_field or settings.field, settings.image_field is not None
-    check_options(settings, info, has_images=has_images)
-    inputs, folder = parquet_inputs(source, field), Path(settings.output).resolve()
-    inside = [rows.path for rows in inputs if rows.path.resolve().is_relative_to(folder)]
-    if inside:  # --overwrite would delete it
-        raise UsageError(f"OUT: {settings.output} holds the input {inside[0]}; name another folder")
-    shards: list[Shard] = []
-    for rows in inputs:
-        shards += rows.shards(settings.piece_rows, len(shards))
-    from ..cluster.ray_embed import EmbedderConfig, embed_on_ray
-
-    embedder_config = EmbedderConfig(
-        config,
-        field,
-        has_images,
-        pooling_params(settings),
-        settings.prompt_name,
-        JobFolder(folder, ".parquet", "give --overwrite"),
-        settings.log_level,
-        settings.log_format,
-    )
-    numbers = {"dtype": config.dtype, "arithmetic": config.arithmetic}  # as configured, because no engine runs yet
-    options = {**row_options(settings), "piece_rows": settings.piece_rows}
-    identity = {"input": stat_digest(inputs), "model": model_digest(info), **numbers, **options}
-    embed_on_ray(shards, embedder_config, identity, settings)
-
-
-def require_ray(*packages: str) -> None:
-    """Raises UsageError with the command to install Ray if it or one of `packages` is missing."""
-    for package in ("ray", *packages):
-        if find_spec(package) is None:
-            name = "Ray" if package == "ray" else package
-            raise UsageError(f"penstock ray needs {name}: run `pip install 'penstock[ray]'`")
 
 
 def _plain(value: object) -> object:

@@ -18,15 +18,10 @@ from typing import Final
 
 import uvloop
 
-from penstock.engine import AsyncEngine, EngineConfig, ModelInfo
 from penstock.engine.client.engine_process import EngineProcess
-from penstock.engine.client.replica_group import replica_configs
 from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.engine.logs import configure_logging
-from penstock.engine.model_files.model_folder import is_local
-from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.errors import ModelLoadError
-from penstock.engine.protocol.setting import short_count
 
 from ..admission import ServerRejectionReason
 from ..app import create_app
@@ -37,8 +32,7 @@ from ..http.process_setup import freeze_gc, raise_file_limit
 from ..middleware.auth import ApiKeyStore
 from ..models.load_failure import exit_code_of
 from ..models.model_entry import ModelEntry
-from ..models.served_model import ServedModel, check_prompt_name
-from ..models.weight_files import WeightSummary
+from ..models.served_model import ServedModel
 from ..observability.metrics import ConnectionMetrics
 from ..settings import (
     BenchSettings,
@@ -48,15 +42,12 @@ from ..settings import (
     UsageError,
     unknown_variables,
 )
+from .announcement import announcement, open_access_warning
+from .model_start import served_models, single_core_config
 
 logger = logging.getLogger(__name__)
 
 START_FAILED: Final = 3
-_ALL_ADDRESSES: Final = ("0.0.0.0", "::", "")
-
-
-class UnusableModelError(UsageError):
-    """The files of a local model are missing, damaged, or inconsistent with its settings."""
 
 
 def serve(
@@ -202,137 +193,6 @@ def _reload(server: HttpServer) -> None:
     server.request_reload()
 
 
-def served_models(
-    configured_models: Sequence[ServedModel],
-    settings: ServerSettings,
-    num_engines: int,
-    process: EngineProcess | None = None,
-    cache: VectorCache | None = None,
-) -> list[ServedModel]:
-    """Returns the models for the application.
-
-    If one of several models has damaged files, the others are served. Loading the damaged model fails, and its requests
-    get a 503. If it is not loaded at the start, its error is logged now.
-
-    Args:
-        configured_models: One for each model to serve.
-        settings: Of the server.
-        num_engines: Number of engines that share the machine.
-        process: Engine process of the first model, if it is already started. The first load uses it.
-        cache: Cache of embeddings, which all models share, or None.
-
-    Raises:
-        UsageError: No model can be used, a model lacks its prompt, a device of a replica does not exist, or a model is
-            larger than --model-memory.
-    """
-    models: list[ServedModel] = []
-    unusable: list[UnusableModelError] = []
-    for model in configured_models:
-        config = replace(model.config, num_engines=num_engines)
-        try:
-            info = resolve_local_model(config, model.default_prompt_name)
-        except UnusableModelError as error:
-            info = None
-            unusable.append(error)
-            if not model.is_preloaded:
-                logger.error("%s could not be loaded now: %s", model.names[0], error)
-        models.append(
-            _served_model(
-                model,
-                config,
-                info,
-                settings,
-                process if model is configured_models[0] else None,
-                cache,
-            )
-        )
-    if len(unusable) == len(configured_models):
-        raise unusable[0]
-    return models
-
-
-def _served_model(
-    model: ServedModel,
-    config: EngineConfig,
-    info: ModelInfo | None,
-    settings: ServerSettings,
-    process: EngineProcess | None,
-    cache: VectorCache | None,
-) -> ServedModel:
-    num_bytes = 0 if info is None else _num_bytes(info) * len(replica_configs(config))
-    if settings.model_memory is not None and num_bytes > settings.model_memory:
-        raise UsageError(
-            f"--model-memory: {model.names[0]} alone needs {num_bytes / 2**20:.1f} MiB, but the limit is "
-            f"{settings.model_memory / 2**20:.1f} MiB; raise the limit, or leave the model out"
-        )
-    started = [] if process is None else [process]
-
-    async def start() -> AsyncEngine:
-        return await AsyncEngine.start(
-            config,
-            log_level=settings.log_level.upper(),
-            log_format=settings.log_format,
-            process=started.pop() if started else None,
-            cache=cache,
-        )
-
-    paths = {model.config.model} & set(model.names[1:]) if is_local(model.config.model) else ()
-    return replace(model, start=start, info=info, num_bytes=num_bytes, hidden_names=frozenset(paths))
-
-
-def single_core_config(model: ServedModel, num_engines: int) -> EngineConfig:
-    """Returns the configuration of a model with one engine core, on one device or set of CPU cores.
-
-    Raises:
-        UsageError: The device or the set of cores does not exist.
-    """
-    try:
-        (config,) = replica_configs(replace(model.config, num_engines=num_engines))
-    except ModelLoadError as error:
-        raise UsageError(error.message) from error
-    return config
-
-
-def resolve_local_model(config: EngineConfig, default_prompt_name: str | None) -> ModelInfo | None:
-    """Checks the devices of replicas and reads the JSON files of a local model. Takes milliseconds.
-
-    Hub ids are not checked here; the engine may download the model.
-
-    Raises:
-        UnusableModelError: The engine cannot load the model.
-        UsageError: A device does not exist, or the model lacks the prompt.
-    """
-    try:
-        replica_configs(config)
-        if not is_local(config.model, config.revision):
-            return None
-    except ModelLoadError as error:
-        raise UsageError(error.message) from error
-    try:
-        info = resolve_model(config)
-    except ModelLoadError as error:
-        raise UnusableModelError(error.message) from error
-    try:
-        check_prompt_name(default_prompt_name, info)
-    except ModelLoadError as error:
-        raise UsageError(error.message) from error
-    return info
-
-
-def _num_bytes(info: ModelInfo) -> int:
-    """Returns the bytes of the loaded weights and adapters, from the files.
-
-    An upper bound if the dtype is chosen by measurement.
-    """
-    folders = [info.path, *(adapter.folder for adapter in info.adapters if adapter.folder is not None)]
-    # A folder inside that of the model is counted with it.
-    outside = [folder for folder in folders[1:] if not Path(folder).is_relative_to(info.path)]
-    dtype = "float32" if info.dtype == "auto" else info.dtype
-    return sum(
-        files.bytes_by_dtype().get(dtype, files.num_bytes) for files in map(WeightSummary.of, [info.path, *outside])
-    )
-
-
 def open_cache(settings: ServerSettings) -> VectorCache | None:
     """Opens the cache of embeddings; returns None if it is off.
 
@@ -396,97 +256,3 @@ def _bound_socket(host: str, port: int, flags: str) -> socket.socket:
         listener.close()
         raise UsageError(f"{flags}: cannot listen on {host}:{port}: {error.strerror}") from error
     return listener
-
-
-def announcement(models: Sequence[ModelEntry], settings: ServerSettings, ports: Sequence[int]) -> str:
-    """Returns the log lines of a ready server.
-
-    Args:
-        models: All served models, loaded or not.
-        settings: Settings of the server.
-        ports: Ports of the listening sockets, which the system chose if the settings say 0.
-    """
-    lines = ["ready"]
-    for entry in models:
-        lines += _lines(entry, entry.model.config)
-    scheme = "http" if settings.ssl_certfile is None else "https"
-    url = f"{scheme}://{_shown_host(settings.host)}:{ports[0]}"
-    lines.append(f"  {url}/ is a playground, {url}/docs shows the routes, {url}/v1 is the base URL of OpenAI clients")
-    if len(ports) > 1:
-        metrics_host = settings.host if settings.metrics_host is None else settings.metrics_host
-        lines.append(f"  metrics: http://{_shown_host(metrics_host)}:{ports[1]}/metrics")
-    lines.append(f"  data routes need {'an' if _wants_key(settings) else 'no'} API key")
-    return "\n".join(lines)
-
-
-def _shown_host(host: str) -> str:
-    """Returns the host of a URL that reaches an address to listen on."""
-    if host in _ALL_ADDRESSES:
-        return "localhost"
-    return f"[{host}]" if ":" in host else host
-
-
-def _lines(entry: ModelEntry, config: EngineConfig) -> list[str]:
-    if entry.engine is None:
-        why = "could not be loaded; see above" if entry.error is not None else "is loaded when a request names it"
-        return [f"  {entry.name}: {why}"]
-    info, placements = entry.engine.info, [replica.placement for replica in entry.engine.replicas]
-    return [
-        f"  {entry.name}: {_sizes(info)}",
-        f"    on {_device(info, config)}, in {_dtype(info, config)}; tasks: {', '.join(info.tasks)}",
-        *([f"    {_replicas(placements)}"] if placements else []),
-    ]
-
-
-def open_access_warning(settings: ServerSettings) -> str | None:
-    """Returns a warning if the server needs no API key and listens on other addresses than localhost, else None."""
-    if _wants_key(settings) or settings.host not in _ALL_ADDRESSES:
-        return None
-    return "every client that reaches this machine may use the server: set --api-key KEY or --host 127.0.0.1"
-
-
-def _wants_key(settings: ServerSettings) -> bool:
-    return bool(settings.api_key) or settings.api_key_file is not None
-
-
-def _device(info: ModelInfo, config: EngineConfig) -> str:
-    if config.devices:
-        why = "--devices"
-    elif config.device != "auto":
-        why = "--device"
-    else:
-        why = "auto: there is no CUDA device" if info.device == "cpu" else "auto: there is a CUDA device"
-    lanes = f", {info.num_lanes} lane{'s' * (info.num_lanes > 1)}" if info.num_lanes else ""
-    kernels, _, instructions = info.kernels.partition(", ")
-    executor = f"the C library ({instructions})" if kernels == "native" else info.kernels
-    return f"{info.device} ({why}) by {executor}{lanes}"
-
-
-def _replicas(placements: Sequence[str]) -> str:
-    count = "1 replica" if len(placements) == 1 else f"{len(placements)} replicas"
-    return f"{count}: {'; '.join(placements)}"
-
-
-def _dtype(info: ModelInfo, config: EngineConfig) -> str:
-    """Returns the type of the weights and why, and the type of products or attention if it differs."""
-    source = info.sources["dtype"]
-    if config.dtype != "auto":
-        why = "--dtype"
-    elif source.startswith("measured"):
-        why = source
-    else:
-        why = f"auto: {info.dtype} on {'a CPU' if info.device == 'cpu' else 'a GPU'}"
-    if info.arithmetic is None or (why == source and info.arithmetic == info.dtype):  # arithmetic repeats the dtype
-        return f"{info.dtype} ({why})"
-    part = "attention" if info.dtype == "int8" else "products"
-    return f"{info.dtype} ({why}), {part} in {info.arithmetic} ({info.sources['arithmetic']})"
-
-
-def _sizes(info: ModelInfo) -> str:
-    count = WeightSummary.of(info.path).num_parameters
-    parts = [info.model_type, f"{short_count(count)} parameters"] if count else [info.model_type]
-    if info.embedding_size:
-        parts.append(f"{info.dimensions or info.embedding_size} dimensions")
-    if info.labels:
-        parts.append("1 class" if len(info.labels) == 1 else f"{len(info.labels)} classes")
-    return ", ".join([*parts, f"inputs of up to {info.max_model_len} tokens"])

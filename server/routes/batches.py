@@ -14,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 from penstock.engine.protocol.errors import UnknownObjectError
 
 from ..batches.database import Page
-from ..batches.file_store import file_too_large_error
 from ..batches.records import UPLOAD_SCHEMA, BatchList, BatchObject, BatchRequest, FileDeleted, FileList, FileObject
 from ..batches.service import BatchService
+from ..batches.upload import file_too_large_error
 from ..calls.context import reject_other_origins
 from ..dialects import OPENAI, Responses
 from ..errors import ErrorBody, quote

@@ -12,10 +12,12 @@ import pytest
 from fastapi import HTTPException
 
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError
+from penstock.server.batches.data_dir import DataDir
 from penstock.server.batches.database import BatchDatabase
-from penstock.server.batches.file_store import DataDir, FileStore, Upload
+from penstock.server.batches.file_store import FileStore
 from penstock.server.batches.records import FileRecord
 from penstock.server.batches.service import BatchService
+from penstock.server.batches.upload import Upload
 from penstock.server.settings import ServerSettings, UsageError
 
 from ...waiting import until
@@ -64,7 +66,7 @@ async def test_file_above_the_limit_is_rejected(files: FileStore) -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 10**6])
 async def test_file_is_stored_unchanged(files: FileStore, size: int, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.server.batches.file_store._PIECE_BYTES", size)
+    monkeypatch.setattr("penstock.server.batches.upload._PIECE_BYTES", size)
     content = b"\r\n--c\r\n-\r\n--\r\n" * 20 + bytes(range(256))
     file = await receive(files, HEAD + FILE + content + END, size)
     assert files.path(file.id).read_bytes() == content

@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from penstock.engine import logs
 from penstock.server.cluster.ray_settings import RayEmbedSettings, RayServeSettings
-from penstock.server.commands import cli
+from penstock.server.commands import cli, ray_commands
 from penstock.server.embed_jobs.job_folder import Shard
 from penstock.server.settings import load_settings
 
@@ -22,7 +22,7 @@ from ..bodies import table
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Run a command as if Ray were installed. Returns its exit code and its error message."""
     monkeypatch.setattr(logs, "configure_logging", configure := Mock())
-    monkeypatch.setattr(cli, "find_spec", lambda _: True)
+    monkeypatch.setattr(ray_commands, "find_spec", lambda _: True)
 
     def run(*words: object) -> tuple[int, str]:
         code = cli.main(["ray", *map(str, words)])
@@ -34,7 +34,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(("words", "name"), [("serve", "Ray"), ("embed a b", "Ray"), ("embed a b", "pandas")])
 def test_missing_package_is_named(run, monkeypatch: pytest.MonkeyPatch, words: str, name: str) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda package: None if package == name.lower() else True)
+    monkeypatch.setattr(ray_commands, "find_spec", lambda package: None if package == name.lower() else True)
     message = f"penstock: error: penstock ray needs {name}: run `pip install 'penstock[ray]'`\n"
     assert run(*words.split()) == (2, message)
 

@@ -14,8 +14,8 @@ import pytest
 
 from penstock.engine import AsyncEngine, EngineConfig
 from penstock.engine.protocol.errors import MachineError, WeightError
-from penstock.server.commands import cli, serve
-from penstock.server.commands.serve import served_models
+from penstock.server.commands import cli, model_start, serve
+from penstock.server.commands.model_start import served_models
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, UsageError, load_settings
 from penstock.server.workers.supervisor import NothingServedError
@@ -47,7 +47,7 @@ def _restored_signals() -> Iterator[None]:
 def test_failed_engine_start_is_one_line_and_a_code(model, failure, line: str, code: int, monkeypatch, caplog) -> None:
     monkeypatch.setattr(AsyncEngine, "start", AsyncMock(side_effect=failure))
     monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(serve, "resolve_local_model", lambda *_: None)
+    monkeypatch.setattr(model_start, "resolve_local_model", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve", model, "--host", "127.0.0.1", "--port", "0"])
     assert ended.value.code == code
@@ -107,7 +107,7 @@ def test_one_device_is_used_by_several_processes(given: dict[str, Any], device: 
     served = Mock()
     monkeypatch.setattr(serve, "_serve_by_workers", served)
     monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(serve, "resolve_local_model", lambda *_: None)
+    monkeypatch.setattr(model_start, "resolve_local_model", lambda *_: None)
     plan = ServedModel(("a",), config=EngineConfig(model="/models/a", **given), is_pinned=True, ttl_s=math.inf)
     serve.serve(ServerSettings(api_workers=2, host="127.0.0.1", port=0, env_notes=("PORT=0 sets --port",)), [plan])
     assert "PORT=0 sets --port" in caplog.messages
@@ -168,8 +168,10 @@ def test_ready_server_warns_only_without_a_key(api_key: tuple[str, ...], caplog)
 def test_contradicting_devices_are_rejected() -> None:
     plan = ServedModel(("a",), config=EngineConfig(model="/models/a", device="cuda:0", devices=("cuda:1",)))
     with pytest.raises(UsageError, match="remove --device cuda:0"):
-        serve.single_core_config(plan, 1)
-    assert serve.single_core_config(ServedModel(("a",), config=EngineConfig(model="/models/a")), 3).num_engines == 3
+        model_start.single_core_config(plan, 1)
+    assert (
+        model_start.single_core_config(ServedModel(("a",), config=EngineConfig(model="/models/a")), 3).num_engines == 3
+    )
 
 
 def header(text: bytes) -> bytes:
