@@ -18,15 +18,14 @@ from .admission import AdmissionController
 from .batches.internal_client import InternalClient
 from .batches.service import BatchMetrics, BatchService
 from .calls.context import ServerContext
-from .dialects import install_error_handlers
 from .http.image_fetcher import AllowedHost, ImageFetcher
 from .http.process_setup import file_limit
 from .middleware.auth import ApiKeyStore, AuthMiddleware
+from .middleware.error_handlers import UnexpectedErrorMiddleware, install_error_handlers
+from .middleware.rejection_queue import RejectionQueue
 from .middleware.requests import (
     JsonDispatcher,
-    RejectionQueue,
     RequestMiddleware,
-    UnexpectedErrorMiddleware,
     end_at_shutdown,
 )
 from .models.model_entry import ModelMetrics

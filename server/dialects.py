@@ -6,18 +6,14 @@ reject the request with a body that its client understands.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import wraps
 from typing import Any, Final
 
 import orjson
-from fastapi import FastAPI, Request, Response
+from fastapi import Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from starlette.exceptions import HTTPException
-from starlette.routing import Match
 from starlette.types import Scope
 
 from penstock.engine.protocol.errors import (
@@ -25,10 +21,8 @@ from penstock.engine.protocol.errors import (
     InvalidRequestError,
     RequestTooLongError,
     UnsupportedTaskError,
-    drop_tracebacks,
 )
 
-from .admission import note_rejection
 from .errors import (
     EMPTY_TEXT,
     ERROR_KINDS,
@@ -36,13 +30,11 @@ from .errors import (
     ErrorKind,
     TeiErrorBody,
     error_kind_and_message,
-    quote,
     retry_headers,
     status_kind,
     validation_message,
 )
 from .request_state import state_of
-from .settings import did_you_mean
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -234,62 +226,3 @@ def keys_ignored_by(*dialects: Dialect) -> Mapping[str, str]:
 def dialect_of(scope: Scope) -> Dialect:
     """Returns the dialect of a request."""
     return state_of(scope).dialect or OPENAI
-
-
-_Handler = Callable[[Request, Any], Awaitable[Response]]
-_METHODS: Final = ("GET", "HEAD", "POST", "DELETE")
-
-
-def install_error_handlers(app: FastAPI) -> None:
-    """Registers the handlers of all expected errors.
-
-    Handlers drop the traceback of an error after building its response; see `drop_tracebacks`.
-    """
-
-    async def on_engine_error(request: Request, error: Any) -> Response:
-        note_rejection(request.scope, error)
-        return dialect_of(request.scope).engine_error(error, state_of(request.scope).request_id)
-
-    async def on_validation_error(request: Request, error: Any) -> Response:
-        return dialect_of(request.scope).validation_error(error)
-
-    async def on_http_error(request: Request, error: Any) -> Response:
-        note_rejection(request.scope, error)
-        path: str = request.scope["path"]
-        message, headers = str(error.detail), error.headers
-        if error.status_code == 404:
-            message = f"There is no {quote(path)} on this {_alternatives(app, path)}."
-        elif error.status_code == 405:
-            # The router reports only one route of the path, but GET and HEAD of a health route are two routes.
-            allowed = ", ".join(method for method in _METHODS if _takes(app, request, method))
-            headers = {"allow": allowed}
-            message = f"{quote(path)} takes {allowed}, not {request.method}."
-        return dialect_of(request.scope).status_error(error.status_code, message, headers)
-
-    app.add_exception_handler(EngineError, _releasing(on_engine_error))
-    app.add_exception_handler(RequestValidationError, _releasing(on_validation_error))
-    app.add_exception_handler(HTTPException, _releasing(on_http_error))
-
-
-def _alternatives(app: FastAPI, path: str) -> str:
-    paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
-    if "/docs" not in paths:
-        return "port"
-    # Below 0.8, paths that share little but `/v1/` would be similar.
-    return f"server{did_you_mean(path, paths, 0.8) or ';'} /docs lists all routes"
-
-
-def _releasing(handler: _Handler) -> _Handler:
-    @wraps(handler)
-    async def handle(request: Request, error: Any) -> Response:
-        try:
-            return await handler(request, error)
-        finally:
-            drop_tracebacks(error)
-
-    return handle
-
-
-def _takes(app: FastAPI, request: Request, method: str) -> bool:
-    scope = {**request.scope, "method": method}
-    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)

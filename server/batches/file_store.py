@@ -51,7 +51,7 @@ class FileStore:
         self.max_files = max_files
         self._now = now
         self._adding = asyncio.Lock()
-        self._arriving: dict[str, list[Upload]] = {}  # running uploads by owner
+        self._running_uploads: dict[str, list[Upload]] = {}  # by owner
 
     def path(self, file_id: str) -> Path:
         """Returns the path of the content of a file."""
@@ -71,7 +71,7 @@ class FileStore:
             upload = Upload(content_type, part, self.max_bytes)
         except OSError as error:
             raise StorageError(f"The server cannot keep the file: {error.strerror}. Please try again later.") from error
-        self._arriving.setdefault(owner, []).append(upload)
+        self._running_uploads.setdefault(owner, []).append(upload)
         try:
             await self._check_upload(owner, upload, num_bytes=1)
             await upload.receive(self._checked(body, owner, upload))
@@ -87,7 +87,7 @@ class FileStore:
         """Adds the file of a complete upload."""
         content = self.path(file.id)
         try:
-            await asyncio.to_thread(self._settle, part, content)
+            await asyncio.to_thread(self._move_into_place, part, content)
             async with self._adding:
                 await self._check_upload(file.owner, upload)
                 await self._store.add_file(file)
@@ -98,9 +98,9 @@ class FileStore:
 
     def _end_upload(self, upload: Upload, owner: str, *unused: Path) -> None:
         """Closes an upload and removes its unused files."""
-        self._arriving[owner].remove(upload)
-        if not self._arriving[owner]:
-            del self._arriving[owner]
+        self._running_uploads[owner].remove(upload)
+        if not self._running_uploads[owner]:
+            del self._running_uploads[owner]
         with contextlib.suppress(OSError):  # the error of a full disk has been raised already
             upload.close()
         for path in unused:
@@ -181,15 +181,15 @@ class FileStore:
     async def check_num_files(self, owner: str, num_files: int) -> None:
         """Raises HTTPException if an owner may not have `num_files` more files. Running uploads count."""
         count, _ = await self._store.count_and_bytes(owner)
-        self._check_count(count + len(self._arriving.get(owner, ())) + num_files)
+        self._check_count(count + len(self._running_uploads.get(owner, ())) + num_files)
 
     async def _check_upload(self, owner: str, upload: Upload, num_bytes: int = 0) -> None:
         """Raises HTTPException if an upload with `num_bytes` more exceeds the limits. Earlier uploads count."""
         count, num_stored = await self._store.count_and_bytes(owner)
-        arriving = self._arriving[owner]
-        arriving = arriving[: arriving.index(upload) + 1]
-        self._check_count(count + len(arriving))
-        num_bytes += num_stored + sum(upload.num_bytes for upload in arriving)
+        uploads = self._running_uploads[owner]
+        uploads = uploads[: uploads.index(upload) + 1]
+        self._check_count(count + len(uploads))
+        num_bytes += num_stored + sum(upload.num_bytes for upload in uploads)
         if num_bytes > (limit := MAX_LARGE_FILES * self.max_bytes):
             raise _storage_limit_error(
                 f"would take {num_bytes} bytes; the limit is {limit}, {MAX_LARGE_FILES} of the largest files"
@@ -223,7 +223,7 @@ class FileStore:
                 "Delete files that you do not need, or try again later."
             )
 
-    def _settle(self, part: Path, content: Path) -> None:
+    def _move_into_place(self, part: Path, content: Path) -> None:
         part.rename(content)
         sync_folder(self._folder)
 

@@ -62,9 +62,9 @@ class ReplicaLoads:
                 self._reports[replica], self._num_sent[replica] = report, 0
         # The size of a new request is unknown, so it counts as an average request.
         sizes = [report.request_tokens for report in reports.values() if report.request_tokens]
-        usual = sum(sizes) / len(sizes) if sizes else 1.0
+        mean_tokens = sum(sizes) / len(sizes) if sizes else 1.0
         loads = {
-            replica: (report.queued_tokens + self._num_sent[replica] * usual, self._num_sent[replica])
+            replica: (report.queued_tokens + self._num_sent[replica] * mean_tokens, self._num_sent[replica])
             for replica, report in reports.items()
         }
         return sorted(loads, key=loads.__getitem__)
@@ -76,7 +76,7 @@ class ReplicaLoads:
 
 
 class _Context(Protocol):
-    """The attributes of ray.serve.config.AutoscalingContext that QueuePolicy reads."""
+    """The attributes of ray.serve.config.AutoscalingContext that QueueAutoscalingPolicy reads."""
 
     target_num_replicas: int
     policy_state: dict[str, Any]

@@ -78,9 +78,12 @@ class Embedder:
             `num_rows` of each shard, and `error`: the reason of a failure, or "".
         """
         shards = [self._shards[index] for index in batch["item"].tolist()]
-        return {"num_rows": [shard.num_rows for shard in shards], "error": [self._do(shard) for shard in shards]}
+        return {
+            "num_rows": [shard.num_rows for shard in shards],
+            "error": [self._embed_shard(shard) for shard in shards],
+        }
 
-    def _do(self, shard: Shard) -> str:
+    def _embed_shard(self, shard: Shard) -> str:
         if self._config.job.is_finished(shard):  # written by a lost machine
             return ""
         source = ParquetRows(Path(shard.path), self._config.field, has_images=self._config.has_images)
@@ -135,34 +138,34 @@ def embed_on_ray(
         CommandError: The job failed. The message has the reason. Finished shards are kept.
     """
     config.job.begin(identity, overwrite=settings.overwrite)
-    left = config.job.unfinished_shards(shards)
+    unfinished = config.job.unfinished_shards(shards)
     num_rows = sum(shard.num_rows for shard in shards)
-    num_done = num_rows - sum(shard.num_rows for shard in left)
+    num_done = num_rows - sum(shard.num_rows for shard in unfinished)
     with tqdm(total=num_rows, initial=num_done, unit=" rows", dynamic_ncols=True) as bar:
-        if left:
+        if unfinished:
             with connected(settings.address, settings.log_level):
-                _run(left, config, settings, bar)
-    if still := config.job.unfinished_shards(shards):
-        raise CommandError(f"{len(still)} of {len(shards)} shards have no file; run the same command again")
+                _run(unfinished, config, settings, bar)
+    if missing := config.job.unfinished_shards(shards):
+        raise CommandError(f"{len(missing)} of {len(shards)} shards have no file; run the same command again")
     config.job.finish(identity)
 
 
-def _run(left: Sequence[Shard], config: EmbedderConfig, settings: RayEmbedSettings, bar: Any) -> None:
+def _run(shards: Sequence[Shard], config: EmbedderConfig, settings: RayEmbedSettings, bar: Any) -> None:
     """Embeds shards and updates the progress bar. Ray gives the shards of a lost machine to other machines."""
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     pool = ActorPoolStrategy(
-        min_size=min(settings.min_replicas, len(left)),
-        max_size=min(settings.replica_limit, len(left)),
+        min_size=min(settings.min_replicas, len(shards)),
+        max_size=min(settings.replica_limit, len(shards)),
         max_concurrent_calls_per_actor=_AT_ONCE,
         enable_true_multi_threading=True,
     )
     # `from_items` starts no tasks. Tasks need cores, but the engines may use all cores.
-    indices = ray.data.from_items(list(range(len(left))), override_num_blocks=min(len(left), _MAX_BLOCKS))
+    indices = ray.data.from_items(list(range(len(shards))), override_num_blocks=min(len(shards), _MAX_BLOCKS))
     shards_done = indices.map_batches(
         Embedder,
-        fn_constructor_args=(config, left),
+        fn_constructor_args=(config, shards),
         batch_size=1,
         compute=pool,
         num_cpus=settings.replica_cpus,

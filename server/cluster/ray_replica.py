@@ -122,7 +122,7 @@ class RayReplica:
             raise RuntimeError("the engine was given up")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns the metrics for QueuePolicy."""
+        """Returns the metrics for QueueAutoscalingPolicy."""
         now_s, step_s = time.monotonic(), sum(engine.stats().step_s_total for engine in self._engines())
         passed_s, worked_s = now_s - self._seen_s, step_s - self._seen_step_s
         self._seen_s = now_s

@@ -244,12 +244,12 @@ class ShardVectorReader:
         indices = np.searchsorted(self._starts, wanted, "right") - 1
         for index in np.unique(indices):
             of_shard = indices == index
-            vectors = self._of(int(index))
+            vectors = self._vectors_of_shard(int(index))
             if vectors.shape[1]:
                 found[of_shard] = vectors[wanted[of_shard] - self._starts[index]]
         return found
 
-    def _of(self, index: int) -> NDArray[np.float32]:
+    def _vectors_of_shard(self, index: int) -> NDArray[np.float32]:
         if self._open is None or self._open[0] != index:
             self._open = (index, np.load(self._job.path(self._shards[index])))
         return self._open[1]

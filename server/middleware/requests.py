@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
-from fastapi import HTTPException, Request, Response
+from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic_core import from_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,7 +31,6 @@ from penstock.engine.protocol.errors import (
     EngineUnavailableError,
     InvalidRequestError,
     RejectionReason,
-    drop_tracebacks,
 )
 from penstock.engine.protocol.params import CLIENT
 from penstock.engine.protocol.stage_times import STAGE_TIMES
@@ -40,7 +39,7 @@ from ..admission import note_rejection
 from ..calls.context import ServerContext, context_of
 from ..calls.disconnect_monitor import DisconnectMonitor
 from ..dialects import dialect_of
-from ..errors import HIDDEN_MESSAGE, TRACE_ID, quote, request_fields
+from ..errors import TRACE_ID, quote, request_fields
 from ..http.json_body import BodyParser, JsonBody
 from ..http.json_reader import JsonReader, receive_part
 from ..http.json_responses import PART_BYTES
@@ -48,6 +47,7 @@ from ..http.request_head import RequestIdGenerator, canonical_path, check_conten
 from ..observability.request_record import CURRENT_RECORD, ObserverGroup, RequestRecord, server_timing
 from ..request_state import state_of
 from ..routing import Route, RouteTable, route_of
+from .error_handlers import unexpected_error_response
 from .rejection_queue import MAX_DELAY_S, RejectionQueue, max_delay_s
 
 logger = logging.getLogger(__name__)
@@ -340,32 +340,6 @@ class JsonDispatcher:
         if isinstance(body, JsonBody) and (request_id := body.body_request_id()) is not None:
             state_of(scope).request_id = request_id
         return body
-
-
-class UnexpectedErrorMiddleware:
-    """Responds to unexpected errors of the routes that FastAPI calls. FastAPI itself would send plain text."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends a 500, unless the response has already begun."""
-        try:
-            await self.app(scope, receive, send)
-        except Exception as error:  # the client gets a response after every error
-            if scope["type"] != "http" or (error_response := unexpected_error_response(scope, error)) is None:
-                raise
-            await error_response(scope, receive, send)
-
-
-def unexpected_error_response(scope: Scope, error: Exception) -> Response | None:
-    """Logs an unexpected error. Returns its response, or None if another response has started."""
-    request_id = state_of(scope).request_id
-    logger.error("request %s failed unexpectedly", request_id, exc_info=error, extra=request_fields(request_id))
-    if (record := CURRENT_RECORD.get()) is not None and record.has_started:
-        return None
-    drop_tracebacks(error)
-    return dialect_of(scope).status_error(500, f"{HIDDEN_MESSAGE} ({request_id})")
 
 
 def _expects_continue(scope: Scope) -> bool:

@@ -11,7 +11,8 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock.server.app import create_app
-from penstock.server.middleware.requests import UnexpectedErrorMiddleware, _send_in_parts
+from penstock.server.middleware.error_handlers import UnexpectedErrorMiddleware
+from penstock.server.middleware.requests import _send_in_parts
 from penstock.server.settings import ServerSettings
 
 from ..bodies import http_scope
