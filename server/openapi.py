@@ -20,7 +20,8 @@ Json = dict[str, Any]
 DESCRIPTION: Final = """\
 OpenAI- and Cohere-compatible server for embedding, reranking, scoring and classification models.
 
-In request bodies null means absent, and unknown keys are rejected. If a model does not support a request, the response
+In request bodies null means absent. Unknown keys are ignored and named in the header `x-ignored-fields`, unless the
+server was started with `--unknown-fields`; a misspelt key is a 400. If a model does not support a request, the response
 is a 400, or a 424 on the routes of TEI.
 
 Each operation is listed once. Aliases are `/embeddings`, `/models`, `/models/{name}`, `/v1/pooling` and `/ping`, every

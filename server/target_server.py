@@ -64,7 +64,7 @@ class TargetModel:
     Attributes:
         dialect: API of the list of models: openai, tei, ollama or cohere.
         name: Name of the model in requests.
-        listed: Names of all models that the server lists.
+        listed_names: Names of all models that the server lists.
         has_v1: Whether paths of OpenAI's API begin with /v1.
     """
 
@@ -234,11 +234,11 @@ def retry_after_s(headers: Message, now_s: float) -> float:
 
 def _unix_time(date: str) -> float:
     """Returns the Unix time of an HTTP date; NaN if it is none."""
-    parse_as = email.utils.parsedate_tz(date)
-    if parse_as is None:
+    parsed = email.utils.parsedate_tz(date)
+    if parsed is None:
         return math.nan
     try:
-        return email.utils.mktime_tz(parse_as)
+        return email.utils.mktime_tz(parsed)
     except (ValueError, OverflowError):
         return math.nan
 

@@ -11,7 +11,7 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.params import Input, Text, TextOrImage
 from penstock.engine.protocol.templates import ChatOptions
 
-from ..schemas.chat import Conversations, InputFields
+from ..schemas.chat import Chats, InputFields
 from ..schemas.images import ImageChat, has_images
 from .images import check_images, read_images, read_sources
 from .model_call import ModelCall
@@ -48,7 +48,7 @@ async def engine_inputs(
     return await _rendered_chats(call, body.messages, body.chat_options()), options
 
 
-async def _rendered_chats(call: ModelCall, chats: Conversations, template: ChatOptions) -> list[Input]:
+async def _rendered_chats(call: ModelCall, chats: Chats, template: ChatOptions) -> list[Input]:
     """Returns the prompt of each chat, with its images.
 
     A model with a separate encoder of images (CLIP) reads no images in chats. It gets the image instead of the chat.

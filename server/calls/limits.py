@@ -38,9 +38,9 @@ def check_inputs(request: Request, body: InputFields) -> None:
 
 def check_messages(request: Request, body: ChatFields) -> None:
     """Raises InvalidRequestError if a request has too many chats, or a chat too many messages."""
-    for conversation in body.messages or ():
-        if isinstance(conversation, list):
-            check_num_inputs(request, conversation, "messages")
+    for chat in body.messages or ():
+        if isinstance(chat, list):
+            check_num_inputs(request, chat, "messages")
     check_num_inputs(request, body.messages or (), "messages")
 
 

@@ -18,10 +18,10 @@ from .json_schema import Parsed
 from .options import Flag, RequestBody
 
 Chat = list[dict[str, Any]]
-Conversations = list[Chat | ImageChat]
+Chats = list[Chat | ImageChat]
 
 
-def parse_conversations(value: Any) -> Conversations:
+def parse_chats(value: Any) -> Chats:
     """Returns a list of chats. `messages` is the list of messages of one chat, or a list of such lists.
 
     A chat with images becomes an ImageChat.
@@ -85,7 +85,7 @@ def _text_part(part: Any, name: str) -> dict[str, str]:
     return {"type": "text", "text": part["text"]}
 
 
-Messages = Annotated[Conversations, Parsed(parse_conversations, json_schema.CHATS)]
+Messages = Annotated[Chats, Parsed(parse_chats, json_schema.CHATS)]
 
 
 class ChatFields(RequestBody):

@@ -193,7 +193,7 @@ def _kind(value: Any) -> str:
 
 
 Inputs = Annotated[list[Input], Parsed(parse_inputs, json_schema.INPUTS)]
-TextsOrIds = Annotated[list[Text], Parsed(parse_texts_or_ids, json_schema.FULL_INPUTS)]
+TextsOrIds = Annotated[list[Text], Parsed(parse_texts_or_ids, json_schema.NON_EMPTY_INPUTS)]
 TokenIds = Annotated[list[int], Parsed(parse_token_ids, json_schema.ANY_TOKEN_IDS)]
 SomeTokenIds = Annotated[list[int], Parsed(parse_some_token_ids, json_schema.TOKEN_IDS)]
 TextOrObject = Annotated[str, BeforeValidator(parse_text), WithJsonSchema(json_schema.TEXT)]
@@ -354,10 +354,10 @@ def lower_case(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-FullInputs = Annotated[TextsOrIds, AfterValidator(reject_empty), WithJsonSchema(json_schema.FULL_INPUTS)]
-FullText = Annotated[str, AfterValidator(reject_empty), WithJsonSchema(json_schema.NON_EMPTY_STRING)]
-_NonEmpty = Annotated[str, WithJsonSchema(json_schema.NON_EMPTY_STRING)]
-FullTexts = Annotated[FailFastList[_NonEmpty], AfterValidator(reject_empty)]
+NonEmptyInputs = Annotated[TextsOrIds, AfterValidator(reject_empty), WithJsonSchema(json_schema.NON_EMPTY_INPUTS)]
+NonEmptyText = Annotated[str, AfterValidator(reject_empty), WithJsonSchema(json_schema.NON_EMPTY_STRING)]
+_NonEmptyString = Annotated[str, WithJsonSchema(json_schema.NON_EMPTY_STRING)]
+NonEmptyTexts = Annotated[FailFastList[_NonEmptyString], AfterValidator(reject_empty)]
 SequenceInputs = Annotated[Sequences, Parsed(parse_sequences, json_schema.SEQUENCES)]
 TruncationSide = Annotated[
     Literal["left", "right"],

@@ -17,7 +17,7 @@ MAX_INTEGER: Final = 2**53 - 1
 _STRING: Final[JsonSchema] = {"type": "string"}
 NON_EMPTY_STRING: Final[JsonSchema] = {"type": "string", "minLength": 1}
 _TEXT_OBJECT: Final[JsonSchema] = {"type": "object", "required": ["text"], "properties": {"text": _STRING}}
-_FULL_TEXT_OBJECT: Final[JsonSchema] = {**_TEXT_OBJECT, "properties": {"text": NON_EMPTY_STRING}}
+_NON_EMPTY_TEXT_OBJECT: Final[JsonSchema] = {**_TEXT_OBJECT, "properties": {"text": NON_EMPTY_STRING}}
 _TEXT_PART: Final[JsonSchema] = {
     "type": "object",
     "required": ["text"],
@@ -43,7 +43,9 @@ TOKEN_IDS: Final = list_of(TOKEN_ID)
 ANY_TOKEN_IDS: Final[JsonSchema] = {"type": "array", "items": TOKEN_ID}
 WIDTH: Final[JsonSchema] = {"type": "integer", "minimum": 1, "maximum": MAX_INTEGER}
 TOKEN_LIMIT: Final = one_of(WIDTH, {"const": -1})
-FULL_INPUTS: Final = one_of(NON_EMPTY_STRING, list_of(NON_EMPTY_STRING, _FULL_TEXT_OBJECT, TOKEN_IDS), TOKEN_IDS)
+NON_EMPTY_INPUTS: Final = one_of(
+    NON_EMPTY_STRING, list_of(NON_EMPTY_STRING, _NON_EMPTY_TEXT_OBJECT, TOKEN_IDS), TOKEN_IDS
+)
 _IMAGE: Final[JsonSchema] = {
     "type": "string",
     "minLength": 1,

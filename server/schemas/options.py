@@ -300,7 +300,7 @@ def truncated(params: PoolingParams, truncate: Truncate | None) -> PoolingParams
     Args:
         params: Pooling parameters of the request.
         truncate: True truncates inputs at the tokenizer's side, "START" and "END" at that side. False rejects longer
-                inputs. None: the server's default.
+            inputs. None: the server's default.
 
     Raises:
         InvalidRequestError: `truncation_side` contradicts `truncate`.

@@ -18,10 +18,10 @@ from penstock.engine import PoolingParams
 from ..dialects import TEI, keys_ignored_by
 from ..errors import TEI_TAG
 from .inputs import (
-    FullInputs,
-    FullText,
-    FullTexts,
     IdBatches,
+    NonEmptyInputs,
+    NonEmptyText,
+    NonEmptyTexts,
     SequenceInputs,
     TextOrObject,
     TextOrTexts,
@@ -99,7 +99,7 @@ class TeiTokenEmbedRequest(TeiModelBody):
     model_config = body_config({"inputs": ["A gate holds the water."]})
     nested_keys: ClassVar[Mapping[str, Collection[str]]] = {"inputs": ("text",)}
 
-    inputs: FullInputs = Field(
+    inputs: NonEmptyInputs = Field(
         description="A text, a list of texts, the token ids of one text, or a list of such lists. No text may be empty."
     )
     prompt_name: str | None = Field(None, description="Name of a prompt of the model. It is put before every text.")
@@ -134,8 +134,8 @@ class TeiEmbedRequest(TeiTokenEmbedRequest):
 class TeiSentences(BaseModel):
     """A sentence and the sentences to compare with it."""
 
-    source_sentence: FullText
-    sentences: FullTexts = Field(min_length=1)
+    source_sentence: NonEmptyText
+    sentences: NonEmptyTexts = Field(min_length=1)
 
 
 class TeiSimilarityRequest(TeiModelBody):
