@@ -33,7 +33,7 @@ from .models.model_manager import ModelLimits, ModelManager
 from .models.served_model import ServedModel
 from .models.table import ModelTable
 from .observability.metrics import AdmissionMetrics, GatherMetrics, Metrics, VectorCacheMetrics
-from .observability.request_record import ObserverGroup
+from .observability.observers import ObserverGroup
 from .openapi import DocumentedApp
 from .routes import (
     batches as batch_routes,
@@ -131,8 +131,8 @@ def create_app(
     install_error_handlers(app)
     app.add_middleware(UnexpectedErrorMiddleware)
     app.keys = (keys, admin_keys)
-    counted = nullcontext if batches is None else batches.traffic.running
-    app.dispatcher = JsonDispatcher(app.call_fastapi, app.exception_handlers, context, counted)
+    count_request = nullcontext if batches is None else batches.traffic.running
+    app.dispatcher = JsonDispatcher(app.call_fastapi, app.exception_handlers, context, count_request)
     app.outer_middleware = _middleware(app.dispatcher, settings, app.keys, routes, observers, rejections)
     if settings.metrics_port is not None:
         app.metrics_app = _metrics_app(context, observers, rejections)

@@ -44,7 +44,8 @@ from ..http.json_body import BodyParser, JsonBody
 from ..http.json_reader import JsonReader, receive_part
 from ..http.json_responses import PART_BYTES
 from ..http.request_head import RequestIdGenerator, canonical_path, check_content_type, timeout_and_priority
-from ..observability.request_record import CURRENT_RECORD, ObserverGroup, RequestRecord, server_timing
+from ..observability.observers import ObserverGroup
+from ..observability.request_record import CURRENT_RECORD, RequestRecord, server_timing
 from ..request_state import state_of
 from ..routing import Route, RouteTable, route_of
 from .error_handlers import unexpected_error_response
@@ -203,7 +204,7 @@ class JsonDispatcher:
     Args:
         app: Handles all other requests.
         error_handlers: Maps an exception class to a function that builds the response.
-        counted: Counts a request of a client that runs a model while its function runs; see ClientTraffic.
+        count_request: Counts a request of a client that runs a model while its function runs; see ClientTraffic.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class JsonDispatcher:
         app: ASGIApp,
         error_handlers: Mapping[Any, Callable[[Request, Any], Any]],
         context: ServerContext,
-        counted: Callable[[], AbstractContextManager[None]] = nullcontext,
+        count_request: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.app = app
         self._error_handlers = error_handlers
@@ -219,7 +220,7 @@ class JsonDispatcher:
         self._admission = context.admission
         self._settings = context.settings
         self._reader = JsonReader(context.admission, context.settings.max_inputs_per_request)
-        self._counted = counted
+        self._count_request = count_request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Responds to a request, or passes it on."""
@@ -245,7 +246,7 @@ class JsonDispatcher:
                 reading = self._read_body(request, route, parser)
                 body = await (reading if state.timeout_s is None else self._before_deadline(request, reading))
                 with (
-                    self._counted() if route.runs_model and is_from_client else nullcontext(),
+                    self._count_request() if route.runs_model and is_from_client else nullcontext(),
                     DisconnectMonitor(request) if route.ends_with_client else nullcontext(),
                 ):
                     response = await route.endpoint(body=body, request=request)

@@ -28,9 +28,10 @@ from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage
 from penstock.server import penstock_version
 from penstock.server.admission import REJECTION_REASONS
 from penstock.server.app import create_app
-from penstock.server.observability import request_record, tracing as tracing_module
+from penstock.server.observability import observers, tracing as tracing_module
 from penstock.server.observability.metrics import ConnectionMetrics, Metrics
-from penstock.server.observability.request_record import RequestRecord, log_access
+from penstock.server.observability.observers import log_access
+from penstock.server.observability.request_record import RequestRecord
 from penstock.server.observability.tracing import Tracing
 from penstock.server.settings import ServerSettings, UsageError
 
@@ -143,7 +144,7 @@ async def test_failing_observer_does_not_skip_the_next(serving, engine, caplog, 
     async with serving(engine, access_log=True) as client:
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
     names = [record.name for record in caplog.records]
-    assert names[-2:] == ["penstock.server.observability.request_record", "penstock.access"]
+    assert names[-2:] == ["penstock.server.observability.observers", "penstock.access"]
     assert "KeyError: 'made up'" in caplog.text
 
 
@@ -176,8 +177,8 @@ async def test_access_log_has_stage_times_without_texts_or_keys(serving, engine,
 
 
 def test_ignored_fields_are_logged_once_a_minute(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    clock, log = Clock(), request_record.IgnoredFieldsLog()
-    monkeypatch.setattr(request_record, "time", SimpleNamespace(perf_counter=clock))
+    clock, log = Clock(), observers.IgnoredFieldsLog()
+    monkeypatch.setattr(observers, "time", SimpleNamespace(perf_counter=clock))
     record = Mock(ignored_fields=["a", "b"], request_id="r1", route="/embed")
     for clock.now_s in (0.0, 1.0, 59.9, 60.0, 61.0):
         log.observe(Mock(ignored_fields=[]))
