@@ -68,21 +68,11 @@ class SupervisorConnection:
     """The connection of an HTTP process to its supervisor. Used by one event loop.
 
     Args:
-        metrics: Returns the metrics of this process.
         on_end: Called when the supervising process has ended, or a message of an engine is invalid.
-        on_reload: Called when API keys and the certificate must be read again.
     """
 
-    def __init__(
-        self,
-        worker_config: WorkerConfig,
-        metrics: Callable[[], Iterable[Metric]],
-        on_end: Callable[[], None],
-        on_reload: Callable[[], None],
-    ) -> None:
-        self._on_reload = on_reload
+    def __init__(self, worker_config: WorkerConfig, on_end: Callable[[], None]) -> None:
         self._worker_config = worker_config
-        self._read_metrics = metrics
         self._on_end = on_end
         self._channel = Channel(decode_from_supervisor, self._handle, on_end)
         self._loading: dict[int, asyncio.Future[ModelReady]] = {}
@@ -91,8 +81,16 @@ class SupervisorConnection:
         self._metrics_requests: dict[int, asyncio.Future[list[MetricFamily]]] = {}
         self._request_ids = itertools.count()
 
-    def open(self, sock: socket.socket) -> None:
-        """Starts to receive messages."""
+    def open(self, sock: socket.socket, metrics: Callable[[], Iterable[Metric]], on_reload: Callable[[], None]) -> None:
+        """Starts to receive messages.
+
+        Args:
+            sock: The connected socket.
+            metrics: Returns the metrics of this process.
+            on_reload: Called when API keys and the certificate must be read again.
+        """
+        self._read_metrics = metrics
+        self._on_reload = on_reload
         self._channel.open(sock)
 
     def report_listening(self) -> None:
@@ -176,18 +174,23 @@ class WorkerServer(PassedConnectionServer):
     Args:
         link: The connection to it.
         control: The socket of the link.
+        metrics: Metrics of this process.
         arguments: Positional arguments of PassedConnectionServer.
         named: Keyword arguments of PassedConnectionServer.
     """
 
-    def __init__(self, link: SupervisorConnection, control: socket.socket, *arguments: Any, **named: Any) -> None:
+    def __init__(
+        self, link: SupervisorConnection, control: socket.socket, metrics: Metrics, *arguments: Any, **named: Any
+    ) -> None:
         super().__init__(*arguments, **named)
         self._link = link
         self._control = control
+        self._metrics = metrics
+        metrics.register(ConnectionMetrics(self.server_state))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts the application, receives connections, and reports that it listens."""
-        self._link.open(self._control)
+        self._link.open(self._control, self._metrics.families, self.request_reload)
         await super().startup(sockets)
         self._link.report_listening()
 
@@ -202,40 +205,33 @@ def main() -> None:
     for name in (model_manager.__name__, "uvicorn.error"):  # the supervising process logs loads, start and end
         logging.getLogger(name).setLevel(max(logging.getLogger().level, logging.WARNING))
 
-    def end() -> None:
-        """Ends this process, which cannot serve without its supervisor."""
-
-        def leave(_: asyncio.Task[None]) -> None:
-            flush_logs()
-            os._exit(1)
-
-        asyncio.get_running_loop().create_task(link.close()).add_done_callback(leave)
-
-    def metrics() -> list[Metric]:
-        metrics: Metrics = app.state.context.metrics
-        return metrics.families()
-
-    def reload() -> None:
-        server.request_reload()
-
-    def prepared() -> None:
+    def report_ready() -> None:
         freeze_gc()
         link.report_ready()
 
-    link = SupervisorConnection(worker_config, metrics, end, reload)
+    link = SupervisorConnection(worker_config, on_end=lambda: _end_process(link))
     models = [replace(model, start=partial(link.engine, number)) for number, model in enumerate(worker_config.models)]
     shared = SharedState(worker_config.salt, worker_config.started_s, link.gather, worker_config.num_workers)
     try:
-        app = create_app(models, settings, on_ready=prepared, shared=shared)
+        app = create_app(models, settings, on_ready=report_ready, shared=shared)
     except UsageError as error:
         logger.error("%s", error)
         raise SystemExit(error.exit_code) from error
-    on_slow = partial(app.state.context.metrics.count_rejection, ServerRejectionReason.SLOW_TRANSFER)
+    metrics: Metrics = app.state.context.metrics
+    on_slow = partial(metrics.count_rejection, ServerRejectionReason.SLOW_TRANSFER)
     config, limits = uvicorn_config(app, settings), TransferLimits.of(settings)
     named = {"on_slow": on_slow, "metrics_app": app.metrics_app, "on_reload": app.reload_keys}
-    server = WorkerServer(link, control, config, connections, limits, **named)
-    app.state.context.metrics.register(ConnectionMetrics(server.server_state))
-    server.run()
+    WorkerServer(link, control, metrics, config, connections, limits, **named).run()
+
+
+def _end_process(link: SupervisorConnection) -> None:
+    """Ends this process, which cannot serve without its supervisor."""
+
+    def leave(_: asyncio.Task[None]) -> None:
+        flush_logs()
+        os._exit(1)
+
+    asyncio.get_running_loop().create_task(link.close()).add_done_callback(leave)
 
 
 if __name__ == "__main__":

@@ -78,10 +78,8 @@ class Worker:
 
     async def _open(self, end: socket.socket) -> None:
         self.worker_config = await asyncio.to_thread(WorkerConfig.receive, end)
-        self.link = SupervisorConnection(
-            self.worker_config, lambda: requests(self._number), self._ended.set, self._reload
-        )
-        self.link.open(end)
+        self.link = SupervisorConnection(self.worker_config, self._ended.set)
+        self.link.open(end, lambda: requests(self._number), self._reload)
 
     def _reload(self) -> None:
         self.num_reloads += 1
@@ -179,8 +177,8 @@ class Supervisor:
         self.channel.open(own_end)
         self.on_end = Mock()
         worker_config = WorkerConfig(ServerSettings(), (MODEL,), 4, 11, b"salt", 0)
-        self.link = SupervisorConnection(worker_config, lambda: requests(5), self.on_end, Mock())
-        self.link.open(end)
+        self.link = SupervisorConnection(worker_config, self.on_end)
+        self.link.open(end, lambda: requests(5), Mock())
 
     async def next(self) -> Any:
         await until(lambda: self.received)
