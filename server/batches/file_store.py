@@ -15,9 +15,10 @@ from penstock.engine.protocol.errors import InvalidRequestError, StorageError, U
 
 from ..admission import LimitError, ServerRejectionReason
 from ..errors import quote
+from ..schemas.batch_bodies import MAX_EXPIRY_S, MIN_EXPIRY_S
 from .data_dir import DataDir
 from .database import BatchDatabase
-from .records import MAX_EXPIRY_S, MIN_EXPIRY_S, FileRecord, new_file_id
+from .records import FileRecord, new_file_id
 from .upload import Upload
 
 PART: Final = ".part"

@@ -25,6 +25,7 @@ from penstock.engine.protocol.errors import (
 from ..admission import ServerRejectionReason
 from ..errors import quote
 from ..routing import BatchUse
+from ..schemas.batch_bodies import MAX_EXPIRY_S, MAX_HOURS, BatchRequest
 from ..settings import ServerSettings
 from .batch_run import BatchRun, RunContext
 from .data_dir import DataDir
@@ -35,10 +36,7 @@ from .internal_client import InternalClient
 from .line_limiter import ClientTraffic, LineLimiter
 from .output_writer import RETRY_S
 from .records import (
-    MAX_EXPIRY_S,
-    MAX_HOURS,
     BatchRecord,
-    BatchRequest,
     FileRecord,
     already_ended_error,
     new_batch_id,

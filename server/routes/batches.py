@@ -14,7 +14,6 @@ from starlette.types import Receive, Scope, Send
 from penstock.engine.protocol.errors import UnknownObjectError
 
 from ..batches.database import Page
-from ..batches.records import UPLOAD_SCHEMA, BatchList, BatchObject, BatchRequest, FileDeleted, FileList, FileObject
 from ..batches.service import BatchService
 from ..batches.upload import file_too_large_error
 from ..calls.context import reject_other_origins
@@ -24,6 +23,15 @@ from ..http.json_reader import receive_part
 from ..http.json_responses import json_response
 from ..request_state import state_of
 from ..routing import Router
+from ..schemas.batch_bodies import (
+    UPLOAD_SCHEMA,
+    BatchList,
+    BatchObject,
+    BatchRequest,
+    FileDeleted,
+    FileList,
+    FileObject,
+)
 
 FILES: Final = "/v1/files"
 _MORE_ERRORS: Final[Responses] = {

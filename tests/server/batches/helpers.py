@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from penstock.server.batches.internal_client import RouteResponse
-from penstock.server.batches.records import BatchRecord, BatchRequest, BatchStatus
+from penstock.server.batches.records import BatchRecord, BatchStatus
 from penstock.server.batches.service import BatchService
 from penstock.server.routing import BatchUse
+from penstock.server.schemas.batch_bodies import BatchRequest
 
 from ...waiting import TIMEOUT_S
 
