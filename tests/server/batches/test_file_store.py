@@ -126,21 +126,21 @@ async def test_body_that_is_no_form_is_rejected_with_415(files: FileStore, media
 
 
 async def test_upload_cancelled_while_it_is_added_keeps_its_file(files: FileStore, monkeypatch) -> None:
-    settle, is_settling, may_settle = files._settle, threading.Event(), threading.Event()
+    settle, is_settling, may_move_into_place = files._move_into_place, threading.Event(), threading.Event()
 
-    def slow_settle(part: Path, content: Path) -> None:
+    def slow_move_into_place(part: Path, content: Path) -> None:
         is_settling.set()
-        assert may_settle.wait(60)
+        assert may_move_into_place.wait(60)
         settle(part, content)
 
-    monkeypatch.setattr(files, "_settle", slow_settle)
+    monkeypatch.setattr(files, "_move_into_place", slow_move_into_place)
     upload = asyncio.create_task(receive(files, HEAD + FILE + b"x" + END))
     await until(is_settling.is_set)
     upload.cancel()
     with pytest.raises(asyncio.CancelledError):
         await upload
-    may_settle.set()
-    await until(lambda: not files._arriving)
+    may_move_into_place.set()
+    await until(lambda: not files._running_uploads)
     ((count, num_bytes), (content,)) = await files._store.count_and_bytes("me"), files.path("x").parent.iterdir()
     assert (count, num_bytes, content.read_bytes()) == (1, 1, b"x")
 

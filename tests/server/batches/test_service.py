@@ -61,7 +61,7 @@ async def test_number_of_files_is_limited_for_parallel_uploads(running) -> None:
         # Each batch reserves two output files.
         assert Counter(type(each) for each in created) == {BatchRecord: 2, LimitError: 3}
         file_id = await upload(batches, lines(range(1)), owner="third")
-        batches.files._arriving["third"] = [Mock()] * 3  # running uploads
+        batches.files._running_uploads["third"] = [Mock()] * 3  # running uploads
         with pytest.raises(LimitError, match="would be 6; the limit is 5"):
             await create(batches, file_id, owner="third")
 
