@@ -219,6 +219,7 @@ def test_plot_has_a_line_for_each_percentile_and_a_number_for_each_load(monkeypa
     assert axes.yaxis.get_minor_formatter().minor_thresholds == (1, 0.4)
     assert [legend.get_frame_on() for legend in (axes.get_legend(), *figure.legends)] == [True, False]
     assert (figure.get_size_inches().tolist(), options) == ([8, 5], {"dpi": 150})
+    assert figure.get_layout_engine() is not None, "otherwise texts may be cut off"
     figure.draw_without_rendering()
     assert figure.legends[0].get_window_extent().y1 <= axes.get_window_extent().y0, "it is below the axes"
 
