@@ -5,6 +5,7 @@ import errno
 import gc
 import logging
 import threading
+import time
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -266,12 +267,18 @@ async def test_short_disk_failure_fails_no_batch(running, monkeypatch, owner: ty
 
 
 async def test_server_stops_while_the_disk_is_full(running, monkeypatch, caplog) -> None:
+    times_s: list[float] = []
+
+    def fail(*_: object) -> None:
+        times_s.append(time.monotonic())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     with monkeypatch.context() as patched:
-        append = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-        patched.setattr(OutputWriter, "_append", append)
+        patched.setattr(OutputWriter, "_append", fail)
         async with running(Routes()) as batches:
             batch = await begin(batches, lines(range(3)))
-            await until(lambda: append.call_count > 2)
+            await until(lambda: len(times_s) > 2)
+    assert times_s[2] - times_s[0] >= 2 * 0.05, "it pauses between the attempts"
     async with running(Routes()) as batches:
         assert (await until_status(batches, batch, BatchStatus.COMPLETED)).num_completed == 3
     assert caplog.text.count("its responses cannot be written") == 1

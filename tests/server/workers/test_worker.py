@@ -153,6 +153,8 @@ async def test_processes_share_engines_metrics_and_signals(make_engine, attached
             link.report_ready()
             metrics = await link.gather()  # the message before it has been handled
         announced.assert_called_once_with(supervisor._models.manager.entries)
+        links[0].report_ready()  # as the successor of an ended process does
+        await links[0].gather()
         (counter,) = [metric for metric in metrics if metric.name == "penstock_answers"]
         assert [sample.value for sample in counter.samples] == [3]
         assert {"penstock_engine_ready", "penstock_model_loaded"} <= {metric.name for metric in metrics}
