@@ -27,7 +27,7 @@ from penstock.server.settings import (
     flag_of,
 )
 
-from .server.bodies import table
+from .tables import cases
 
 ROOT = Path(__file__).resolve().parent.parent
 CHANGELOG = ROOT / "CHANGELOG.md"
@@ -162,7 +162,7 @@ WORDS = {1: "one", 2: "two", 3: "three", 5: "five", 8: "eight", 10: "ten"}
 SIZES = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "mb": 10**6, "ms": 0.001, "days": 86_400}
 
 
-@pytest.mark.parametrize(("page", "module", "name", "text"), table("documented_limits", "limits"))
+@cases(__file__, "page", "module", "name", "text")
 def test_documented_limit_is_that_of_the_code(page: str, module: str, name: str, text: str) -> None:
     package = "penstock" if module.startswith("engine.") else "penstock.server"
     value = operator.attrgetter(name)(importlib.import_module(f"{package}.{module}"))

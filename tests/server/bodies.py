@@ -1,8 +1,8 @@
-"""A valid body for each route that runs the model, tables of bodies, and ASGI scopes."""
+"""A valid body for each route that runs the model, the bodies of clients, and ASGI scopes."""
 
-import json
-from pathlib import Path
 from typing import Any
+
+from ..tables import table
 
 TEXTS: dict[str, Any] = {"texts": ["a"], "input_type": "search_query"}
 RANKED: dict[str, Any] = {"query": "a", "documents": ["b"]}
@@ -20,15 +20,9 @@ FORWARDS: dict[str, dict[str, Any]] = {
 }
 
 
-def table(file: str, name: str) -> Any:
-    """Returns a table of a JSON file in `tables`. `file` is its name without the suffix."""
-    text = (Path(__file__).parent / "tables" / f"{file}.json").read_text("utf-8")
-    return json.loads(text)[name]
-
-
 def client_bodies(name: str) -> dict[str, list[Any]]:
     """Returns bodies that clients sent as arguments of `pytest.mark.parametrize`. The ids are the clients."""
-    rows = table("client_bodies", name)
+    rows = table(__file__, f"client_bodies_{name}")
     return {"argvalues": [row[1:] for row in rows], "ids": [row[0] for row in rows]}
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from penstock.server.dialects import DIALECTS
 
-from .bodies import table
+from ..tables import cases, table
 
 IGNORED = {dialect.name: set(dialect.ignored_keys) for dialect in DIALECTS}
 # [path, body, dialects of the path]
-BODIES = table("dialects", "bodies")
+BODIES = table(__file__, "bodies")
 
 
 async def rejected(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[str | None, str]:
@@ -53,7 +53,7 @@ async def test_unknown_key_is_rejected_unless_the_dialect_ignores_it(strict: htt
 
 
 async def test_field_of_another_route_is_rejected_by_name(client: httpx.AsyncClient, engine) -> None:
-    for path, body, unfit in table("dialects", "unfit"):
+    for path, body, unfit in table(__file__, "test_field_of_another_route_is_rejected_by_name"):
         (key,) = unfit
         param, message = await rejected(client, path, {**body, **unfit})
         assert param is not None
@@ -119,7 +119,7 @@ async def test_header_with_ignored_fields_is_ascii_and_short(client: httpx.Async
     assert "\n" not in caplog.messages[0]
 
 
-@pytest.mark.parametrize(("key", "meant"), table("dialects", "misspelt keys"))
+@cases(__file__, "key", "meant")
 async def test_only_misspelt_keys_are_rejected(client: httpx.AsyncClient, key: str, meant: str | None) -> None:
     body = {"input": "a", key: 1}
     if meant is None:
@@ -130,7 +130,7 @@ async def test_only_misspelt_keys_are_rejected(client: httpx.AsyncClient, key: s
 
 
 # [path, body with an object that has an unknown key, name of the key in the header]
-NESTED = table("dialects", "nested")
+NESTED = table(__file__, "nested")
 
 
 @pytest.mark.parametrize(("path", "body", "name"), NESTED)

@@ -17,7 +17,7 @@ from penstock.engine.protocol.errors import (
 from penstock.server.errors import ERROR_KINDS, quote, quote_names, status_kind
 from penstock.server.routes import models
 
-from .bodies import table
+from ..tables import table
 
 LONG = "z" * 10_000
 
@@ -55,7 +55,7 @@ def test_every_engine_error_has_a_kind_and_is_documented() -> None:
 async def test_every_engine_error_has_its_status_and_body(client, engine, cls: type[EngineError]) -> None:
     engine.failure = made(cls)
     response = await client.post("/v1/embeddings", json={"input": "a"}, headers={"x-request-id": "id-7"})
-    status, *expected = table("server_cases", "engine errors")[cls.__name__]
+    status, *expected = table(__file__, "test_every_engine_error_has_its_status_and_body")[cls.__name__]
     assert response.status_code == status
     error = check_envelope(response)
     assert [error["type"], error["code"]] == expected
@@ -68,7 +68,7 @@ async def test_every_engine_error_has_its_status_and_body(client, engine, cls: t
 
 
 def test_status_without_an_engine_error_has_its_type_and_code() -> None:
-    for status, *expected in table("server_cases", "statuses"):
+    for status, *expected in table(__file__, "test_status_without_an_engine_error_has_its_type_and_code"):
         kind = status_kind(status)
         assert [kind.status, kind.type, kind.code] == [status, *expected]
 
@@ -104,7 +104,7 @@ async def test_unexpected_error_of_a_get_route_is_hidden(client, caplog, monkeyp
 
 # (method, path, arguments of the request, status, parts of the message)
 NO_ENGINE: list[tuple[str, str, dict[str, Any], int, list[str]]] = [
-    *table("server_cases", "rejected before the engine"),
+    *table(__file__, "rejected_before_the_engine"),
     ("POST", "/v1/embeddings" + "s" * 5000, {"json": {}}, 404, ["on this server; /docs"]),
     *(
         ("POST", "/v1/embeddings", {"content": content}, 400, [f"not valid JSON: {reason}; send the body in UTF-8"])
@@ -129,7 +129,7 @@ async def test_request_is_rejected_before_the_engine(client: httpx.AsyncClient, 
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"text": ', "}")])
 async def test_deep_nesting_is_rejected(client: httpx.AsyncClient, opening: str, closing: str) -> None:
     value = opening * 100_000 + "1" + closing * 100_000
-    for path, body in table("server_cases", "deep nesting is rejected"):
+    for path, body in table(__file__, "test_deep_nesting_is_rejected"):
         response = await client.post(path, content=body % value)
         assert response.status_code in (400, 422), (path, body)
         assert len(response.json()["message"]) < 400

@@ -18,7 +18,7 @@ from penstock.server.dialects import DIALECTS
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, load_settings
 
-from .bodies import table
+from ..tables import table
 from .fake_engine import FakeEngine, serving
 
 SPARSE = {"tasks": (PoolingTask.SPARSE_EMBED,), "sparse": object()}
@@ -199,7 +199,7 @@ async def test_get_responses_fit_the_document(serving, engine) -> None:
     assert parameters[0]["example"] == "served"
 
 
-WRONG = [*table("server_cases", "rejections fit the document"), ("x" * 5000, {})]
+WRONG = [*table(__file__, "rejections_fit_the_document"), ("x" * 5000, {})]
 
 
 async def test_rejections_fit_the_document(serving, engine) -> None:
@@ -258,7 +258,7 @@ async def test_allow_names_every_method_of_a_path(client: httpx.AsyncClient) -> 
 async def test_document_allows_accepted_bodies_only(serving, make_engine, name: str, is_allowed: bool) -> None:
     classifier = make_engine("sequence_classifier", ("good", "bad"))
     async with serving(make_engine(), names=("served",)) as client, serving(classifier, names=("served",)) as other:
-        for path, body in table("openapi", name):
+        for path, body in table(__file__, f"bodies_{name}"):
             schema = operations()["post", path]["requestBody"]["content"]["application/json"]["schema"]
             validator = Draft202012Validator({**schema, "components": document_of()["components"]})
             assert validator.is_valid(body) is is_allowed, (path, body)
@@ -269,7 +269,7 @@ async def test_document_allows_accepted_bodies_only(serving, make_engine, name: 
 
 def test_openapi_document_allows_ignored_keys_only() -> None:
     components = document_of()["components"]
-    for path, body, names in table("dialects", "bodies"):
+    for path, body, names in table(__file__, "bodies"):
         if path in ("/", "/invocations"):
             continue
         schema = operations()["post", path]["requestBody"]["content"]["application/json"]["schema"]

@@ -19,7 +19,7 @@ from penstock.server.request_state import state_of
 from penstock.server.routing import Access, BatchUse, Route, Router, RouteTable
 from penstock.server.settings import ServerSettings
 
-from .bodies import table
+from ..tables import cases, table
 
 # Routes without a key. mteb, for example, reads the list of models without one.
 OPEN = {
@@ -164,14 +164,12 @@ async def posted(client: httpx.AsyncClient, path: str, headers: list[tuple[str, 
     return await client.post(path, content=body.get(path, b'{"input": "a"}'), headers=headers)
 
 
-@pytest.mark.parametrize(
-    ("path", "headers", "status"), table("server_cases", "media type is read as json by its dialect")
-)
+@cases(__file__, "path", "headers", "status")
 async def test_media_type_is_read_as_json_by_its_dialect(client, path: str, headers, status: int) -> None:
     assert (await posted(client, path, headers)).status_code == status
 
 
-OTHER_ORIGINS = table("server_cases", "other origins")
+OTHER_ORIGINS = table(__file__, "other_origins")
 
 
 @pytest.mark.parametrize("media", [NO_TYPE, FORM_TYPE, TEXT_TYPE])

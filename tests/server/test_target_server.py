@@ -12,7 +12,7 @@ from penstock.server import target_server
 from penstock.server.settings import CommandError, TargetSettings, UsageError
 from penstock.server.target_server import TargetServer, retry_after_s
 
-from .bodies import table
+from ..tables import cases
 from .fake_server import Answered, Received, Serve, openai_server
 
 DIALECTS = ("openai", "tei", "ollama")
@@ -28,9 +28,7 @@ def listing(path: str, content: object) -> Callable[[Received], Answered]:
     return lambda received: Answered(content) if received.path == path else Answered({"detail": "none"}, 404)
 
 
-@pytest.mark.parametrize(
-    ("path", "content", "dialect", "name", "route"), table("server_cases", "dialect and model follow the list")
-)
+@cases(__file__, "path", "content", "dialect", "name", "route")
 def test_dialect_and_model_follow_the_list(
     serve: Serve, path: str, content: object, dialect: str, name: str, route: str
 ) -> None:
@@ -102,22 +100,20 @@ def test_self_signed_certificate_needs_ca_file(serve: Serve, certificate: tuple[
         TargetServer(url, TargetSettings(ca_file=Path(__file__)))
 
 
-@pytest.mark.parametrize(
-    ("url", "address", "host", "path"), table("server_cases", "url has an address and a base path")
-)
+@cases(__file__, "url", "address", "host", "path")
 def test_url_has_an_address_and_a_base_path(url: str, address: list[str | int], host: str, path: str) -> None:
     server = TargetServer(url, TargetSettings())
     assert (list(server.address[:2]), server.headers["Host"], server.base_path) == (address, host, path)
     assert (server.address.tls is not None) is url.startswith("https:")
 
 
-@pytest.mark.parametrize(("url", "settings", "message"), table("server_cases", "wrong url or file"))
+@cases(__file__, "url", "settings", "message")
 def test_wrong_url_or_file_is_a_usage_error(url: str, settings: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         TargetServer(url, TargetSettings(**{name: Path(file) for name, file in settings.items()}))
 
 
-@pytest.mark.parametrize(("retry_after", "date", "seconds"), table("server_cases", "retry after is seconds or a date"))
+@cases(__file__, "retry_after", "date", "seconds")
 def test_retry_after_is_seconds_or_a_date(retry_after: str | None, date: str | None, seconds: float) -> None:
     headers = Message()
     for name, value in (("Retry-After", retry_after), ("Date", date)):
@@ -152,7 +148,7 @@ def test_wait_ends_before_it_exceeds_the_maximum(serve: Serve, monkeypatch: pyte
     assert len(statuses) == 2
 
 
-@pytest.mark.parametrize(("body", "status", "message"), table("server_cases", "rejected request states the reason"))
+@cases(__file__, "body", "status", "message")
 def test_rejected_request_states_the_reason(serve: Serve, body: object, status: int, message: str) -> None:
     answered = Answered(body.encode() if isinstance(body, str) else body, status)
     with pytest.raises(CommandError, match=message):

@@ -26,8 +26,8 @@ from penstock.server.batches.output_writer import OutputWriter
 from penstock.server.batches.records import BatchRecord, BatchStatus, LineError
 from penstock.server.observability.request_record import CURRENT_RECORD
 
+from ...tables import cases
 from ...waiting import loop_iterations, until
-from ..bodies import table
 from .helpers import (
     Routes,
     begin,
@@ -284,7 +284,7 @@ async def test_server_stops_while_the_disk_is_full(running, monkeypatch, caplog)
     assert caplog.text.count("its responses cannot be written") == 1
 
 
-@pytest.mark.parametrize(("cause", "status", "code"), table("batches_cases", "ended run is freed"))
+@cases(__file__, "cause", "status", "code")
 async def test_ended_run_is_freed_and_has_its_error(running, monkeypatch, caplog, cause: str, status, code) -> None:
     caplog.set_level(logging.CRITICAL, "penstock.server.batches")  # pytest keeps the frames of logged errors
     fail = Mock(side_effect=ZeroDivisionError)

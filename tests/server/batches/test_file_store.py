@@ -20,8 +20,8 @@ from penstock.server.batches.service import BatchService
 from penstock.server.batches.upload import Upload
 from penstock.server.settings import ServerSettings, UsageError
 
+from ...tables import cases
 from ...waiting import until
-from ..bodies import table
 
 HEAD = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
 FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\nContent-Type: x/y\r\n\r\n'
@@ -163,7 +163,7 @@ async def test_upload_into_a_removed_folder_is_an_error(files: FileStore) -> Non
         await receive(files, HEAD + FILE + b"x" + END)
 
 
-@pytest.mark.parametrize(("options", "filename"), table("batches_cases", "file name of any form is read"))
+@cases(__file__, "options", "filename")
 async def test_file_name_of_any_form_is_read(files: FileStore, options: str, filename: str) -> None:
     form = f'--b\r\nContent-Disposition: form-data; name="file"; {options}\r\n\r\nx'
     file = await receive(files, HEAD + form.encode(errors="surrogateescape") + END)

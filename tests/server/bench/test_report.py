@@ -7,7 +7,7 @@ import pytest
 from penstock.server.bench.load_generator import Round
 from penstock.server.bench.report import LoadPoint, LoadTestResult, table as results_table
 
-from ..bodies import table
+from ...tables import table
 
 
 def test_rounds_add_up_to_their_total() -> None:
@@ -17,7 +17,7 @@ def test_rounds_add_up_to_their_total() -> None:
     result = LoadTestResult(LoadPoint(2, None), "u", [first, second])
     found = result.as_json()
     rounds = found.pop("rounds")
-    assert found == table("bench_cases", "total of two rounds")
+    assert found == table(__file__, "test_rounds_add_up_to_their_total")
     assert [each["requests"] for each in rounds] == [2, 1]
 
 

@@ -30,7 +30,7 @@ from penstock.server.settings import BenchSettings, UsageError, load_settings
 from penstock.server.target_server import Address
 
 from ...clock import Clock
-from ..bodies import table
+from ...tables import cases, table
 from ..fake_server import Answered, Received, Serve, openai_server
 
 SHORT = ("--seconds", "0.1", "--warm-up", "0", "--rounds", "1", "--connections", "1")
@@ -85,11 +85,11 @@ def test_two_servers_are_compared_in_alternating_rounds(serve: Serve, tmp_path: 
 
 def others(received: Received) -> Answered:
     """Answers like TEI, Ollama, Cohere and Infinity: two results."""
-    replies = table("bench_cases", "replies of other servers")
+    replies = table(__file__, "replies_of_other_servers")
     return Answered(replies[received.path]) if received.path in replies else Answered({}, 404)
 
 
-@pytest.mark.parametrize(("server", "flags", "line"), table("bench_cases", "each kind of server is measured"))
+@cases(__file__, "server", "flags", "line")
 def test_each_kind_of_server_is_measured(serve: Serve, server: str, flags: tuple[str, ...], line: str) -> None:
     url = f"{serve(others)}/{server}"
     done = bench(url, *SHORT, "--batch-size", "2", *flags)
@@ -152,7 +152,7 @@ async def test_progress_is_a_changing_line_on_a_terminal(monkeypatch: pytest.Mon
         assert capsys.readouterr().err == shown
 
 
-@pytest.mark.parametrize(("flags", "message"), table("bench_cases", "unusable server or flag ends with one line"))
+@cases(__file__, "flags", "message")
 def test_unusable_server_or_flag_ends_with_one_line(serve: Serve, flags: tuple[str, ...], message: str) -> None:
     def answer(received: Received) -> Answered:
         known = {"/v1/models": {"data": [{"id": "m"}]}, "/v1/embeddings": {"data": [1, 2]}, "/classify": b"no JSON"}
@@ -167,7 +167,7 @@ def test_unusable_server_or_flag_ends_with_one_line(serve: Serve, flags: tuple[s
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(("urls", "settings", "message"), table("bench_cases", "unusable arguments"))
+@cases(__file__, "urls", "settings", "message")
 def test_unusable_arguments_are_rejected_before_the_load(urls: list[str], settings: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Sweep(urls, load_settings(BenchSettings, settings))
@@ -202,7 +202,8 @@ def test_plot_has_a_line_for_each_percentile_and_a_number_for_each_load(monkeypa
     failed = LoadTestResult(LoadPoint(8, 30.0), "a", [Round()])
     plot([*results, failed], {"a": "first, a"}, "the title", Path("p.png"))
     figure, options = saved
-    (axes,), expected = figure.axes, table("bench_cases", "plot")
+    (axes,) = figure.axes
+    expected = table(__file__, "test_plot_has_a_line_for_each_percentile_and_a_number_for_each_load")
     texts = [each for each in figure.findobj(text.Text) if each.get_text()]
     grids = [ticks[0].gridline for ticks in (axes.xaxis.get_major_ticks(), axes.yaxis.get_minor_ticks(1))]
     lines = [
@@ -338,7 +339,7 @@ def test_jsonl_file_gives_its_texts(tmp_path: Path) -> None:
     assert len(workload.query(0).split()) == 1
 
 
-@pytest.mark.parametrize(("content", "message"), table("bench_cases", "unusable file of texts is rejected"))
+@cases(__file__, "content", "message")
 def test_unusable_file_of_texts_is_rejected(content: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
     file.write_text(content)

@@ -19,7 +19,7 @@ from penstock.server.models.table import ModelTable, ModelTarget
 from penstock.server.routes.openai import EmbeddingRequest
 from penstock.server.settings import ServerSettings
 
-from ..bodies import table
+from ...tables import cases, table
 
 REQUEST = Request({"type": "http", "headers": []})
 E5 = {"query": "query: ", "passage": "passage: "}
@@ -40,14 +40,14 @@ def call(engine: Any, default_prompt_name: str | None = None, adapter: str | Non
 
 @pytest.mark.parametrize("field", ["input_type", "task"])
 def test_purpose_chooses_a_prompt(make_engine, field: str) -> None:
-    for prompts, value, expected in table("options", "prompts"):
+    for prompts, value, expected in table(__file__, "test_purpose_chooses_a_prompt"):
         options = call(make_engine(prompts=prompts)).embed_options(body(**{field: value}))
         assert (options.prompt_name, options.prompt) == (expected, None), (prompts, value)
 
 
 def test_prompt_name_wins_over_input_type_and_task(make_engine) -> None:
     made = call(make_engine(prompts=E5))
-    for fields, expected in table("calls_cases", "prompt name wins"):
+    for fields, expected in table(__file__, "test_prompt_name_wins_over_input_type_and_task"):
         assert made.embed_options(body(**fields)).prompt_name == expected
 
 
@@ -71,7 +71,7 @@ def adapters(names: Iterable[str], folder: str | None = "lora") -> tuple[Adapter
 
 
 @pytest.mark.parametrize("field", ["input_type", "task"])
-@pytest.mark.parametrize(("names", "purpose", "expected"), table("options", "purpose selects the task adapter"))
+@cases(__file__, "names", "purpose", "expected")
 def test_purpose_selects_the_task_adapter(make_engine, names, purpose: str, expected: str, field: str) -> None:
     made = call(make_engine(prompts=dict.fromkeys(names, "p"), adapters=adapters(names)))
     options = made.embed_options(body(**{field: purpose}))
@@ -101,7 +101,7 @@ def test_task_and_model_name_must_agree(make_engine) -> None:
         made.embed_options(body(task="retrieval.query"))
 
 
-@pytest.mark.parametrize(("prompts", "arguments", "param", "part"), table("options", "unknown purpose or instruction"))
+@cases(__file__, "prompts", "arguments", "param", "part")
 def test_unknown_purpose_or_instruction_is_rejected(make_engine, prompts, arguments, param: str, part: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         call(make_engine(prompts=prompts)).embed_options(body(**arguments))

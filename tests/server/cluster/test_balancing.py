@@ -14,7 +14,7 @@ from penstock.server.cluster.balancing import (
     replicas_for,
 )
 
-from ..bodies import table
+from ...tables import cases
 
 
 def choose(loads: ReplicaLoads, reports: dict[str, LoadReport], num_requests: int) -> str:
@@ -45,7 +45,7 @@ def test_sent_requests_count_until_the_next_report() -> None:
     assert loads.order({name: LoadReport.of(each) for name, each in stats.items()}) == ["new", "busy"]
 
 
-@pytest.mark.parametrize(("queue_s", "busy", "current", "wanted"), table("cluster_cases", "number of replicas"))
+@cases(__file__, "queue_s", "busy", "current", "wanted")
 def test_number_of_replicas_follows_queues_and_busy_engines(queue_s, busy, current: int, wanted: int) -> None:
     assert replicas_for(queue_s, busy, 1.0, current) == wanted
     assert replicas_for([2 * seconds for seconds in queue_s], busy, 2.0, current) == wanted

@@ -14,7 +14,7 @@ from penstock.server.models.model_entry import ModelEntry
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, load_settings
 
-from ..bodies import table
+from ...tables import cases
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_models_without_engine_are_announced_with_the_reason() -> None:
     assert lines[1:3] == ["  later: is loaded when a request names it", "  broken: could not be loaded; see above"]
 
 
-@pytest.mark.parametrize(("fields", "sources", "settings", "text"), table("commands", "announced devices"))
+@cases(__file__, "fields", "sources", "settings", "text")
 def test_device_and_dtype_are_announced_with_the_reason(
     info: ModelInfo, fields: dict[str, Any], sources: dict[str, str], settings: dict[str, Any], text: str
 ) -> None:
@@ -68,7 +68,7 @@ def test_replicas_and_labels_are_announced(info: ModelInfo) -> None:
     assert lines[3] == "    2 replicas: cores 0-3; cores 4-7"
 
 
-@pytest.mark.parametrize(("settings", "url"), table("commands_cases", "announced url can be opened"))
+@cases(__file__, "settings", "url")
 def test_announced_url_can_be_opened(info: ModelInfo, settings: dict[str, Any], url: str) -> None:
     assert f"  {url}/ is a playground" in announced(info, 81, **settings)[3]
 
@@ -79,7 +79,7 @@ def test_metrics_port_is_announced(info: ModelInfo) -> None:
     assert announced(info, 81, 82, metrics_port=0, metrics_host="::1")[4] == "  metrics: http://[::1]:82/metrics"
 
 
-@pytest.mark.parametrize(("settings", "is_open"), table("commands_cases", "server open to all warns"))
+@cases(__file__, "settings", "is_open")
 def test_server_open_to_all_warns(info: ModelInfo, settings: dict[str, Any], is_open: bool) -> None:
     warning = open_access_warning(load_settings(ServerSettings, settings))
     assert (warning is not None) == is_open

@@ -26,12 +26,12 @@ from penstock.server.commands.flags import add_flags
 from penstock.server.commands.model_arguments import DEFAULT_NAMES, model_and_names
 from penstock.server.settings import EmbedSettings, UsageError
 
-from ..bodies import table
+from ...tables import cases, table
 
 COMMAND = (sys.executable, "-P", "-m", "penstock.server")
 
 
-@pytest.mark.parametrize(("arguments", "message"), table("wrong_settings", "command lines"))
+@cases(__file__, "arguments", "message")
 def test_invalid_command_line_is_one_line_with_code_2(arguments: str, message: str, capsys) -> None:
     assert cli.main(arguments.split()) == 2
     shown = capsys.readouterr()
@@ -90,7 +90,7 @@ def test_sigterm_ends_a_command_only_while_it_runs(command: str, monkeypatch: py
     assert events == ["cancelled"]
 
 
-@pytest.mark.parametrize(("command", "shown"), table("commands_cases", "completed command has code 0"))
+@cases(__file__, "command", "shown")
 def test_completed_command_has_code_0(command: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def evaluate(_: str, folders: list[Path], __: object) -> Iterator[dict[str, object]]:
         yield {"folder": str(*folders)}
@@ -237,7 +237,7 @@ def test_info_as_json_names_the_source_of_each_value(capsys: pytest.CaptureFixtu
 
 
 def test_info_as_json_shows_nested_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = table("commands_cases", "files of a model with a dense layer")
+    files = table(__file__, "test_info_as_json_shows_nested_values")
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps(content))

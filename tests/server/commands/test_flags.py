@@ -7,17 +7,17 @@ import pytest
 from penstock.server.commands.flags import translate_vllm_flags
 from penstock.server.settings import UsageError
 
-from ..bodies import table
+from ...tables import cases, table
 
 
-@pytest.mark.parametrize(("words", "expected"), table("commands", "translated"))
+@cases(__file__, "words", "expected")
 def test_flags_of_vllm_are_translated(words: str, expected: str | None) -> None:
     assert translate_vllm_flags(words.split()) == ((expected or words).split(), [])
 
 
 @pytest.mark.parametrize("is_joined", [False, True])
 def test_keys_with_dots_become_json(is_joined: bool) -> None:
-    pairs = table("commands_cases", "keys with dots become json")
+    pairs = table(__file__, "test_keys_with_dots_become_json")
     words = [f"{name}={value}" for name, value in pairs] if is_joined else [word for pair in pairs for word in pair]
     left, warnings = translate_vllm_flags(["serve", *words])
     assert left[:2] == ["serve", "--pooler-config"]
@@ -38,12 +38,12 @@ def test_flags_without_effect_are_dropped_with_a_warning() -> None:
     left, warnings = translate_vllm_flags([*words, "--tensor-parallel-size", "1", "--no-enable-flash-late-interaction"])
     assert left == ["serve", "M"]
     assert [warning.split()[0] for warning in warnings] == table(
-        "commands_cases", "flags without effect are dropped with a warning"
+        __file__, "test_flags_without_effect_are_dropped_with_a_warning"
     )
     assert all(warning.endswith(".") and " has no effect: " in warning for warning in warnings)
 
 
-@pytest.mark.parametrize(("flag", "value"), table("commands", "unsupported"))
+@cases(__file__, "flag", "value")
 def test_unsupported_values_are_rejected(flag: str, value: str) -> None:
     with pytest.raises(UsageError, match=rf"^{flag}: {value!r} is not supported"):
         translate_vllm_flags(["serve", flag, value])

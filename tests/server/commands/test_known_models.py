@@ -13,8 +13,7 @@ from penstock.server.commands import cli
 from penstock.server.commands.known_models import TASKS, KnownModel, as_text, find_models
 
 from ...random_models import TWO_TOWERS, VISION_LANGUAGE_CASES
-from ...tables import table as engine_table
-from ..bodies import table
+from ...tables import table, table as engine_table
 
 MODELS = find_models()
 models = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
@@ -75,9 +74,9 @@ def test_facts_of_models_are_aligned_or_wrapped() -> None:
     facts = {"family": "bert", "num_parameters": 22_700_000, "max_tokens": 256, "licence": "MIT", "tested": "weights"}
     embedder = KnownModel(name="o/a", tasks=("embed", "sparse"), dimensions=384, note="a note", **facts)
     wide, _, tested = as_text([embedder, KnownModel(name="o/b", tasks=("rerank",), **facts)], 200).partition("\n\n")
-    assert wide.splitlines() == table("commands_cases", "aligned facts")
+    assert wide.splitlines() == table(__file__, "test_facts_of_models_are_aligned_or_wrapped")
     assert max(map(len, tested.splitlines())) in range(100, 121)
-    assert as_text([embedder], 60).splitlines()[:4] == table("commands_cases", "wrapped facts")
+    assert as_text([embedder], 60).splitlines()[:4] == table(__file__, "wrapped_facts")
     assert [as_text([embedder], width).startswith("task ") for width in (105, 106)] == [False, True]
 
 

@@ -11,7 +11,7 @@ from penstock.server.commands.model_arguments import config_template, read_confi
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, UsageError, declared_settings, load_settings, public_values
 
-from ..bodies import table
+from ...tables import cases, table
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_one_model_needs_no_file(settings_and_models) -> None:
 
 
 def test_models_of_a_file(settings_and_models) -> None:
-    file = "\n".join(table("commands_cases", "file with two models"))
+    file = "\n".join(table(__file__, "test_models_of_a_file"))
     settings, (first, second) = settings_and_models(file, num_threads="3")
     assert (settings.port, settings.api_key) == (9000, ("k",))
     assert (first.names, first.is_pinned, first.is_preloaded) == (("a", "text-embedding-3-small", "b"), True, True)
@@ -66,7 +66,7 @@ def test_flag_overrides_variable_overrides_file(settings_and_models, monkeypatch
     assert settings_and_models("port = 1\n", model=["a/b"], port="3")[0].port == 3
 
 
-@pytest.mark.parametrize(("text", "message"), table("wrong_settings", "files"))
+@cases(__file__, "text", "message")
 def test_invalid_file_is_rejected_with_the_key(settings_and_models, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         settings_and_models(text)

@@ -15,7 +15,7 @@ from penstock.server.commands import cli, ray_commands
 from penstock.server.embed_jobs.job_folder import Shard
 from penstock.server.settings import load_settings
 
-from ..bodies import table
+from ...tables import cases, table
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_missing_package_is_named(run, monkeypatch: pytest.MonkeyPatch, words: s
     assert run(*words.split()) == (2, message)
 
 
-@pytest.mark.parametrize(("words", "message"), table("wrong_settings", "ray command lines"))
+@cases(__file__, "words", "message")
 def test_flag_without_effect_on_a_cluster_is_rejected(run, words: str, message: str) -> None:
     code, error = run(*words.split())
     assert code == 2
@@ -53,7 +53,7 @@ def test_pin_and_ttl_are_rejected_on_a_cluster(run, tmp_path: Path) -> None:
     assert run("serve", "--config", file) == (2, message)
 
 
-@pytest.mark.parametrize(("columns", "message"), table("commands_cases", "invalid input is rejected without a cluster"))
+@cases(__file__, "columns", "message")
 def test_invalid_input_is_rejected_without_a_cluster(run, columns: dict, message: str, tmp_path: Path) -> None:
     parquet.write_table(pa.table(columns), tmp_path / "in.parquet")
     code, error = run("embed", tmp_path / "in.parquet", tmp_path / "out")
@@ -78,9 +78,7 @@ def test_output_that_holds_the_input_is_rejected(run, tmp_path: Path) -> None:
     assert file.exists()
 
 
-@pytest.mark.parametrize(
-    ("given", "dtype"), table("commands_cases", "all engines of a cluster have one dtype"), ids=str
-)
+@pytest.mark.parametrize(("given", "dtype"), table(__file__, "test_all_engines_of_a_cluster_have_one_dtype"), ids=str)
 def test_all_engines_of_a_cluster_have_one_dtype(given: dict[str, object], dtype: str, caplog) -> None:
     caplog.set_level("INFO")
     for settings in (

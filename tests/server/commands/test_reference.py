@@ -6,9 +6,9 @@ import sys
 from penstock.server.commands.reference import PAGES
 
 from ...conftest import ROOT
-from ..bodies import table
+from ...tables import table
 
-ROW = table("commands_cases", "row")
+ROW = table(__file__, "row")
 
 
 def test_reference_pages_are_up_to_date() -> None:

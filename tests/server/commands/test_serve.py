@@ -21,7 +21,7 @@ from penstock.server.settings import ServerSettings, UsageError, load_settings
 from penstock.server.workers.supervisor import NothingServedError
 
 from ...engine.model_files.folders import BERT
-from ..bodies import table
+from ...tables import cases
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:53aa\nsize 90868376\n"
 
@@ -57,7 +57,7 @@ def test_failed_engine_start_is_one_line_and_a_code(model, failure, line: str, c
     assert caplog.records[-1] is record  # the last line is the cause
 
 
-@pytest.mark.parametrize(("config", "plan", "settings", "message"), table("wrong_settings", "several processes"))
+@cases(__file__, "config", "plan", "settings", "message")
 def test_settings_unsupported_by_several_processes_are_rejected(config, plan, settings, message: str) -> None:
     plans = [ServedModel(("b",), config=EngineConfig(model="b"), is_pinned=True, ttl_s=math.inf)]
     serve.check_workers(ServerSettings(api_workers=2), plans)
@@ -145,7 +145,7 @@ def test_end_of_several_processes_has_an_exit_code(failures, signals, message, c
         serve._serve_by_workers(ServerSettings(api_key_file=Path("/missing")), plans, plans, [], None)
 
 
-@pytest.mark.parametrize(("settings", "message"), table("commands_cases", "unusable metrics port is rejected"))
+@cases(__file__, "settings", "message")
 def test_unusable_metrics_port_is_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         serve.bound_sockets(load_settings(ServerSettings, {"host": "127.0.0.1", **settings}))

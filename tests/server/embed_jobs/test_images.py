@@ -18,7 +18,7 @@ from penstock.server.embed_jobs.input_formats import open_input
 from penstock.server.settings import CommandError, UsageError
 
 from ...engine.images.pictures import colored
-from ..bodies import table
+from ...tables import table
 
 NAMES = ["a.png", "b.JPG", "sub/c.webp", "sub/d.gif"]
 
@@ -111,7 +111,7 @@ def test_parquet_has_bytes_or_paths(run, fake, folder: Path, tmp_path: Path, for
     check(fake, rows)
 
 
-BAD = {int(line): reason for line, reason in table("embed_jobs_cases", "reasons of bad images").items()}
+BAD = {int(line): reason for line, reason in table(__file__, "reasons_of_bad_images").items()}
 
 
 def test_bad_images_are_skipped_with_their_reasons(run, fake, folder: Path, tmp_path: Path) -> None:

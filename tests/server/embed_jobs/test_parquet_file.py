@@ -17,9 +17,9 @@ from penstock.server.embed_jobs.job_folder import Shard
 from penstock.server.embed_jobs.parquet_file import ColumnError, ColumnType, ParquetRows, parquet_inputs
 from penstock.server.settings import CommandError, UsageError
 
-from ..bodies import table
+from ...tables import cases, table
 
-ROWS = table("embed_jobs_cases", "rows")
+ROWS = table(__file__, "rows")
 META_KEYS = ("tags", "at", "lang")
 COLUMNS = [
     {name: row.get(name) for name in ("id", "text", "score", "meta", "flag", "list", "none")}
@@ -46,7 +46,7 @@ def test_jsonl_to_parquet_keeps_every_column(run, tmp_path: Path) -> None:
     assert without_vectors(table.to_pylist()) == COLUMNS
 
 
-@pytest.mark.parametrize(("values", "kind"), table("embed_jobs_cases", "type of a column holds all values"))
+@cases(__file__, "values", "kind")
 def test_type_of_a_column_holds_all_values(run, values: list, kind: str, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", *({"text": "a", "id": value} for value in values))
     run(source, tmp_path / "out.parquet")
@@ -102,7 +102,7 @@ def test_parquet_to_parquet_keeps_types_and_metadata(run, tmp_path: Path) -> Non
     assert after.schema.metadata[b"made"] == b"by hand"
 
 
-@pytest.mark.parametrize(("rows", "part"), table("embed_jobs_cases", "value without parquet type fails before the run"))
+@cases(__file__, "rows", "part")
 def test_value_without_parquet_type_fails_before_the_run(run, rows: list, part: str, fake, tmp_path: Path) -> None:
     rows = [row if isinstance(row, str) else {"text": "a", **row} for row in rows]
     with pytest.raises(CommandError) as error:

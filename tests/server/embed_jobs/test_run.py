@@ -21,16 +21,16 @@ from penstock.server.embed_jobs.parquet_file import PARQUET_ROWS_AT_ONCE, JsonCo
 from penstock.server.embed_jobs.run import check_options, pooling_params, row_options
 from penstock.server.settings import CommandError, EmbedSettings, UsageError
 
-from ..bodies import table
+from ...tables import cases, table
 
 SHARD_ROWS = 5
 TEXTS = [f"text number {i}" for i in range(23)] + ["", "naïve 東京"]
 LONG = "word " * 100
 LINES = [
-    *table("embed_jobs_cases", "lines with bad rows"),
+    *table(__file__, "lines_with_bad_rows"),
     *[json.dumps({"id": i, "text": f"text {i}"}) for i in range(10, 40)],
 ]
-BAD = {int(line): reason for line, reason in table("embed_jobs_cases", "reasons of bad rows").items()}
+BAD = {int(line): reason for line, reason in table(__file__, "reasons_of_bad_rows").items()}
 
 
 def expected(engine, texts: list[str] = TEXTS) -> np.ndarray:
@@ -207,7 +207,7 @@ def test_jsonl_values_are_written_as_csv(run, fake, tmp_path: Path) -> None:
     assert {name: value for name, value in second.items() if value} == {"text": "b", "late": "c"}
 
 
-@pytest.mark.parametrize(("content", "message"), table("embed_jobs_cases", "unusable csv header is rejected"))
+@cases(__file__, "content", "message")
 def test_unusable_csv_header_is_rejected(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text(content, errors="surrogateescape")
     with pytest.raises(UsageError, match=message):
@@ -332,7 +332,7 @@ def test_folder_without_write_permission_is_rejected(run, lines: Path, tmp_path:
 @pytest.mark.parametrize(
     ("source", "output", "part"),
     [
-        *table("embed_jobs_cases", "unusable path is rejected"),
+        *table(__file__, "test_unusable_path_is_rejected"),
         ("a" * 300 + ".txt", "out.npy", "File name too long: "),
         ("in.txt", "a" * 300 + ".npy", "File name too long: "),
     ],
@@ -345,9 +345,7 @@ def test_unusable_path_is_rejected(run, source: str, output: str, part: str, lin
     assert part in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("option", "message"), table("embed_jobs_cases", "option unsupported by the model is rejected")
-)
+@cases(__file__, "option", "message")
 def test_option_unsupported_by_the_model_is_rejected(run, option, message, lines: Path, fake, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
         run(lines, tmp_path / "out.npy", **option)
@@ -356,7 +354,7 @@ def test_option_unsupported_by_the_model_is_rejected(run, option, message, lines
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
 
-@pytest.mark.parametrize(("name", "content", "part"), table("embed_jobs_cases", "bad row is named before the run"))
+@cases(__file__, "name", "content", "part")
 def test_bad_row_is_named_before_the_run(run, name: str, content: str, part: str, fake, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(CommandError) as error:

@@ -18,8 +18,8 @@ from penstock.server.http.http_server import HttpServer
 from penstock.server.http.json_reader import JsonReader
 from penstock.server.settings import ServerSettings
 
+from ...tables import cases
 from ...waiting import until
-from ..bodies import table
 from .sockets import exchange, running
 
 
@@ -104,7 +104,7 @@ async def test_offer_of_an_upgrade_keeps_other_options_of_the_connection() -> No
     assert b"GET /p connection,host " in answer
 
 
-@pytest.mark.parametrize(("head", "reason"), table("http_cases", "wrong hosts"))
+@cases(__file__, "head", "reason")
 async def test_request_with_a_wrong_host_gets_400(head: str, reason: str) -> None:
     async with running(echo) as (server, port):
         answer = await exchange(port, head.encode("latin-1"))

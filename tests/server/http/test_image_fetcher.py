@@ -12,7 +12,7 @@ import pytest
 
 from penstock.server.http.image_fetcher import AllowedHost, FetchError, ImageFetcher, is_public, open_tls
 
-from ..bodies import table
+from ...tables import cases, table
 
 PUBLIC = "93.184.215.14"
 HOST = "img.example.org"
@@ -125,7 +125,7 @@ async def test_framing_of_http_is_understood(site, parts) -> None:
     assert sum(counted) == 5
 
 
-PRIVATE = table("http_cases", "private")
+PRIVATE = table(__file__, "private")
 
 
 @pytest.mark.parametrize("address", PRIVATE)
@@ -145,7 +145,7 @@ def test_public_addresses_are_public() -> None:
 @pytest.mark.parametrize(
     ("url", "part"),
     [
-        *table("http_cases", "url is rejected before a name is resolved"),
+        *table(__file__, "test_url_is_rejected_before_a_name_is_resolved"),
         ("https://img.example.org/" + "a" * (8193 - 24), "8193 characters; the limit is 8192"),
     ],
 )
@@ -198,7 +198,7 @@ async def test_redirect_is_followed_and_resolved_again(site, target) -> None:
     assert len(site.resolved) == 2
 
 
-@pytest.mark.parametrize(("target", "part"), table("http_cases", "redirect is checked like the url"))
+@cases(__file__, "target", "part")
 async def test_redirect_is_checked_like_the_url(site, target, part) -> None:
     site.addresses["private.example.org"] = ["169.254.169.254"]
     with pytest.raises(FetchError, match=part) as error:

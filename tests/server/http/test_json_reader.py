@@ -12,10 +12,10 @@ from penstock.server.admission import AdmissionController
 from penstock.server.http.json_reader import SLICE_BYTES, WEIGHT, JsonReader, count_values
 from penstock.server.settings import ServerSettings
 
-from ..bodies import table
+from ...tables import cases
 
 
-@pytest.mark.parametrize(("value", "num_values"), table("http_cases", "weights of values"))
+@cases(__file__, "value", "num_values")
 @pytest.mark.parametrize("is_ascii", [False, True])
 def test_count_does_not_depend_on_the_slices(value: Any, num_values: int, is_ascii: bool) -> None:
     text = json.dumps(value, ensure_ascii=is_ascii, indent=1).encode()
@@ -51,7 +51,7 @@ async def test_dense_body_is_rejected_before_parsing(unit: bytes) -> None:
     assert "--max-json-values" in raised.value.detail
 
 
-@pytest.mark.parametrize(("unit", "is_dense"), table("http_cases", "values of short dense bodies are counted"))
+@cases(__file__, "unit", "is_dense")
 async def test_values_of_short_dense_bodies_are_counted(unit: str, is_dense: bool, monkeypatch) -> None:
     memory, reader = Mock(), json_reader()
     monkeypatch.setattr(reader._admission, "body_memory", lambda _: memory)
@@ -85,9 +85,7 @@ async def test_invalid_json_raises_a_validation_error(body: bytes) -> None:
     assert raised.value.errors()[0]["type"] == ("json_invalid" if body else "missing")
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "named"), table("http_cases", "entries are counted before they are validated")
-)
+@cases(__file__, "path", "body", "named")
 async def test_entries_are_counted_before_they_are_validated(serving, engine, path: str, body, named: str) -> None:
     async with serving(engine, max_inputs_per_request=4) as client:
         answer = await client.post(path, json=body)

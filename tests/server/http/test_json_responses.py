@@ -24,7 +24,7 @@ from penstock.server.http.vectors import Encoding, EncodingFormat, lazy_rows, ve
 from penstock.server.response_size import LARGE_RESPONSE_BYTES, ResponseSize
 from penstock.server.settings import ServerSettings
 
-from ..bodies import table
+from ...tables import cases, table
 
 HEAD = {"id": "i", "object": "list", "created": 1, "model": "m", "usage": {"prompt_tokens": 1, "total_tokens": 1}}
 FORMATS = [EncodingFormat.FLOAT, EncodingFormat.BASE64, EncodingFormat.BYTES, EncodingFormat.BYTES_ONLY]
@@ -169,7 +169,7 @@ async def test_memory_is_held_until_the_response_has_gone(serving, engine) -> No
 
 
 # [path, body, bytes of the response and of its values without texts, texts in the response, how often each is written]
-SIZES: list[tuple[str, dict[str, Any], int, int, list[str], int]] = table("http_cases", "sizes of responses")
+SIZES: list[tuple[str, dict[str, Any], int, int, list[str], int]] = table(__file__, "sizes_of_responses")
 
 
 async def test_each_route_reserves_memory_for_its_response(client: httpx.AsyncClient, engine, monkeypatch) -> None:
@@ -199,7 +199,7 @@ async def test_too_large_response_stops_before_the_forward(client: httpx.AsyncCl
     assert {name for name, _ in engine.calls} <= {"tokenize_details"}
 
 
-@pytest.mark.parametrize(("body", "status"), table("http_cases", "returned documents count in the response size"))
+@cases(__file__, "body", "status")
 async def test_returned_documents_count_in_the_response_size(client, engine, monkeypatch, body, status: int) -> None:
     monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 600)
     answer = await client.post("/rerank", json={"query": "a", **body})

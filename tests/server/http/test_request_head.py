@@ -10,7 +10,8 @@ from penstock.engine.async_engine import RequestOptions
 from penstock.engine.protocol.errors import DeadlineExceededError
 from penstock.server.http.request_head import canonical_path
 
-from ..bodies import FORWARDS, table
+from ...tables import cases, table
+from ..bodies import FORWARDS
 
 PATHS = ("/v1/embeddings", "/v2/embed", "/rerank", "/score", "/classify", "/pooling")
 ROUTES = {path: FORWARDS[path] for path in (*PATHS, "/embed", "/embed_all", "/similarity")}
@@ -50,7 +51,7 @@ async def test_deadline_is_at_most_that_of_the_server(serving, engine, allowed_s
         assert left_s is None if timeout_s is None else timeout_s - 0.2 < left_s < timeout_s
 
 
-@pytest.mark.parametrize(("header", "value"), table("http_cases", "wrong headers"))
+@cases(__file__, "header", "value")
 async def test_wrong_header_gets_400(client: httpx.AsyncClient, engine, header: str, value: str) -> None:
     response = await client.post("/v1/embeddings", json={"input": "a"}, headers={header: value})
     assert response.status_code == 400
@@ -127,8 +128,8 @@ async def test_time_before_the_engine_counts_for_the_deadline(serving, engine) -
         return [[1] * 9 for _ in texts]
 
     engine.tokenize = tokenize
-    bodies = table("http_cases", "bodies that are tokenized before the engine")
-    for settings, headers, status in table("http_cases", "time before the engine"):
+    bodies = table(__file__, "test_time_before_the_engine_counts_for_the_deadline")
+    for settings, headers, status in table(__file__, "time_before_the_engine"):
         async with serving(engine, **settings) as client:
             for path, body in bodies.items():
                 response = await client.post(path, json=body, headers=headers)
@@ -136,6 +137,6 @@ async def test_time_before_the_engine_counts_for_the_deadline(serving, engine) -
                 assert response.json()["message"] == "The deadline of 0.1 s passed before the result."
 
 
-@pytest.mark.parametrize(("path", "root_path", "expected"), table("http_cases", "aliases of a path are one path"))
+@cases(__file__, "path", "root_path", "expected")
 def test_aliases_of_a_path_are_one_path(path: str, root_path: str, expected: str) -> None:
     assert canonical_path(path, root_path) == expected

@@ -10,7 +10,7 @@ import pytest
 from penstock.server.http.quantization import EmbedDtype, quantize
 from penstock.server.http.vectors import Encoding, wire_rows
 
-from ..bodies import table
+from ...tables import cases
 
 TEXTS = ["hello world", "goodbye"]
 QUANTIZED = {"int8": np.int8, "uint8": np.uint8, "binary": np.int8, "ubinary": np.uint8}
@@ -43,7 +43,7 @@ def decoded(raw: bytes, dtype: str, order: str) -> np.ndarray:
     return np.frombuffer(raw, order + {"float32": "f4", "float16": "f2"}[dtype])
 
 
-@pytest.mark.parametrize(("dtype", "rtol", "atol"), table("http_cases", "rows are written in each dtype"))
+@cases(__file__, "dtype", "rtol", "atol")
 async def test_rows_are_written_in_each_dtype_and_byte_order(client, dtype: str, rtol: float, atol: float) -> None:
     expected = await truth(client)
     for endianness, order in ((None, "<"), ("native", "="), ("little", "<"), ("big", ">")):
@@ -144,7 +144,7 @@ async def test_bits_need_a_width_of_whole_bytes(serving, make_engine, field: str
     assert not engine.calls
 
 
-@pytest.mark.parametrize(("dtype", "value", "code"), table("http_cases", "small dtypes round to even"))
+@cases(__file__, "dtype", "value", "code")
 def test_small_dtypes_round_to_even(dtype: str, value: float, code: int) -> None:
     (row,) = wire_rows(np.array([[value]], np.float32), Encoding(dtype=EmbedDtype(dtype)))
     assert row.tolist() == [code]

@@ -11,7 +11,7 @@ from penstock.server.middleware.auth import CHECK_EVERY_S, ApiKeyStore
 from penstock.server.settings import UsageError
 
 from ...clock import Clock
-from ..bodies import table
+from ...tables import cases
 
 KEYS = ("first-key", "second-key")
 BODY = {"input": "a"}
@@ -23,12 +23,12 @@ async def guarded(serving, engine):
         yield client
 
 
-@pytest.mark.parametrize("headers", table("middleware_cases", "key is accepted in each header"))
+@cases(__file__, "headers")
 async def test_key_is_accepted_in_each_header(guarded: httpx.AsyncClient, headers: dict[str, str]) -> None:
     assert (await guarded.post("/v1/embeddings", json=BODY, headers=headers)).status_code == 200
 
 
-@pytest.mark.parametrize("headers", table("middleware_cases", "wrong or missing key gets 401"))
+@cases(__file__, "headers")
 async def test_wrong_or_missing_key_gets_401(guarded: httpx.AsyncClient, engine, headers: dict[str, str]) -> None:
     for path in ("/v1/embeddings", "/v1/embeddings/", "/rerank", "/score", "/nowhere", "/v1/v1/embeddings"):
         response = await guarded.post(path, json=BODY, headers=headers)

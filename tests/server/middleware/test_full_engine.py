@@ -15,8 +15,9 @@ from penstock.server.http.http_server import HttpServer
 from penstock.server.middleware import rejection_queue
 from penstock.server.settings import ServerSettings
 
+from ...tables import cases, table
 from ...waiting import later, loop_iterations, until
-from ..bodies import FORWARDS, table
+from ..bodies import FORWARDS
 from ..fake_engine import FakeEngine
 from ..http.sockets import ask, read_answer, request, served
 
@@ -24,8 +25,8 @@ FULL = EngineOverloadedError("The queue holds 9 tokens.", retry_after_s=2.5, rea
 EMBED = request("/v1/embeddings", {"input": "a"})
 SHED = {path: body for path, body in FORWARDS.items() if path != "/rerank"}
 GENERATE = ("/api/generate", "/api/chat", "/v1/chat/completions", "/v1/completions")
-BY_BODY = table("valid_bodies", "chosen by the body")
-WITHOUT_FORWARD = table("valid_bodies", "without a forward")
+BY_BODY = table(__file__, "chosen_by_the_body")
+WITHOUT_FORWARD = table(__file__, "without_a_forward")
 LONG_S = 3600.0
 """Seconds of a tick that ends in no test, unless the clock of the event loop is set ahead."""
 
@@ -81,9 +82,7 @@ def test_tables_have_every_route() -> None:
     assert routes == {*SHED, *(path for path, _ in BY_BODY), *WITHOUT_FORWARD} - {"/ping"}
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "is_last"), table("middleware_cases", "rejected connection stays open if it can")
-)
+@cases(__file__, "old", "new", "is_last")
 async def test_rejected_connection_stays_open_if_it_can(engine, old: str, new: str, is_last: bool) -> None:
     sent = EMBED.replace(old.encode(), new.encode())
     async with served(engine) as (_, port):

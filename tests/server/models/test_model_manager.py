@@ -16,8 +16,8 @@ from penstock.server.models.model_entry import ModelEntry, ModelMetrics, ModelSt
 from penstock.server.models.model_manager import ModelLimits, ModelManager
 from penstock.server.models.served_model import ServedModel
 
+from ...tables import cases
 from ...waiting import later, loop_iterations, until
-from ..bodies import table
 
 MIB = 1 << 20
 
@@ -238,9 +238,7 @@ async def test_failed_load_is_retried_after_a_pause(engines: Engines, monkeypatc
     assert (entry.state, entry.error) == ("ready", None)
 
 
-@pytest.mark.parametrize(
-    ("requests", "limits", "unloaded"), table("models_cases", "least recently used models are unloaded")
-)
+@cases(__file__, "requests", "limits", "unloaded")
 async def test_least_recently_used_models_are_unloaded(engines: Engines, requests: str, limits, unloaded: str) -> None:
     sizes = {"a": 60, "b": 30, "c": 50}
     models = [engines.model(name, num_bytes=size * MIB) for name, size in sizes.items()]

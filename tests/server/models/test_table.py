@@ -15,7 +15,7 @@ from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 
-from ..bodies import table
+from ...tables import cases, table
 from ..fake_engine import client_of
 
 
@@ -74,7 +74,7 @@ async def test_name_of_an_adapter_selects_its_model(make_engine, is_loaded: bool
             response = await client.post("/v1/embeddings", json={"input": "a", **body})
             assert (response.status_code, response.json()["model"]) == (200, "eins:legal")
             assert engine.calls[-1][1][2].adapter == "legal"
-        for name, message in table("models_cases", "name of an adapter selects its model"):
+        for name, message in table(__file__, "test_name_of_an_adapter_selects_its_model"):
             response = await client.post("/v1/embeddings", json={"input": "a", "model": name})
             assert (response.status_code, response.json()["error"]["message"]) == (404, message)
         body = {"input": "a", "model": "one:legal", "lora_path": "legal"}
@@ -103,7 +103,7 @@ async def test_request_holds_its_model_until_its_response(make_engine, fails: bo
         assert entry.num_requests == 0
 
 
-@pytest.mark.parametrize(("path", "body"), table("models_cases", "invalid body loads no model"))
+@cases(__file__, "path", "body")
 async def test_invalid_body_loads_no_model(make_engine, path: str, body: dict[str, Any]) -> None:
     models = [served(make_engine(name="one")), served(make_engine(name="two"), is_preloaded=False)]
     async with serving(*models, max_loaded_models=1, max_inputs_per_request=4) as (client, app):
@@ -137,7 +137,7 @@ async def test_request_without_a_name_goes_to_a_suitable_model(make_engine) -> N
     kinds = {"e": "embedding", "c": "sequence_classifier", "f": "embedding", "r": "cross_encoder"}
     engines = {name: make_engine(kind, ("x", "y"), name=name) for name, kind in kinds.items()}
     async with serving(*(served(engine, info=engine.info) for engine in engines.values())) as (client, _):
-        for path, body, expected in table("models_cases", "request without a name goes to a suitable model"):
+        for path, body, expected in table(__file__, "test_request_without_a_name_goes_to_a_suitable_model"):
             for engine in engines.values():
                 engine.calls.clear()
             response = await client.post(path, json=body)

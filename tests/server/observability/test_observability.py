@@ -36,8 +36,8 @@ from penstock.server.observability.tracing import Tracing
 from penstock.server.settings import ServerSettings, UsageError
 
 from ...clock import Clock
+from ...tables import table
 from ...waiting import until
-from ..bodies import table
 from ..fake_engine import FakeEngine
 from ..http.sockets import exchange, served
 
@@ -251,7 +251,9 @@ async def test_trace_continues_the_trace_of_the_client(serving, engine, collecte
         assert span.end_time - span.start_time == pytest.approx(seconds * 1e9)
         assert request.start_time <= span.start_time <= request.end_time
     assert request.attributes is not None
-    expected = table("observability_cases", "attributes of a span") | {"penstock.request_id": logged["request_id"]}
+    expected = table(__file__, "test_trace_continues_the_trace_of_the_client") | {
+        "penstock.request_id": logged["request_id"]
+    }
     assert request.attributes == expected
     assert request.end_time - request.start_time == pytest.approx(1e6 * logged["duration_ms"], abs=1e3)
     assert request.resource.attributes["service.name"] == "penstock"
@@ -335,7 +337,7 @@ async def test_statistics_of_the_engine_are_in_metrics(client: httpx.AsyncClient
     monkeypatch.setattr(engine, "stats", lambda: stats)
     monkeypatch.setattr(engine, "host_bytes", lambda: 3 << 20)
     text = (await client.get("/metrics")).text
-    for name, value in table("responses", "engine metrics").items():
+    for name, value in table(__file__, "test_statistics_of_the_engine_are_in_metrics").items():
         assert samples(text, f"penstock_engine_{name}") == {("fake-model",): value}, name
     buckets = samples(text, "penstock_engine_batch_tokens_bucket")
     assert {("8.0", "fake-model"): 1, ("1024.0", "fake-model"): 2, ("+Inf", "fake-model"): 3}.items() <= buckets.items()
@@ -379,7 +381,7 @@ async def rejected(client: httpx.AsyncClient) -> dict[str, float]:
 async def test_engine_rejections_are_counted(client, engine, error: Exception, status: int, reason: str) -> None:
     assert await rejected(client) == {}
     engine.failure = error
-    bodies = table("observability_cases", "engine rejections are counted")
+    bodies = table(__file__, "test_engine_rejections_are_counted")
     for path, body in bodies.items():
         assert (await client.post(path, json=body)).status_code == status, path
     assert await rejected(client) == {reason: len(bodies)}

@@ -12,7 +12,7 @@ from penstock.server.quality.evaluate import EvalClient, evaluate
 from penstock.server.settings import CommandError, EvalSettings, UsageError
 from penstock.server.target_server import TargetServer
 
-from ..bodies import table
+from ...tables import table
 from ..fake_server import Answered, Received, Serve, openai_server
 
 
@@ -67,7 +67,7 @@ def test_reports_of_all_tasks(serve: Serve, tmp_path: Path) -> None:
 
     requests: list[tuple[str, dict]] = []
     documents = [json.dumps({"_id": f"d{i}", "text": str(i)}) for i in range(1, 104)]
-    files = table("quality_cases", "files of all tasks") | {"retrieval/corpus.jsonl": "\n".join(documents)}
+    files = table(__file__, "test_reports_of_all_tasks") | {"retrieval/corpus.jsonl": "\n".join(documents)}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

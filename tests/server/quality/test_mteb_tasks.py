@@ -11,7 +11,7 @@ import pytest
 from penstock.server.quality.evaluate import MtebEncoder, find_tasks, run_tasks
 from penstock.server.settings import CommandError, UsageError
 
-from ..bodies import table
+from ...tables import cases
 
 LOADER = [{"text": ["a", "b"]}, {"text": ["c"]}]
 
@@ -52,9 +52,7 @@ def mteb(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-@pytest.mark.parametrize(
-    ("kind", "prompt_type", "input_type"), table("quality_cases", "task selects the prompt of all batches")
-)
+@cases(__file__, "kind", "prompt_type", "input_type")
 def test_task_selects_the_prompt_of_all_batches(kind: str, prompt_type: str | None, input_type: str) -> None:
     client = Client()
     purpose = prompt_type and SimpleNamespace(value=prompt_type)

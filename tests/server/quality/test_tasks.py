@@ -19,10 +19,10 @@ from penstock.server.quality.tasks import (
 )
 from penstock.server.settings import UsageError
 
-from ..bodies import table
+from ...tables import cases, table
 
 Write = Callable[..., Path]
-RETRIEVAL = table("quality_cases", "retrieval")
+RETRIEVAL = table(__file__, "retrieval")
 STS = "sentence1\tsentence2\tscore\n"
 
 
@@ -144,7 +144,7 @@ def test_separable_classes_are_classified_without_error(write: Write) -> None:
     }
 
 
-@pytest.mark.parametrize(("files", "message"), table("quality_cases", "wrong folder is rejected with file and line"))
+@cases(__file__, "files", "message")
 def test_wrong_folder_is_rejected_with_file_and_line(files: dict[str, str | None], message: str, write: Write) -> None:
     wanted = {**RETRIEVAL, **files} if files else {}
     folder = write({name: text for name, text in wanted.items() if text is not None})

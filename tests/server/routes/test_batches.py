@@ -14,8 +14,8 @@ from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, UsageError
 
+from ...tables import cases, table
 from ...waiting import until
-from ..bodies import table
 
 TERMINAL_STATUSES = ("completed", "failed", "expired", "cancelled")
 
@@ -123,7 +123,7 @@ async def test_rejected_lines_are_in_the_error_file(client) -> None:
     assert batch["request_counts"] == {"total": 5, "completed": 1, "failed": 4}
     errors = {error["custom_id"]: error for error in await content(client, batch["error_file_id"])}
     assert {name: error["response"] and error["response"]["status_code"] for name, error in errors.items()} == table(
-        "routes_cases", "rejected lines are in the error file"
+        __file__, "test_rejected_lines_are_in_the_error_file"
     )
     assert "'unknown'" in errors["line-3"]["response"]["body"]["error"]["message"]
     assert errors["line-5"]["error"]["code"] == "unsupported_answer"
@@ -131,7 +131,7 @@ async def test_rejected_lines_are_in_the_error_file(client) -> None:
 
 
 FAULTS = [
-    *table("routes_cases", "wrong file fails with the number of the line"),
+    *table(__file__, "wrong_file_fails_with_the_number_of_the_line"),
     ([embedding(i, input=["a"] * 4000) for i in range(13)], "too_many_inputs", None, "52000 inputs together"),
 ]
 
@@ -153,7 +153,7 @@ async def test_first_100_errors_of_a_file_are_listed(client) -> None:
 
 
 async def test_lines_may_call_other_routes(client, engine) -> None:
-    for endpoint, body in table("routes_cases", "lines may call other routes").items():
+    for endpoint, body in table(__file__, "test_lines_may_call_other_routes").items():
         line = {"custom_id": "1", "method": "POST", "url": endpoint, "body": {"priority": -9, **body}}
         batch = await finished(client, await start(client, [line], endpoint=endpoint))
         (answer,) = await content(client, batch["output_file_id"])
@@ -287,7 +287,7 @@ async def test_lists_have_pages(client) -> None:
     assert ([batch["id"] for batch in page["data"]], page["has_more"]) == (batches[:1], False)
 
 
-WRONG_BATCHES = table("routes_cases", "wrong batches")
+WRONG_BATCHES = table(__file__, "wrong_batches")
 
 
 async def test_wrong_batch_is_rejected_with_the_field(client) -> None:
@@ -375,9 +375,7 @@ async def test_content_of_a_removed_file_is_404(client: httpx.AsyncClient, tmp_p
     assert (await client.delete(f"/v1/files/{file_id}")).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("site", "settings", "status"), table("routes_cases", "page of another origin changes nothing")
-)
+@cases(__file__, "site", "settings", "status")
 async def test_page_of_another_origin_changes_nothing(serving, engine, tmp_path, site, settings, status) -> None:
     async with serving(engine, data_dir=tmp_path / "data", operator_routes=True, **settings) as client:
         batch = await start(client, [embedding(1)]) if "api_key" not in settings else {"id": "batch_unknown"}

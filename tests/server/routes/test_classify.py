@@ -10,7 +10,7 @@ from penstock.engine.protocol.results import ClassResult
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.server.routes import classify as classify_route
 
-from ..bodies import table
+from ...tables import cases
 from ..fake_engine import FakeEngine, Serving
 
 EXAMPLES = [{"text": "where is it", "label": "shipping"}, {"text": "money back", "label": "refund"}]
@@ -58,9 +58,7 @@ def check_cohere_answer(answer: dict[str, Any], texts: list[str], labels: list[s
         assert item["confidences"] == [scores[name] for name in item["predictions"]]
 
 
-@pytest.mark.parametrize(
-    ("activation", "scores", "predictions"), table("routes_cases", "sigmoid scores of several labels are multi label")
-)
+@cases(__file__, "activation", "scores", "predictions")
 async def test_sigmoid_scores_of_several_labels_are_multi_label(
     serving, make_engine, monkeypatch, activation, scores: list[float], predictions: list[str]
 ) -> None:
@@ -111,7 +109,7 @@ async def test_number_of_scores_is_limited(client, monkeypatch: pytest.MonkeyPat
         assert f"3 inputs with 2 classes in {field} give 6 scores; the limit is 4" in response.text
 
 
-@pytest.mark.parametrize(("fields", "expected"), table("routes_cases", "truncate sets the side that is cut"))
+@cases(__file__, "fields", "expected")
 async def test_truncate_sets_the_side_that_is_cut(serving, engine, fields: dict[str, Any], expected: list[Any]) -> None:
     await classify(serving, engine, **fields, examples=EXAMPLES)
     params = engine.calls[-1][1][2]
@@ -185,7 +183,7 @@ async def test_instruction_needs_a_prompt_with_instruct(serving: Serving, make_e
     assert engine.calls[-1][1][-1].prompt == "Instruct: Find praise.\nQuery: "
 
 
-@pytest.mark.parametrize(("body", "param"), table("routes_cases", "token classifier takes input only"))
+@cases(__file__, "body", "param")
 async def test_token_classifier_takes_input_only(serving, make_engine, body: dict[str, Any], param: str) -> None:
     engine = make_engine("token_classifier", ("x", "y"))
     async with serving(engine) as client:

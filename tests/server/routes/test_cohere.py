@@ -8,7 +8,8 @@ import pytest
 
 from penstock.engine.protocol.errors import EngineOverloadedError
 
-from ..bodies import client_bodies, table
+from ...tables import cases, table
+from ..bodies import client_bodies
 
 cohere = pytest.importorskip("cohere", reason="needs the client: pip install cohere")
 
@@ -66,13 +67,13 @@ async def test_v2_returns_every_type_from_one_call(v2, engine, floats) -> None:
 
 
 async def test_v2_joins_the_contents_of_inputs(v2, engine) -> None:
-    inputs = table("routes_cases", "contents of inputs")
+    inputs = table(__file__, "test_v2_joins_the_contents_of_inputs")
     answer = await v2.embed(inputs=inputs, model=MODEL, input_type="search_document")
     assert engine.calls[-1][1][0] == ["one", "two\nthree"]
     assert (len(answer.embeddings.float_), answer.embeddings.int8) == (2, None)
 
 
-@pytest.mark.parametrize(("options", "limit", "side"), table("options", "cohere truncation"))
+@cases(__file__, "options", "limit", "side")
 async def test_truncate_and_max_tokens_set_the_limit(v2, engine, options: dict, limit: int, side: str | None) -> None:
     await v2.embed(texts=["short"], model=MODEL, input_type="search_document", **options)
     params = engine.calls[-1][1][1]
@@ -168,7 +169,7 @@ async def test_both_clients_rerank(v1, v2) -> None:
 
 
 # (kind of the model, Cohere's endpoints)
-ENDPOINTS = table("routes_cases", "endpoints")
+ENDPOINTS = table(__file__, "endpoints")
 
 
 @pytest.mark.parametrize(("kind", "endpoints"), ENDPOINTS)

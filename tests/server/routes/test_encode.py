@@ -5,12 +5,11 @@ from typing import Any
 
 import httpx
 import numpy as np
-import pytest
 
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling, TokenHeadFiles
 from penstock.engine.protocol.tasks import PoolingTask
 
-from ..bodies import table
+from ...tables import cases
 from ..fake_engine import FakeEngine, Serving
 
 M3: dict[str, Any] = {
@@ -36,9 +35,7 @@ async def encode(serving: Serving, engine: FakeEngine, **body: Any) -> httpx.Res
         return await client.post("/v1/encode", json=body)
 
 
-@pytest.mark.parametrize(
-    ("name", "outputs", "expected"), table("routes_cases", "response has the wanted outputs in order")
-)
+@cases(__file__, "name", "outputs", "expected")
 async def test_response_has_the_wanted_outputs_in_order(serving, make_engine, name: str, outputs, expected) -> None:
     engine = make_engine(**MODELS[name])
     response = await encode(serving, engine, input=["one two", "three"], outputs=outputs)

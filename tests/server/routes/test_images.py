@@ -43,7 +43,8 @@ def chat(*parts: dict | str) -> list[dict]:
 
 def images_in(name: str) -> list[list[Any]]:
     """Returns a table of cases. Replaces $RED and $BLUE by data URIs, $BASE64 and $LINES by the base64 of RED."""
-    text = json.dumps(table("images", name)).replace("$RED", URI).replace("$BLUE", BLUE_URI).replace("$BASE64", BASE64)
+    text = json.dumps(table(__file__, f"images_{name}"))
+    text = text.replace("$RED", URI).replace("$BLUE", BLUE_URI).replace("$BASE64", BASE64)
     return json.loads(text.replace("$LINES", json.dumps(base64.encodebytes(RED).decode())[1:-1]))
 
 

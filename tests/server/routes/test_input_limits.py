@@ -11,13 +11,13 @@ from penstock.server.admission import AdmissionController
 from penstock.server.http.json_reader import JsonReader
 from penstock.server.settings import ServerSettings
 
-from ..bodies import table
+from ...tables import table
 from ..fake_engine import FakeEngine, Serving
 from .test_tei import SPLADE
 
 CLASSES = ("negative", "positive")
 # [path, kind of the model, body, list of three entries]
-BODIES = table("three_entries", "bodies")
+BODIES = table(__file__, "bodies_with_three_entries")
 
 
 def shortened(body: dict[str, Any], param: str) -> dict[str, Any]:
@@ -52,7 +52,7 @@ SPARSE = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE, Pooling
 @pytest.mark.parametrize("auto_truncate", [True, False])
 async def test_option_rejects_long_inputs(serving: Serving, make_engine, auto_truncate: bool) -> None:
     async with serving(make_engine(auto_truncate=auto_truncate, tasks=SPARSE)) as client:
-        for path, body, option in table("options", "rejecting"):
+        for path, body, option in table(__file__, "test_option_rejects_long_inputs"):
             response = await client.post(path, json={**body, **option})
             assert response.status_code in (400, 413, 422), (path, option)
             assert "maximum context length" in response.text
@@ -63,7 +63,7 @@ async def test_option_rejects_long_inputs(serving: Serving, make_engine, auto_tr
 @pytest.mark.parametrize(("auto_truncate", "status"), [(True, 200), (False, 400)])
 async def test_without_the_option_the_server_decides(serving, make_engine, auto_truncate: bool, status: int) -> None:
     async with serving(make_engine(auto_truncate=auto_truncate)) as client:
-        for path, body in table("options", "silent"):
+        for path, body in table(__file__, "test_without_the_option_the_server_decides"):
             assert (await client.post(path, json=body)).status_code == status, path
 
 

@@ -9,7 +9,7 @@ from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, Spars
 from penstock.server.settings import UsageError
 
 from ...engine.model_infos import make_info
-from ..bodies import table
+from ...tables import table
 from ..fake_engine import FakeEngine, Serving
 
 
@@ -28,7 +28,7 @@ async def test_list_has_a_card_for_each_model(serving: Serving, engine: FakeEngi
     created = answer["data"][0]["created"]
     assert type(created) is int
     # The card has no tokenizer_url, which the Cohere client would download.
-    card = {**table("responses", "model card"), "created": created}
+    card = {**table(__file__, "test_list_has_a_card_for_each_model"), "created": created}
     assert answer == {"object": "list", "data": [card], "models": [card]}
 
 

@@ -17,7 +17,7 @@ from penstock.server.models.served_model import ServedModel
 from penstock.server.routes.ollama import _seconds
 from penstock.server.settings import ServerSettings
 
-from ..bodies import table
+from ...tables import cases, table
 from ..fake_engine import client_of
 
 TEXTS = ["hello", "hello world"]
@@ -62,7 +62,7 @@ def test_durations_of_go_are_seconds() -> None:
     assert list(map(_seconds, given)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("body", "limit", "rejects"), table("options", "ollama truncation"))
+@cases(__file__, "body", "limit", "rejects")
 async def test_num_ctx_and_truncate_set_the_limit(serving, engine, body: dict, limit: int, rejects: bool) -> None:
     async with serving(engine, default_prompt_name="query") as client:
         response = await client.post("/api/embed", json={"model": "alias", "input": "a", **body})
@@ -75,7 +75,7 @@ async def test_num_ctx_and_truncate_set_the_limit(serving, engine, body: dict, l
 async def test_tags_and_ps_list_the_models(client: httpx.AsyncClient, engine, folder: Path) -> None:
     models = (await client.get("/api/tags")).json()["models"]
     size = models[0]["details"]["parameter_size"]
-    details = {**table("responses", "ollama details"), "parameter_size": size}
+    details = {**table(__file__, "test_tags_and_ps_list_the_models"), "parameter_size": size}
     assert [(model["name"], model["model"]) for model in models] == [("fake-model",) * 2, ("alias",) * 2]
     assert all((model["size"], model["details"]) == (1000, details) for model in models)
     assert all(len(model["digest"]) == 64 for model in models)
@@ -114,11 +114,11 @@ async def test_show_describes_a_model(serving, make_engine, tmp_path: Path, fiel
     details = answer.pop("details")
     assert details["family"] == "fake"
     assert datetime.fromisoformat(answer.pop("modified_at"))
-    assert answer == {**table("responses", "ollama show"), "capabilities": capabilities}
+    assert answer == {**table(__file__, "test_show_describes_a_model"), "capabilities": capabilities}
     assert pulled.json() == {"status": "success"}
 
 
-@pytest.mark.parametrize(("path", "body", "status", "part"), table("wrong_bodies", "ollama"))
+@cases(__file__, "path", "body", "status", "part")
 async def test_errors_are_texts(client: httpx.AsyncClient, path: str, body: dict, status: int, part: str) -> None:
     response = await client.post(path, json=body)
     assert response.status_code == status, response.text

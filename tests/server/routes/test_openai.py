@@ -10,7 +10,8 @@ import pytest
 
 from penstock.server.routes.openai import _PARAM_FIELDS, EmbeddingRequest
 
-from ..bodies import client_bodies, table
+from ...tables import cases
+from ..bodies import client_bodies
 from ..fake_engine import FakeEngine, Serving
 
 HELLO = ["hello world", "goodbye"]
@@ -89,7 +90,7 @@ async def test_classifier_rejects_embeddings(serving: Serving, make_engine) -> N
     assert (response.status_code, response.json()["error"]["code"]) == (400, "unsupported_task")
 
 
-@pytest.mark.parametrize(("fields", "tokens", "side"), table("options", "embeddings truncation"))
+@cases(__file__, "fields", "tokens", "side")
 def test_truncation_fields_set_limit_and_side(fields: dict[str, Any], tokens: int | None, side: str | None) -> None:
     params = EmbeddingRequest.model_validate({"input": "a", **fields}).pooling_params()
     assert (params.truncate_prompt_tokens, params.truncation_side) == (tokens, side)

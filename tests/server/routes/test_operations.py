@@ -12,7 +12,7 @@ from penstock.engine.client.stats import DispatcherStats
 from penstock.engine.protocol.errors import EngineOverloadedError
 from penstock.server import penstock_version
 
-from ..bodies import table
+from ...tables import table
 from ..fake_engine import FakeEngine, Serving
 
 ROUTES = [("GET", "/tokenizer_info"), ("GET", "/server_info"), ("POST", "/reset_prefix_cache")]
@@ -55,7 +55,7 @@ async def test_health_and_metrics_list_replicas(client: httpx.AsyncClient, engin
     }
     families = list(text_string_to_metric_families((await client.get("/metrics")).text))
     samples = {(sample.name, sample.labels.get("replica")): sample.value for f in families for sample in f.samples}
-    for name, values in table("routes_cases", "health and metrics list replicas"):
+    for name, values in table(__file__, "test_health_and_metrics_list_replicas"):
         assert [samples[name, "0"], samples[name, "1"]] == values, name
     assert samples["penstock_engine_queue_seconds", None] == 2.5
     assert {family.name for family in families} == {f.name for f in text_string_to_metric_families(before)}

@@ -14,16 +14,16 @@ from penstock.engine.protocol.multi_vector import SparseKind, SparsePooling
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.server.routes.pages import ETAG, PAGE, prefers_html
 
-from ..bodies import table
+from ...tables import cases, table
 
 TEXT = PAGE.decode()
 SCRIPT = TEXT.partition("<script>")[2].partition("</script>")[0]
 HTML = {"accept": "text/html"}
 # [path, body] of the page's scripts, with every optional field.
-BODIES = table("valid_bodies", "page")
+BODIES = table(__file__, "page")
 
 
-@pytest.mark.parametrize(("accept", "is_page"), table("routes_cases", "browsers get the page and probes get health"))
+@cases(__file__, "accept", "is_page")
 async def test_browsers_get_the_page_and_probes_get_health(client, accept: str, is_page: bool) -> None:
     assert prefers_html(accept) is is_page
     for method in ("GET", "HEAD"):
@@ -48,7 +48,7 @@ async def test_page_has_security_headers_and_an_etag(client: httpx.AsyncClient) 
         (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", TEXT, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert policy.pop(directive) == f"'sha256-{digest}'"
-    assert policy == table("responses", "page policy")
+    assert policy == table(__file__, "test_page_has_security_headers_and_an_etag")
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["referrer-policy"] == "no-referrer"
     assert headers["cache-control"] == "no-cache"

@@ -7,7 +7,8 @@ import pytest
 
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..bodies import client_bodies, table
+from ...tables import cases, table
+from ..bodies import client_bodies
 from ..fake_engine import FakeEngine
 
 DOCUMENTS = ["one red", "one two three red", "blue", "one two red"]
@@ -49,7 +50,7 @@ async def test_response_has_the_fields_that_clients_read(client, path: str, body
     assert answer["id"].startswith("rerank-")
 
 
-@pytest.mark.parametrize(("document", "fields", "text"), table("options", "rank fields"))
+@cases(__file__, "document", "fields", "text")
 async def test_rank_fields_choose_the_ranked_text(client, engine, document: Any, fields: Any, text: str) -> None:
     answer = await rerank(client, documents=[document], rank_fields=fields, return_documents=True)
     assert engine.calls[-1][1][1] == [text]
@@ -102,7 +103,7 @@ async def test_equal_scores_keep_the_order_of_the_documents(client: httpx.AsyncC
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 async def test_options_reach_the_engine(client: httpx.AsyncClient, engine: FakeEngine, path: str) -> None:
-    for fields, place, name, value in table("options", "rerank"):
+    for fields, place, name, value in table(__file__, "test_options_reach_the_engine"):
         await rerank(client, path, **fields)
         assert getattr(engine.calls[-1][1][place], name) == value, fields
 
@@ -127,7 +128,7 @@ async def test_document_nested_too_deeply_is_rejected(client: httpx.AsyncClient,
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
 async def test_score_compares_pairs_in_order(client: httpx.AsyncClient, path: str) -> None:
-    for body, scores in table("valid_bodies", "score"):
+    for body, scores in table(__file__, "test_score_compares_pairs_in_order"):
         response = await client.post(path, json={"model": "alias", **body})
         assert response.status_code == 200, response.text
         answer = response.json()

@@ -21,7 +21,8 @@ from penstock.engine.protocol.tasks import PoolingTask
 from penstock.server import penstock_version
 from penstock.server.routes import tei
 
-from ..bodies import client_bodies, table
+from ...tables import cases, table
+from ..bodies import client_bodies
 
 TEXTS = ["one red", "one two three red", "blue"]
 QUERY = "one two three red"
@@ -29,7 +30,7 @@ BEST_FIRST = [1, 0, 2]
 LABELS = ("joy", "anger", "fear")
 
 
-@pytest.mark.parametrize(("path", "body", "count"), **client_bodies("tei embed"))
+@pytest.mark.parametrize(("path", "body", "count"), **client_bodies("tei_embed"))
 async def test_embed_returns_a_bare_list_of_vectors(client: httpx.AsyncClient, path: str, body: dict, count) -> None:
     response = await client.post(path, json=body)
     assert response.status_code == 200, response.text
@@ -49,7 +50,7 @@ async def test_embed_returns_a_bare_list_of_vectors(client: httpx.AsyncClient, p
 async def test_options_reach_the_engine(serving, make_engine) -> None:
     engine = make_engine(normalize=False)
     async with serving(engine, default_prompt_name="query") as client:
-        for fields, name, value in table("options", "tei"):
+        for fields, name, value in table(__file__, "tei"):
             await client.post("/embed", json={"inputs": "a", **fields})
             _, (inputs, params, options) = engine.calls[-1]
             assert (inputs, options.prompt_name) == (["a"], "query")
@@ -103,7 +104,7 @@ async def test_similarity_uses_the_default_prompt(serving, make_engine, of_model
     assert engine.calls[-1][1][3].prompt_name == expected
 
 
-@pytest.mark.parametrize(("path", "body", "is_nested"), **client_bodies("tei predict"))
+@pytest.mark.parametrize(("path", "body", "is_nested"), **client_bodies("tei_predict"))
 async def test_predict_returns_classes_best_first(serving, make_engine, path: str, body: dict, is_nested: bool) -> None:
     async with serving(make_engine("sequence_classifier", LABELS)) as client:
         response = await client.post(path, json=body)
@@ -156,7 +157,7 @@ async def test_predict_of_logits_returns_probabilities_unless_raw(serving, make_
     assert abs(shown - raw) > 0.1
 
 
-@pytest.mark.parametrize(("path", "body"), **client_bodies("tei rerank"))
+@pytest.mark.parametrize(("path", "body"), **client_bodies("tei_rerank"))
 async def test_rerank_returns_a_bare_list_best_first(client: httpx.AsyncClient, path: str, body: dict) -> None:
     response = await client.post(path, json={"query": QUERY, "texts": TEXTS, **body})
     assert response.status_code == 200, response.text
@@ -170,10 +171,7 @@ async def test_rerank_returns_a_bare_list_best_first(client: httpx.AsyncClient, 
     assert response.headers["x-compute-characters"] == str(len(QUERY) * 3 + sum(map(len, TEXTS)))
 
 
-@pytest.mark.parametrize(
-    ("kind", "activation", "use_activation", "raw_scores", "best"),
-    table("routes_cases", "logits become probabilities unless raw"),
-)
+@cases(__file__, "kind", "activation", "use_activation", "raw_scores", "best")
 async def test_logits_become_probabilities_unless_raw(
     serving, make_engine, kind: str, activation: str, use_activation: bool, raw_scores: bool | None, best: float
 ) -> None:
@@ -219,12 +217,12 @@ async def test_decode_returns_a_text_for_each_list(client, engine, ids: list, te
     assert engine.special_tokens == [False, False, True]
 
 
-@pytest.mark.parametrize(("kind", "labels", "model_type"), table("routes_cases", "info describes model and limits"))
+@cases(__file__, "kind", "labels", "model_type")
 async def test_info_describes_model_and_limits(serving, make_engine, kind: str, labels, model_type: dict) -> None:
     settings = {"max_inputs_per_request": 100, "max_queued_tokens": 640, "tokenizer_workers": 3, "max_num_seqs": 5}
     async with serving(make_engine(kind, labels), ("served",), max_num_batched_tokens=32, **settings) as client:
         info = (await client.get("/info")).json()
-    expected = {**table("responses", "tei info"), "model_type": model_type, "version": penstock_version()}
+    expected = {**table(__file__, "tei_info"), "model_type": model_type, "version": penstock_version()}
     assert info == expected  # Dify reads the one key of model_type
 
 
@@ -239,7 +237,7 @@ def checked(response: httpx.Response) -> dict[str, Any]:
 
 
 async def test_errors_have_the_status_and_body_of_tei(client: httpx.AsyncClient) -> None:
-    for path, body, status, error_type, param, part in table("wrong_bodies", "tei"):
+    for path, body, status, error_type, param, part in table(__file__, "test_errors_have_the_status_and_body_of_tei"):
         response = await client.post(path, json=body)
         error = checked(response)
         assert (response.status_code, error["error_type"], error["param"]) == (status, error_type, param), error

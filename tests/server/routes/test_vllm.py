@@ -10,7 +10,7 @@ import pytest
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.server.routes import vllm
 
-from ..bodies import table
+from ...tables import cases, table
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello world"}]
 RENDERED = "<system> Be brief. <user> hello world "
@@ -28,7 +28,7 @@ def pooled(answer: dict[str, Any], num_rows: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("path", ["/pooling", "/pooling/", "/v1/pooling"])
-@pytest.mark.parametrize(("body", "task"), [row[1:] for row in table("valid_bodies", "pooling")])
+@pytest.mark.parametrize(("body", "task"), [row[1:] for row in table(__file__, "test_pooling_returns_embeddings")])
 async def test_pooling_returns_embeddings(client: httpx.AsyncClient, engine, path: str, body: dict, task: str) -> None:
     response = await client.post(path, json=body)
     assert response.status_code == 200, response.text
@@ -41,7 +41,7 @@ async def test_pooling_returns_embeddings(client: httpx.AsyncClient, engine, pat
         assert all(np.linalg.norm(row) == pytest.approx(1, abs=1e-5) for row in rows)
 
 
-@pytest.mark.parametrize(("kind", "task", "shape"), table("routes_cases", "pooling runs the task of the model"))
+@cases(__file__, "kind", "task", "shape")
 async def test_pooling_runs_the_task_of_the_model(serving, make_engine, kind: str, task: str, shape: list[int]) -> None:
     fields = {"tasks": (PoolingTask.TOKEN_EMBED,)} if kind == "embedding" else {}
     engine = make_engine(kind, ("a", "b", "c"), **fields)
@@ -58,7 +58,7 @@ def test_step_fields_reach_the_pooling_params() -> None:
     assert (params.step_tag_id, params.returned_token_ids) == (3, (1, 2))
 
 
-@pytest.mark.parametrize(("kind", "body", "accepted"), table("routes_cases", "unsuitable encodings"))
+@cases(__file__, "kind", "body", "accepted")
 async def test_unsuitable_encoding_is_rejected_before_the_engine(serving, make_engine, kind, body, accepted) -> None:
     engine = make_engine(kind, ("a", "b"), is_matryoshka=True)
     async with serving(engine) as client:
@@ -84,7 +84,7 @@ async def test_bytes_have_the_shapes_in_a_header(client: httpx.AsyncClient) -> N
 
 
 async def test_pooling_options_reach_the_engine(client: httpx.AsyncClient, engine) -> None:
-    body = table("routes_cases", "pooling options reach the engine")
+    body = table(__file__, "test_pooling_options_reach_the_engine")
     assert (await client.post("/pooling", json=body)).status_code == 200
     _, (inputs, params, options) = engine.calls[-1]
     assert inputs == ["a"]
@@ -97,7 +97,7 @@ async def test_pooling_options_reach_the_engine(client: httpx.AsyncClient, engin
 @pytest.mark.parametrize("field", ["messages", "input"])
 async def test_chats_are_rendered(serving, engine, path: str, field: str) -> None:
     async with serving(engine, default_prompt_name="query") as client:
-        for chat, texts in table("valid_bodies", "chats"):
+        for chat, texts in table(__file__, "test_chats_are_rendered"):
             response = await client.post(path, json={"model": "alias", field: chat})
             assert response.status_code == 200, response.text
             assert len(response.json()["data"]) == len(texts)
@@ -123,7 +123,7 @@ async def test_chat_is_classified(serving, make_engine) -> None:
 
 
 async def test_chat_options_reach_the_template(client: httpx.AsyncClient, engine) -> None:
-    body = table("routes_cases", "chat options") | {"messages": CHAT}
+    body = table(__file__, "test_chat_options_reach_the_template") | {"messages": CHAT}
     assert (await client.post("/v1/embeddings", json=body)).status_code == 200
     _, (inputs, _, options) = engine.calls[-1]
     assert inputs == [RENDERED + "!<assistant>"]
@@ -165,7 +165,7 @@ async def test_tokenize_and_detokenize_return_tokens_and_text(client: httpx.Asyn
 
 async def test_tokenized_chat_ends_with_the_generation_prompt(client: httpx.AsyncClient, engine) -> None:
     body = {"messages": CHAT, "return_token_strs": True}
-    for more, ending in table("routes_cases", "tokenized chat ends with the generation prompt"):
+    for more, ending in table(__file__, "test_tokenized_chat_ends_with_the_generation_prompt"):
         answer = (await client.post("/tokenize", json={**body, **more})).json()
         assert answer["token_strs"][-1] == ending
         assert engine.calls[-1][1][1] is False
@@ -183,9 +183,9 @@ async def test_key_of_the_body_selects_the_dialect_of_tokenize(client: httpx.Asy
     assert "error_type" in (await client.post("/tokenize", json={"inputs": 5})).json()
 
 
-@pytest.mark.parametrize(("limit", "part"), table("routes_cases", "tokenized text has a size limit"))
+@cases(__file__, "limit", "part")
 async def test_tokenized_text_has_a_size_limit(client, monkeypatch: pytest.MonkeyPatch, limit: str, part: str) -> None:
-    for path, body, param in table("valid_bodies", "tokenized"):
+    for path, body, param in table(__file__, "tokenized_bodies"):
         assert (await client.post(path, json=body)).status_code == 200
         with monkeypatch.context() as patch:
             patch.setattr(f"penstock.server.{limit}", 2)
@@ -221,7 +221,7 @@ async def test_request_id_of_the_body_wins_over_the_header(client: httpx.AsyncCl
     assert response.headers["x-request-id"] == "mine-7"
 
 
-@pytest.mark.parametrize(("kind", "body", "call", "key"), table("valid_bodies", "invocations"))
+@cases(__file__, "kind", "body", "call", "key")
 async def test_invocations_calls_the_route_of_its_body(serving, make_engine, kind, body, call: str, key: str) -> None:
     engine = make_engine(kind, ("a", "b") if "classifier" in kind else ())
     async with serving(engine) as client:

@@ -3,10 +3,10 @@
 import httpx
 import pytest
 
-from ..bodies import table
+from ...tables import cases, table
 
 # [path, body, field, part of the message]
-BODIES = table("wrong_bodies", "bodies")
+BODIES = table(__file__, "wrong_bodies")
 
 
 @pytest.mark.parametrize(("path", "body", "param", "part"), BODIES)
@@ -22,7 +22,7 @@ async def test_wrong_body_is_400_with_field_and_value(client: httpx.AsyncClient,
         assert "truncate_prompt_tokens" not in error["message"]
 
 
-@pytest.mark.parametrize(("path", "body", "different", "same"), table("wrong_bodies", "names of one option"))
+@cases(__file__, "path", "body", "different", "same")
 async def test_names_of_one_option_must_have_one_value(client: httpx.AsyncClient, path, body, different, same) -> None:
     """`different` and `same` map two names of an option to values; a dot separates the names of nested objects."""
 
@@ -40,9 +40,7 @@ async def test_names_of_one_option_must_have_one_value(client: httpx.AsyncClient
     assert response.status_code == 200, response.text
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "field"), table("routes_cases", "length of a list is limited before its entries are read")
-)
+@cases(__file__, "path", "body", "field")
 async def test_length_of_a_list_is_limited_before_its_entries_are_read(client, path, body, field, monkeypatch) -> None:
     monkeypatch.setattr("penstock.server.schemas.inputs.MAX_ENTRIES", 2)
     response = await client.post(path, json=body)

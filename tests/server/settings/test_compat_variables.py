@@ -8,9 +8,9 @@ from penstock.server.commands.model_arguments import settings_and_models
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, UsageError, public_values
 
-from ..bodies import table
+from ...tables import cases, table
 
-TEI = table("compat_variables", "tei")
+TEI = table(__file__, "tei")
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_variables_of_tei_set_settings(plan: Any) -> None:
     settings, (model,) = plan(TEI, env_compat="tei")
-    expected = {**table("settings_cases", "variables of tei set settings"), "cors_origins": ("https://a.example",)}
+    expected = {**table(__file__, "test_variables_of_tei_set_settings"), "cors_origins": ("https://a.example",)}
     assert expected.items() <= public_values(settings).items()
     assert (settings.api_key, model.names) == (("secret",), ("bge",))
     assert settings.engine.pooler_config.pooling_type == "LAST"
@@ -54,7 +54,7 @@ def test_flags_and_own_variables_have_precedence(plan: Any) -> None:
 
 
 def test_variables_of_infinity_set_settings(plan: Any) -> None:
-    variables = table("settings_cases", "variables of infinity set settings")
+    variables = table(__file__, "test_variables_of_infinity_set_settings")
     settings, (model,) = plan(variables, env_compat="infinity")
     assert (settings.port, settings.api_key, settings.root_path, settings.log_level) == (7997, ("k",), "/api", "debug")
     assert (model.config.model, model.config.devices) == ("a/b", ("cuda:0", "cuda:1"))
@@ -83,7 +83,7 @@ def test_two_variables_for_one_setting_are_rejected(plan: Any) -> None:
 
 
 def test_lists_of_infinity_name_several_models(plan: Any) -> None:
-    variables = table("settings_cases", "lists of infinity name several models")
+    variables = table(__file__, "test_lists_of_infinity_name_several_models")
     with pytest.raises(UsageError, match="served as 'x'"):
         plan(variables, env_compat="infinity")
     settings, models = plan({"INFINITY_SERVED_MODEL_NAME": "x;y"}, env_compat="infinity")
@@ -96,7 +96,7 @@ def test_lists_of_infinity_name_several_models(plan: Any) -> None:
         plan({"INFINITY_DTYPE": "auto;auto;auto"}, env_compat="infinity")
 
 
-@pytest.mark.parametrize(("variable", "value", "message"), table("compat_variables", "impossible"))
+@cases(__file__, "variable", "value", "message")
 def test_impossible_value_is_an_error(plan: Any, variable: str, value: str, message: str) -> None:
     server = "infinity" if variable.startswith("INFINITY_") else "tei"
     with pytest.raises(UsageError) as error:

@@ -21,7 +21,7 @@ from penstock.server.settings import (
 )
 from penstock.server.settings.load import shown_value
 
-from ..bodies import table
+from ...tables import cases, table
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_transfer_limits_are_read_from_settings() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
-    [*table("settings_cases", "value reaches the engine"), ("scheduler.max_queue_s", "0", math.inf)],
+    [*table(__file__, "test_value_reaches_the_engine"), ("scheduler.max_queue_s", "0", math.inf)],
 )
 def test_value_reaches_the_engine(field: str, value: object, expected: object) -> None:
     group, _, name = field.rpartition(".")
@@ -84,7 +84,7 @@ def test_value_reaches_the_engine(field: str, value: object, expected: object) -
     assert load_settings(ServerSettings, {"model": "a"}).engine_config("a").model_source == "--model"
 
 
-@pytest.mark.parametrize(("field", "value", "part"), table("wrong_settings", "values"))
+@cases(__file__, "field", "value", "part")
 def test_invalid_value_names_its_flag_or_variable(field, value, part, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError) as from_flag:
         load_settings(ServerSettings, {field: value})

@@ -30,8 +30,8 @@ from penstock.server.workers.supervisor import (
 )
 from penstock.server.workers.worker_process import WorkerProcess
 
+from ...tables import table
 from ...waiting import later, loop_iterations, until
-from ..bodies import table
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_counters_and_histograms_are_summed() -> None:
         to_families([counter("penstock_answers", a=3, b=1), histogram(1, 2, total=1.5)]),
         to_families([counter("penstock_answers", a=4, c=2), histogram(5, 9, total=8.5)]),
     ]
-    assert lines(sum_metrics(parts)) == table("workers_cases", "counters and histograms are summed")
+    assert lines(sum_metrics(parts)) == table(__file__, "test_counters_and_histograms_are_summed")
 
 
 def test_engine_metrics_are_those_of_the_supervisor() -> None:
@@ -196,7 +196,7 @@ def test_engine_metrics_are_those_of_the_supervisor() -> None:
         )
 
     of_all = lines(merge_metrics(process(1, 50, 1000), [process(2, 0, 2000), process(4, 0, 3000)]))
-    assert of_all == table("workers_cases", "engine metrics are those of the supervisor")
+    assert of_all == table(__file__, "test_engine_metrics_are_those_of_the_supervisor")
 
 
 async def test_counts_of_ended_processes_remain() -> None:
