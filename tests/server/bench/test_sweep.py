@@ -349,8 +349,10 @@ def test_unusable_file_of_texts_is_rejected(content: str, message: str, tmp_path
 
 def test_ratio_compares_rounds_with_the_same_number() -> None:
     def result(*rates: int) -> LoadTestResult:
-        return LoadTestResult(LoadPoint(1, None), "u", [Round(rate, 0, 1.0, [1 / rate]) for rate in rates])
+        rounds = [Round(rate, 0, 1.0, [part / rate for part in (0, 1, 9)]) for rate in rates]
+        return LoadTestResult(LoadPoint(1, None), "u", rounds)
 
     found = ratios(result(10, 30, 40, 9), result(10, 10, 10))
     assert found["texts_per_s"] == (3, 1, 4)
     assert found["p50_latency"] == pytest.approx((1 / 3, 1 / 4, 1))
+    assert found["p99_latency"] == pytest.approx((1 / 3, 1 / 4, 1))

@@ -221,7 +221,7 @@ def test_info_as_json_names_the_source_of_each_value(capsys: pytest.CaptureFixtu
     assert cli.main(["info", "--json", "--max-model-len", "64"]) == 0
     info = json.loads(text := capsys.readouterr().out)
     assert text == json.dumps(info, indent=2) + "\n"
-    assert info["parameters"] == 22_713_728
+    assert (info["name"], info["parameters"]) == (DEFAULT_NAMES[0], 22_713_728)
     assert info["bytes"] > 4 * info["parameters"]
     assert not {"kernels", "num_lanes", "arithmetic"} & set(info["fields"])  # chosen when the model is loaded
     assert info["memory"] == {"float32": 90_854_912, "bfloat16": 45_427_456, "float16": 45_427_456}
@@ -245,6 +245,7 @@ def test_info_as_json_shows_nested_values(tmp_path: Path, capsys: pytest.Capture
         save_file({"weight": np.zeros(3, np.float32)}, folder / "model.safetensors")
     assert cli.main(["info", str(tmp_path), "--json"]) == 0
     (spec,) = json.loads(capsys.readouterr().out)["fields"]["dense"]["value"]
+    assert cli._plain(tmp_path) == str(tmp_path)
     assert (spec["in_features"], spec["out_features"], spec["activation"]) == (32, 8, "Tanh")
     for folder in ("2_Dense", ""):
         (tmp_path / folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")

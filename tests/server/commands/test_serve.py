@@ -227,6 +227,7 @@ def test_missing_folder_keeps_no_other_from_serving(tmp_path: Path, caplog: pyte
     plans = [plan(model(tmp_path / "good"), "good"), plan(tmp_path / "nothing", "gone", is_preloaded=False)]
     models = served_models(plans, ServerSettings(), 2)
     assert [served.info is None for served in models] == [False, True]
+    assert models[1].num_bytes == 0
     assert "gone could not be loaded now" in caplog.text
 
 

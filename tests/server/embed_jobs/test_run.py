@@ -123,7 +123,7 @@ def test_every_input_to_every_output(run, source: str, suffix: str, lines: Path,
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "max_rows", "max_chars"), [(6, 3, 10**6), (1, 1, 10**6), (200, 20, 10**6), (200, 20, 60)]
+    ("batch_size", "max_rows", "max_chars"), [(6, 3, 10**6), (1, 1, 10**6), (200, 20, 65), (200, 20, 64)]
 )
 def test_requests_are_bounded_in_rows_and_characters(
     run, lines: Path, fake, batch_size: int, max_rows: int, max_chars: int, monkeypatch, tmp_path: Path
