@@ -94,7 +94,8 @@ class HttpSide:
         """Returns [N, D] embeddings of `texts`."""
         rows: list[list[float]] = []
         for start in range(0, len(texts), TEXTS_PER_ANSWER):
-            body = request_body(texts[start : start + TEXTS_PER_ANSWER], self._model, "float")
+            fields = json.loads(request_body(texts[start : start + TEXTS_PER_ANSWER], self._model, "float"))
+            body = json.dumps(fields | {"truncate_prompt_tokens": -1}).encode()  # penstock and vLLM; others truncate
             request = urllib.request.Request(
                 f"{self._server.url}/v1/embeddings", body, {"Content-Type": "application/json"}
             )
