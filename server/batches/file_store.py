@@ -1,22 +1,31 @@
-"""The files of clients in the data folder: uploads, limits and removal."""
+"""The data folder, and the files of clients in it: uploads, limits and removal.
+
+The folder outlives the server:
+
+lock          locked by the server that uses the folder
+secret        salt that turns API keys into owner ids; mode 0600
+penstock.db   records of files and batches (SQLite)
+files/        contents of files by id; names of running uploads end in .part
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from penstock.engine.private_files import sync_folder
+from penstock.engine.private_files import check_folder, open_private, secret_of, sync_folder
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError, UnknownObjectError
 
 from ..admission import LimitError, ServerRejectionReason
 from ..errors import quote
 from ..schemas.batch_bodies import MAX_EXPIRY_S, MIN_EXPIRY_S
-from .data_dir import DataDir
+from ..settings import UsageError
 from .database import BatchDatabase
 from .records import FileRecord, new_file_id
 from .upload import Upload
@@ -33,6 +42,44 @@ _RESERVED_SHARE: Final = 20
 _CHECK_EVERY_BYTES: Final = 4 * 1024 * 1024
 """Bytes of an upload after which disk space and limits are checked again."""
 _FIELDS: Final = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
+
+
+class DataDir:
+    """The data folder of one server. Created if missing, and locked until `close`.
+
+    Attributes:
+        secret: Secret bytes that stay the same after a restart.
+
+    Raises:
+        UsageError: Another server uses the folder, it cannot be written, or other users can write to it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.files = folder / "files"
+        self.database = folder / "penstock.db"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_folder(folder)
+            self.files.mkdir(mode=0o700, exist_ok=True)
+            self._lock = os.fdopen(open_private(folder / "lock"), "w")
+        except OSError as error:
+            raise UsageError(f"--data-dir: {folder} cannot be used: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise UsageError(
+                f"--data-dir: another server uses {folder}; give each server a folder of its own"
+            ) from error
+        try:
+            self.secret = secret_of(folder)
+        except OSError as error:
+            self._lock.close()
+            raise UsageError(f"--data-dir: {folder}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Unlocks the folder."""
+        self._lock.close()
 
 
 class FileStore:

@@ -28,9 +28,8 @@ from ..routing import BatchUse
 from ..schemas.batch_bodies import MAX_EXPIRY_S, MAX_HOURS, BatchRequest
 from ..settings import ServerSettings
 from .batch_run import BatchRun, RunContext
-from .data_dir import DataDir
 from .database import BatchDatabase, Page
-from .file_store import FileStore
+from .file_store import DataDir, FileStore
 from .input_lines import BatchInput
 from .internal_client import InternalClient
 from .line_limiter import ClientTraffic, LineLimiter

@@ -21,7 +21,7 @@ from penstock.engine.client.engine_process import EngineProcess
 from penstock.engine.protocol.setting import short_count
 
 from .. import penstock_version
-from ..models.load_failure import load_failure
+from ..models.served_model import load_failure
 from ..settings import (
     BenchSettings,
     CommandError,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..cluster.ray_settings import RayEmbedSettings, RayServeSettings, check_flags
-from ..models.load_failure import load_failure
+from ..models.served_model import load_failure
 from ..settings import UsageError, load_settings
 from .flags import OneLineParser, add_flags
 from .model_arguments import model_and_names, settings_and_models

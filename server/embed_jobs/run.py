@@ -24,7 +24,7 @@ from penstock.engine.protocol.errors import (
 )
 from penstock.engine.protocol.images import ImageInput
 
-from ..models.load_failure import load_failure
+from ..models.served_model import load_failure
 from ..settings import CommandError, EmbedSettings, UsageError, declared_settings, flag_of
 from .input_file import BadRow, BadRowError, InputFile, InputSummary, Row
 from .input_formats import open_input

@@ -16,8 +16,7 @@ from pydantic_core import to_jsonable_python
 from penstock.engine.model_files.resolve import resolved_table
 
 from .. import penstock_version
-from ..calls.context import context_of, reject_other_origins
-from ..calls.disconnect_monitor import DisconnectMonitor
+from ..calls.context import DisconnectMonitor, context_of, reject_other_origins
 from ..calls.model_call import ModelCall
 from ..dialects import PENSTOCK, Responses
 from ..http.json_responses import json_response

@@ -15,8 +15,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
 from penstock.engine.images.header import ImageError
-from penstock.engine.images.preprocessing import preprocess
-from penstock.engine.images.resampling import resize_part
+from penstock.engine.images.preprocessing import preprocess, resize_part
 from penstock.engine.protocol.images import ImagePatches, ImageResize, ImageSpec
 
 from ...tables import table

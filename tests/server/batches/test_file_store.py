@@ -12,9 +12,8 @@ import pytest
 from fastapi import HTTPException
 
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError
-from penstock.server.batches.data_dir import DataDir
 from penstock.server.batches.database import BatchDatabase
-from penstock.server.batches.file_store import FileStore
+from penstock.server.batches.file_store import DataDir, FileStore
 from penstock.server.batches.records import FileRecord
 from penstock.server.batches.service import BatchService
 from penstock.server.batches.upload import Upload

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from penstock.engine.protocol.errors import DeadlineExceededError, RequestCancelledError
-from penstock.server.calls import disconnect_monitor
-from penstock.server.calls.disconnect_monitor import DisconnectMonitor
+from penstock.server.calls import context
+from penstock.server.calls.context import DisconnectMonitor
 from penstock.server.request_state import state_of
 
 from ...waiting import loop_iterations, until
@@ -22,7 +22,7 @@ def request_of(messages: "asyncio.Queue[Message]") -> Request:
 
 @pytest.fixture(autouse=True)
 def watches_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disconnect_monitor, "WATCH_AFTER_S", 0.0)
+    monkeypatch.setattr(context, "WATCH_AFTER_S", 0.0)
 
 
 async def test_no_task_remains_after_a_request() -> None:
@@ -84,7 +84,7 @@ async def test_request_without_a_deadline_sets_no_endless_timer(serving, engine,
         engine.gate.set()
         assert (await request).status_code == 200
     delays = [call.args[0] for call in call_later.call_args_list]
-    assert disconnect_monitor.WATCH_AFTER_S in delays
+    assert context.WATCH_AFTER_S in delays
     assert max(delays) < math.inf
 
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from penstock.engine.protocol.model_info import ModelInfo
-from penstock.server.commands.announcement import announcement, open_access_warning
+from penstock.server.commands.serve import announcement, open_access_warning
 from penstock.server.models.model_entry import ModelEntry
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, load_settings
