@@ -147,3 +147,10 @@ def test_connection_that_is_reset_has_ended(ends: Ends) -> None:
     other.close()
     with pytest.raises(EOFError):
         one.receive()
+
+
+def test_close_ends_the_sender(ends: Ends) -> None:
+    one, _ = ends
+    one.send(b"unread", [bytes(10_000_000)])
+    one.close()
+    assert "sender" not in {thread.name for thread in threading.enumerate()}
