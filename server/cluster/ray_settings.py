@@ -122,7 +122,7 @@ class RayEmbedSettings(ClusterSettings, EmbedSettings):
     """Settings of `penstock ray embed`."""
 
     output: str = setting(REQUIRED, "Output folder, shared by all machines.", "Input and output", "FOLDER")
-    piece_rows: int = setting(
+    shard_rows: int = setting(
         2048,
         "Number of rows per shard. A shard is one output file and the unit of work after an interruption.",
         "Cluster",

@@ -107,7 +107,7 @@ def _embed_on_ray(source: str, settings: RayEmbedSettings, model: str, name: str
         raise UsageError(f"OUT: {settings.output} holds the input {inside[0]}; name another folder")
     shards: list[Shard] = []
     for rows in inputs:
-        shards += rows.shards(settings.piece_rows, len(shards))
+        shards += rows.shards(settings.shard_rows, len(shards))
     from ..cluster.ray_embed import EmbedderConfig, embed_on_ray
 
     embedder_config = EmbedderConfig(
@@ -121,7 +121,7 @@ def _embed_on_ray(source: str, settings: RayEmbedSettings, model: str, name: str
         settings.log_format,
     )
     numbers = {"dtype": config.dtype, "arithmetic": config.arithmetic}  # as configured, because no engine runs yet
-    options = {**row_options(settings), "piece_rows": settings.piece_rows}
+    options = {**row_options(settings), "shard_rows": settings.shard_rows}
     identity = {"input": stat_digest(inputs), "model": model_digest(info), **numbers, **options}
     embed_on_ray(shards, embedder_config, identity, settings)
 

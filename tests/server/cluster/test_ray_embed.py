@@ -45,7 +45,7 @@ def source(tmp_path: Path) -> Path:
 
 def command(source: Path, out: Path, cluster: Nodes, *flags: str) -> tuple[str, ...]:
     program = (sys.executable, "-P", "-m", "penstock.server", "ray", "embed", str(source), str(out))
-    return (*program, "--address", cluster.address, "--piece-rows", str(SHARD_ROWS), "--max-replicas", "2", *flags)
+    return (*program, "--address", cluster.address, "--shard-rows", str(SHARD_ROWS), "--max-replicas", "2", *flags)
 
 
 def num_done(out: Path) -> int:
