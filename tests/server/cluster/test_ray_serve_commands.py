@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
 from penstock.engine import EngineConfig
+from penstock.server.cluster.balancing import BUSY, QUEUE_S
 from penstock.server.cluster.ray_replica import applications_of
 from penstock.server.cluster.ray_settings import RayServeSettings
 from penstock.server.http.http_server import KEEP_ALIVE_S
@@ -23,7 +23,23 @@ from ...waiting import wait_until
 
 PACKAGE = "penstock.server.cluster"
 IMPORT_RAY = (f"{PACKAGE}.ray_serve", f"{PACKAGE}.ray_connection")
+ADDRESS = {"host": "::1", "port": 81, "ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Deployment:
+    """A deployment of Ray Serve: its name and its options."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.settings: dict[str, Any] = {}
+
+    def options(self, **settings: Any) -> "Deployment":
+        self.settings = settings
+        return self
+
+    def bind(self, build: object) -> "Deployment":
+        return self
 
 
 class Serve:
@@ -36,17 +52,24 @@ class Serve:
         self.is_running = False
         self.on_delete: Callable[[], object] = lambda: None
         self.http_config: Any = None
-        self.start, self.ingress, self.deployment = self._start, MagicMock(), MagicMock()
+        self.deployments: dict[str, Deployment] = {}
 
-    def _start(self, *, http_options: Any, proxy_location: str) -> None:
+    def start(self, *, http_options: Any, proxy_location: str) -> None:
         self.proxy_location = proxy_location
         if not self.is_running:
             self.is_running, self.http_config = True, http_options
 
+    def ingress(self) -> Callable[[type], type]:
+        return lambda replica: replica
+
+    def deployment(self, replica: type, *, name: str) -> Deployment:
+        return Deployment(name)
+
     def status(self) -> SimpleNamespace:
         return SimpleNamespace(applications=dict(self.applications))
 
-    def run(self, _: Any, *, name: str, route_prefix: str) -> None:
+    def run(self, deployment: Deployment, *, name: str, route_prefix: str) -> None:
+        self.deployments[name] = deployment
         deployments = {"model": SimpleNamespace(message=self.message if name == self.broken else "")}
         self.applications[name] = SimpleNamespace(deployments=deployments, route_prefix=route_prefix)
         if name == self.broken:
@@ -66,7 +89,7 @@ def ray_serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     names = ("AutoscalingConfig", "AutoscalingPolicy", "BackpressureConfig", "RequestRouterConfig")
     config = SimpleNamespace(HTTPOptions=lambda **options: SimpleNamespace(**options), **dict.fromkeys(names, dict))
     context = SimpleNamespace(_get_global_client=lambda: SimpleNamespace(http_config=serve.http_config))
-    ray = MagicMock(serve=serve)
+    ray = SimpleNamespace(serve=serve, init=lambda *_, **__: None, shutdown=lambda: None)
     modules = {"ray": ray, "ray.serve": serve, "ray.serve.config": config, "ray.serve.context": context}
     modules[f"{PACKAGE}.ray_router"] = SimpleNamespace(LeastTokensRouter=object)
     for name, module in modules.items():
@@ -143,32 +166,46 @@ def test_signal_takes_down_the_models_of_the_command(serve_models, ray_serve: Se
     assert set(ray_serve.applications) == {"penstock-a", "penstock-x"}
 
 
-def test_settings_reach_ray(serve_models, ray_serve: Serve) -> None:
-    settings = {"replica_cpus": 3, "replica_gpus": 0.5, "max_ongoing_requests": 5, "max_queued_requests": 6}
+def test_settings_reach_the_deployment(serve_models, ray_serve: Serve) -> None:
     scaling = {"min_replicas": 2, "max_replicas": 4, "upscale_delay_s": 7.0, "downscale_delay_s": 8.0}
-    address = {"host": "::1", "port": 81, "ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}
-    serve_models("a", detach=True, **settings, **scaling, **address, target_queue_s=0.5, drain_timeout_s=9.0)
+    limits = {"max_ongoing_requests": 5, "max_queued_requests": 6}
+    serve_models("a", detach=True, replica_cpus=3, replica_gpus=0.5, drain_timeout_s=9.0, **limits, **scaling)
+    deployment = ray_serve.deployments["penstock-a"]
+    del deployment.settings["autoscaling_config"]["policy"]
+    router = {"request_router_class": object, "request_routing_stats_period_s": 1.0}  # the router of the fixture
+    assert deployment.name == "model"
+    assert deployment.settings == {
+        **limits,
+        "ray_actor_options": {"num_cpus": 3, "num_gpus": 0.5},
+        "backpressure_config": {"status_code": 429, "retry_after_s": 1.0},
+        "autoscaling_config": {**scaling, "look_back_period_s": 15.0},
+        "request_router_config": router,
+        "graceful_shutdown_timeout_s": 19.0,
+        "max_constructor_retry_count": 3,
+    }
+
+
+def test_replicas_follow_the_queued_seconds_of_the_settings(serve_models, ray_serve: Serve) -> None:
+    serve_models("a", detach=True, target_queue_s=0.5)
+    policy = ray_serve.deployments["penstock-a"].settings["autoscaling_config"]["policy"]
+    metrics = {QUEUE_S: {"replica": 1.0}, BUSY: {"replica": 0.0}}
+    context = SimpleNamespace(target_num_replicas=1, policy_state={}, aggregated_metrics=metrics)
+    assert policy["policy_function"](**policy["policy_kwargs"])(context) == (2, {})
+
+
+def test_proxies_get_the_address_and_the_certificate(serve_models, ray_serve: Serve) -> None:
+    serve_models("a", detach=True, **ADDRESS)
+    assert vars(ray_serve.http_config) == {**ADDRESS, "keep_alive_timeout_s": KEEP_ALIVE_S}
     assert (ray_serve.proxy_location, os.environ["RAY_USAGE_STATS_ENABLED"]) == ("EveryNode", "0")
     assert logging.getLogger("ray").level == logging.INFO
-    assert ray_serve.deployment.call_args.kwargs == {"name": "model"}
-    options = ray_serve.deployment.return_value.options.call_args.kwargs
-    assert options["ray_actor_options"] == {"num_cpus": 3, "num_gpus": 0.5}
-    assert (options["max_ongoing_requests"], options["max_queued_requests"]) == (5, 6)
-    assert options["backpressure_config"] == {"status_code": 429, "retry_after_s": 1.0}
-    policy = options["autoscaling_config"].pop("policy")
-    assert policy["policy_function"](**policy["policy_kwargs"])._target_queue_s == 0.5
-    assert options["autoscaling_config"] == {**scaling, "look_back_period_s": 15.0}
-    router = {"request_router_class": object, "request_routing_stats_period_s": 1.0}  # the router of the fixture
-    assert options["request_router_config"] == router
-    assert (options["graceful_shutdown_timeout_s"], options["max_constructor_retry_count"]) == (19.0, 3)
-    assert ray_serve.http_config.keep_alive_timeout_s == KEEP_ALIVE_S
-    assert {name: str(value) for name, value in vars(ray_serve.http_config).items() if name in address} == {
-        **address, "port": "81"
-    }  # fmt: skip
-    running = ray_serve.http_config
-    for name, value in {"host": "::", "port": 82, "ssl_certfile": "/d.pem", "ssl_keyfile": "/d.pem"}.items():
-        flag = "--" + name.replace("_", "-")
-        ray_serve.http_config = SimpleNamespace(**vars(ray_serve.http_config) | {name: value})
-        with pytest.raises(UsageError, match=f"^{flag}: Ray Serve runs on this cluster with another value: {value}"):
-            serve_models("b", detach=True, **address)
-        ray_serve.http_config = running
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("host", "::"), ("port", 82), ("ssl_certfile", "/d.pem"), ("ssl_keyfile", "/d.pem")]
+)
+def test_proxies_with_another_address_are_rejected(serve_models, ray_serve: Serve, name: str, value: object) -> None:
+    serve_models("a", detach=True, **ADDRESS)
+    setattr(ray_serve.http_config, name, value)
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(UsageError, match=f"^{flag}: Ray Serve runs on this cluster with another value: {value}"):
+        serve_models("b", detach=True, **ADDRESS)
