@@ -111,6 +111,9 @@ async def full_document(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 def test_every_operation_is_described(full_document: dict) -> None:
+    described = [operation for item in full_document["paths"].values() for operation in item.values()]
+    statuses = {status for operation in described for status in operation["responses"]}
+    assert statuses == set(table(__file__, "documented_statuses"))
     for path, item in full_document["paths"].items():
         for operation in item.values():
             assert operation["tags"], path

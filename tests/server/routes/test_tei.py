@@ -313,6 +313,7 @@ async def test_large_sparse_vectors_need_more_memory(serving, make_engine, monke
         rejected = await client.post("/embed_sparse", json={"inputs": ["a b c"]})
     assert rejected.status_code == 422
     assert "the limit is 100" in rejected.json()["error"]
+    assert rejected.json()["param"] == "inputs"
 
 
 @pytest.mark.parametrize("path", ["/embed_sparse", "/"])
