@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.families.registry import FAMILIES
-from penstock.server.cluster.ray_settings import RayEmbedSettings, RayServeSettings
+from penstock.server.cluster.ray_settings import UNSUPPORTED, RayEmbedSettings, RayServeSettings
 from penstock.server.commands.cli import _parser, main
 from penstock.server.commands.flags import translate_vllm_flags
 from penstock.server.commands.known_models import find_models
@@ -171,3 +171,8 @@ def test_documented_limit_is_that_of_the_code(page: str, module: str, name: str,
     sizes |= {unit: WORDS.get(value / size, "?") for unit, size in written.items()}
     words = " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
     assert text.format(value, **sizes) in words
+
+
+def test_ray_page_names_the_unsupported_flags() -> None:
+    text = text_of(ROOT / "docs" / "ray.md")
+    assert not [name for name in UNSUPPORTED if f"`{flag_of(name)}`" not in text]

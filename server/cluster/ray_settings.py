@@ -131,7 +131,7 @@ class RayEmbedSettings(ClusterSettings, EmbedSettings):
     )
 
 
-_UNSUPPORTED: Final = {
+UNSUPPORTED: Final = {
     "on_bad_row": "a row that cannot be embedded ends the run; leave such rows out of the input",
     "in_process": "an engine on a cluster always has its own process",
     "max_loaded_models": "--min-replicas and --max-replicas bound the replicas of each model",
@@ -159,7 +159,7 @@ _UNSUPPORTED: Final = {
 def check_flags(settings: RayServeSettings | RayEmbedSettings) -> None:
     """Raises UsageError for a flag without effect on a cluster, and for inconsistent numbers."""
     values, declared = public_values(settings), declared_settings(type(settings))
-    for name, reason in _UNSUPPORTED.items():
+    for name, reason in UNSUPPORTED.items():
         if name in declared and values.get(name, settings.__dict__.get(name)) != declared[name].default:
             raise UsageError(f"{flag_of(name)}: not on Ray: {reason}")
     if settings.replica_limit < settings.min_replicas:
