@@ -139,6 +139,9 @@ async def test_bits_need_a_width_of_whole_bytes(serving, make_engine, field: str
     engine = make_engine(is_matryoshka=True)
     async with serving(engine) as client:
         response = await client.post("/v1/embeddings", json={"input": "a", "dimensions": 6, field: "binary"})
+        inputs = [{"content": [{"type": "text", "text": "a"}]}]
+        body = {"inputs": inputs, "output_dimension": 6, "output_dtype": "binary"}
+        assert (await client.post("/v1/multimodalembeddings", json=body)).status_code == 400
     assert (response.status_code, response.json()["error"]["param"]) == (400, field)
     assert "6 dimensions" in response.json()["message"]
     assert not engine.calls
