@@ -166,7 +166,7 @@ class InputFile(ABC):
 
     def json_object(self, row: Row) -> bytes:
         """Returns a row of `full_rows` as a JSON object. Raises TypeError if a value cannot be written as JSON."""
-        return orjson.dumps(row.record, option=orjson.OPT_NON_STR_KEYS, default=value_to_text)
+        return orjson.dumps(row.record, default=value_to_text)
 
     def summarize(self, visit: Callable[[Row], None], *, skip_bad: bool) -> InputSummary:
         """Reads every row once, to find bad rows before any row is embedded.
