@@ -251,14 +251,16 @@ def test_continued_run_repeats_no_finished_shard(run, unfinished: Path, lines: P
     assert {path.name for path in folder.parent.iterdir()} == {lines.name, unfinished.name}
 
 
-@pytest.mark.parametrize("changed", ["input", "model", "dimensions", "normalize"])
+@pytest.mark.parametrize("changed", ["input", "model", "model file", "dimensions", "normalize"])
 def test_another_job_does_not_continue_a_run(run, unfinished: Path, lines: Path, replace_info, changed: str) -> None:
     if changed == "input":
         lines.write_text(lines.read_text() + "one more\n")
     if changed == "model":
         replace_info(max_model_len=32)
+    if changed == "model file":
+        lines.with_name("model.safetensors").write_bytes(b"other weights")
     settings = {"dimensions": {"dimensions": 8}, "normalize": {"normalize": False}}.get(changed, {})
-    with pytest.raises(CommandError, match=f"another {changed}"):
+    with pytest.raises(CommandError, match=f"another {changed.split()[0]}"):
         run(lines, unfinished, **settings)
 
 
