@@ -93,9 +93,10 @@ class LLM:
         except BaseException:  # stop the thread, also after an interrupt
             self._loop.stop()
             raise
-        self._finalizer = weakref.finalize(self, self._loop.stop_after, self._engine.close)
+        self._close_at_exit = partial(_close, weakref.ref(self))
+        self._finalizer = weakref.finalize(self, _stop_later, self._close_at_exit, self._loop, self._engine)
         self._finalizer.atexit = False  # unlike `close`, it does not wait
-        atexit.register(_close, weakref.ref(self))
+        atexit.register(self._close_at_exit)
 
     @property
     def info(self) -> ModelInfo:
@@ -216,6 +217,7 @@ class LLM:
         """Stops the engine process and waits for its end; later calls of other methods fail."""
         if self._finalizer.detach() is None:  # closed already
             return
+        atexit.unregister(self._close_at_exit)
         try:
             self._loop.run(self._engine.close())
         finally:
@@ -276,6 +278,12 @@ class LLM:
 def _close(llm: weakref.ref[LLM]) -> None:
     if (open_llm := llm()) is not None:
         open_llm.close()
+
+
+def _stop_later(close_at_exit: Callable[[], None], loop: EventLoopThread, engine: AsyncEngine) -> None:
+    """Stops the engine of an LLM that was deleted. Does not wait; see EventLoopThread.stop_after."""
+    atexit.unregister(close_at_exit)
+    loop.stop_after(engine.close)
 
 
 def _params(params: PoolingParams | None, truncate_prompt_tokens: int | None) -> PoolingParams:

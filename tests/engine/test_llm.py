@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -166,6 +168,22 @@ def test_finalizer_does_not_wait_for_the_engine() -> None:
     may_end.set()
     loop._thread.join(60)
     assert not loop._thread.is_alive()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_ended_llm_leaves_no_callback_for_the_exit(monkeypatch: pytest.MonkeyPatch, closes: bool) -> None:
+    engine = Mock(close=AsyncMock())
+    monkeypatch.setattr(AsyncEngine, "start", AsyncMock(return_value=engine))
+    llm = LLM("m")
+    callback, thread = weakref.ref(llm._close_at_exit), llm._loop._thread
+    if closes:
+        llm.close()
+    assert callback() is not None
+    del llm
+    assert callback() is None
+    thread.join(60)
+    assert not thread.is_alive()
+    engine.close.assert_awaited_once_with()
 
 
 def test_call_beside_the_end_of_the_loop_fails() -> None:
