@@ -77,7 +77,7 @@ class SharedResource:
         self._flag = flag
         self._full = full
         self._share = share
-        self._max_own = None if max_share is None else int(limit * max_share)
+        self._max_share = max_share
         self._shown = shown
         self._by_client: dict[str, int] = {}
 
@@ -107,19 +107,20 @@ class SharedResource:
         others, needed = self.used - held, max(amount, 1)
         excess = others + needed - self.limit
         is_full = others > 0 and excess > 0
-        if not is_full and self._max_own is None:
+        if not is_full and self._max_share is None:
             return None
         client_used = self._by_client.get(client, 0) - held
-        if self._max_own is not None:
+        if self._max_share is not None:
             if is_full:
                 return self._full_rejection(amount, others, excess)
-            if client_used <= 0 or client_used + needed <= self._max_own:
+            max_own = int(self.limit * self._max_share)
+            if client_used <= 0 or client_used + needed <= max_own:
                 return None
             message = (
                 f"Your other requests hold {self._shown(client_used)} {self._unit} of {self._name}"
-                f"{self._takes(amount)}; one client may hold {self._shown(self._max_own)} ({self._flag})."
+                f"{self._takes(amount)}; one client may hold {self._shown(max_own)} ({self._flag})."
             )
-            return LimitExceeded(self._share, message, min(client_used + needed - self._max_own, client_used))
+            return LimitExceeded(self._share, message, min(client_used + needed - max_own, client_used))
         num_clients = len(self._by_client) + (client not in self._by_client)
         share = max(self.limit // num_clients, 1)
         if client and client_used + needed <= share:
@@ -202,7 +203,7 @@ class WorkLimit:
         # `_all` counts at most `_largest` of a request, `_large` only the requests above `_largest`.
         self._all = SharedResource(0, name, seconds, flag, full=full, share=share, shown=self._seconds)
         self._large = SharedResource(
-            0, f"{name} for large requests", seconds, f"half of {flag}", full=full, share=full, shown=self._seconds
+            0, f"{name} for large requests", seconds, f"part of {flag}", full=full, share=full, shown=self._seconds
         )
 
     @property

@@ -109,7 +109,7 @@ def test_large_requests_leave_half_of_the_queue_to_small_ones() -> None:
     admission = make(1_000_000, max_queue_s=8.0, rate=1_000)
     for _ in range(8):
         admission.enter(1_000)
-    message = r"for large requests is full.* hold 8 seconds.* limit is 4 \(half of --max-queue-s.* 500 .* yours has 501"
+    message = r"for large requests is full.* hold 8 seconds.* limit is 4 \(part of --max-queue-s.* 500 .* yours has 501"
     with pytest.raises(EngineOverloadedError, match=message) as rejected:
         admission.enter(501)
     assert rejected.value.retry_after_s == pytest.approx(4.0, abs=0.01)

@@ -76,6 +76,9 @@ def test_client_holds_no_more_than_its_share() -> None:
         2,
     )
     assert memory.rejection("b", 60) is None  # alone, it may hold more than its share
+    memory.limit = 200
+    assert memory.rejection("a", 70) is None
+    assert "one client may hold 100" in rejected(memory.rejection("a", 71)).message
 
 
 def test_reservation_changes_only_if_it_fits() -> None:
