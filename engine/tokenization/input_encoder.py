@@ -101,7 +101,7 @@ class InputEncoder:
         if positions is not None:
             truncation = replace(truncation, positions=positions)
         tokenized = await self._tokenizer.encode(
-            self._texts(inputs, options),
+            self._texts(inputs, options, positions),
             truncation,
             prompt=self._prompt(options, is_query=params.is_query),
             skip_prompt=not self._info.include_prompt,
@@ -271,15 +271,17 @@ class InputEncoder:
         if options.max_passages == 1:
             options.report_truncated(sum(tokens.is_truncated for tokens in tokenized))
 
-    def _texts(self, inputs: Sequence[Input], options: RequestOptions) -> list[Text]:
-        """Returns inputs that are all texts.
+    def _texts(
+        self, inputs: Sequence[Input], options: RequestOptions, positions: Sequence[int] | None = None
+    ) -> list[Text]:
+        """Returns inputs that are all texts. `positions` as in `encode`.
 
         Raises InvalidRequestError if there is no input, or an input is empty, an image or a media file.
         """
         if not inputs:
             raise InvalidRequestError("Give at least one input.", param="input")
         texts: list[Text] = []
-        for index, item in enumerate(inputs):
+        for index, item in zip(positions or range(len(inputs)), inputs, strict=True):
             if isinstance(item, ImageInput | MixedInput):
                 raise self._image_error(item, index)
             if isinstance(item, str) and options.max_passages == 1:

@@ -3,12 +3,14 @@
 import json
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
 from penstock.engine.core.make_scheduler import _limit_model_len
+from penstock.engine.images.preprocessor import ImagePreprocessor
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.images import ImageInput, MixedInput
@@ -90,6 +92,12 @@ async def test_image_for_a_model_of_texts_is_rejected(pool: TokenizerPool) -> No
     for pair in (("a", image), (image, "a")):
         with pytest.raises(InvalidRequestError, match=message):
             await encoder.pairs([("a", "dam"), pair], PARAMS, OPTIONS, param=None)
+
+
+async def test_mixed_input_behind_an_image_is_named_by_its_place(pool: TokenizerPool) -> None:
+    encoder, image = InputEncoder(INFO, pool, EngineConfig(model="/tiny"), Mock(ImagePreprocessor)), ImageInput(b"png")
+    with pytest.raises(InvalidRequestError, match=r"^Input 2 is an image"):
+        await encoder.encode([image, "a", MixedInput(("a", image))], PARAMS, OPTIONS)
 
 
 @pytest.mark.parametrize(("uri", "kind"), table(__file__, "data uri of an image is rejected"))
