@@ -23,11 +23,7 @@ import penstock.engine
 import penstock.kernels
 import penstock.server
 
-LOOPS = (
-    "server/commands/serve.py serve",
-    "engine/core/core.py EngineCore.run",
-    "engine/core/core.py EngineCore._wait",
-)
+LOOPS = ("server/commands/serve.py serve", "engine/core/core.py EngineCore.run", "engine/core/core.py EngineCore._wait")
 """Functions in which the processes wait for work."""
 
 TO_ENGINE = (
@@ -43,10 +39,7 @@ IN_ENGINE = (
     "engine/pooling/model_pooler.py ModelPooler.pool",
     "engine/protocol/message_connection.py MessageConnection.send",
 )
-TO_CLIENT = (
-    "engine/client/dispatcher.py Replica.receive",
-    "server/http/response_writer.py ResponseWriter.write",
-)
+TO_CLIENT = ("engine/client/dispatcher.py Replica.receive", "server/http/response_writer.py ResponseWriter.write")
 CHUNK = (
     "engine/scheduling/chunked_prefill.py ChunkedPrefillManager.schedule_chunk",
     "engine/pooling/chunked_manager.py ChunkedPoolingManager.process_batch",

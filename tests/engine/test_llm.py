@@ -182,7 +182,6 @@ def test_ended_llm_leaves_no_callback_for_the_exit(monkeypatch: pytest.MonkeyPat
     del llm
     assert callback() is None
     thread.join(60)
-    assert not thread.is_alive()
     engine.close.assert_awaited_once_with()
 
 

@@ -7,13 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.server import admission
-from penstock.server.admission import (
-    MAX_DELAY_S,
-    REJECTIONS_PER_TICK,
-    TICK_S,
-    RejectionQueue,
-    max_delay_s,
-)
+from penstock.server.admission import MAX_DELAY_S, REJECTIONS_PER_TICK, TICK_S, RejectionQueue, max_delay_s
 
 
 class Clock:

@@ -41,9 +41,6 @@ def configs() -> Iterator[type]:
                 yield value
 
 
-DECODERS = {config for config in configs() if issubclass(config, DecoderConfig)}
-
-
 def default_of(field: dataclasses.Field[Any]) -> Any:
     """Returns the default as JSON; None for a required field, too."""
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -70,7 +67,11 @@ def test_defaults_equal_those_of_transformers(config: Any) -> None:
 
 
 def test_default_rope_theta_of_decoders_equals_that_of_transformers() -> None:
-    ours = {config.__name__: default_of(config.__dataclass_fields__["rope_theta"]) or 10_000.0 for config in DECODERS}
+    ours = {
+        config.__name__: default_of(config.__dataclass_fields__["rope_theta"]) or 10_000.0
+        for config in configs()
+        if issubclass(config, DecoderConfig)
+    }
     theirs = {name: getattr(getattr(transformers, name, None), "default_theta", None) for name in ours}
     common = {name for name, theta in theirs.items() if isinstance(theta, float)}
     assert common > {"EuroBertConfig", "Lfm2Config", "LlamaConfig", "Qwen3Config"}

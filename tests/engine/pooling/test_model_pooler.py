@@ -17,6 +17,7 @@ from penstock.engine.protocol.errors import UnsupportedTaskError
 from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
+from ...tables import table
 from .conftest import (
     ATTENTION_HEAD,
     HIDDEN_SIZE,
@@ -191,14 +192,7 @@ def test_step_returns_tagged_rows_and_chosen_columns(
     info = make_info(ModelKind.TOKEN_CLASSIFIER, sequence_pooling=(), token_pooling=pooling_type)
     cases: list[dict[str, Any]] = [{}] * 6
     if pooling_type is PoolingType.STEP:
-        cases = [
-            {"step_tag_id": 3, "returned_token_ids": (4, 1)},
-            {"step_tag_id": 3},
-            {"returned_token_ids": (0,)},
-            {"step_tag_id": 3, "returned_token_ids": (4, 1), "use_activation": False},
-            {"step_tag_id": 99},
-            {},
-        ]
+        cases = table(__file__, "test_step_returns_tagged_rows_and_chosen_columns")
     params = [resolved(info, PoolingTask.TOKEN_CLASSIFY, **case) for case in cases]
     output = pool_all(tensor_pooler(info, model), params)
     logits = (hidden_states @ model.weight.T).split(LENGTHS)

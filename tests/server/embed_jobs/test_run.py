@@ -26,10 +26,7 @@ from ...tables import cases, table
 SHARD_ROWS = 5
 TEXTS = [f"text number {i}" for i in range(23)] + ["", "naïve 東京"]
 LONG = "word " * 100
-LINES = [
-    *table(__file__, "lines_with_bad_rows"),
-    *[json.dumps({"id": i, "text": f"text {i}"}) for i in range(10, 40)],
-]
+LINES = [*table(__file__, "lines_with_bad_rows"), *[json.dumps({"id": i, "text": f"text {i}"}) for i in range(10, 40)]]
 BAD = {int(line): reason for line, reason in table(__file__, "reasons_of_bad_rows").items()}
 
 
