@@ -153,7 +153,7 @@ def test_killed_worker_loses_its_own_requests_only(running: Server, connections:
     assert [receive(connection) for connection in connections.values()] == [200] * (NUM_WORKERS - 1)
     wait_until(lambda: running.metric("penstock_engine_queued_tokens") == 0)
     wait_until(lambda: len(workers_of(running)) == NUM_WORKERS and victim not in workers_of(running))
-    assert "an HTTP process ended with signal 9; another one is started" in running.log.read_text()
+    running.wait_for_log("an HTTP process ended with signal 9; another one is started")
 
 
 def test_killed_engine_fails_running_requests_only(running: Server, connections: dict[int, HTTPConnection]) -> None:
@@ -192,7 +192,7 @@ def test_terminated_worker_ends_after_its_request(
     os.kill(engine, signal.SIGCONT)
     assert receive(connections[victim]) == 200
     wait_until(lambda: len(workers_of(running)) == NUM_WORKERS and victim not in workers_of(running))
-    assert "an HTTP process ended with exit code 0; another one is started" in running.log.read_text()
+    running.wait_for_log("an HTTP process ended with exit code 0; another one is started")
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.engine.scheduling import CacheSpec, InputSequence, KvLayerSpec, PrefillChunk, Request
+from penstock.engine.scheduling import CacheSpec, InputSequence, KvLayerSpec, PrefillChunk, Request, adapters_of
 
 from .fake_runner import TOKENIZER, model
 from .fake_stream import FakeEvent, FakeStream
@@ -178,10 +178,9 @@ def test_lost_device_fails_every_call(runner: ModelRunner, stream: FakeStream) -
 
 
 def test_chunks_run_with_the_numbers_of_their_adapters() -> None:
-    runner, chunks = make(), [chunk_of(1), chunk_of(2), chunk_of(3)]
+    chunks = [chunk_of(1), chunk_of(2), chunk_of(3)]
     for chunk, name in zip(chunks, (None, "tax", "legal"), strict=True):
         chunk.sequence.request.params = PoolingParams(adapter=name)
     for numbers, last, expected in (({"legal": 0, "tax": 1}, 3, [-1, 1, 0]), ({"tax": 0}, 1, None), ({}, 3, None)):
-        runner._adapter_numbers = numbers
-        found = runner._adapters(chunks[:last])
+        found = adapters_of(chunks[:last], numbers)
         assert (None if found is None else found.tolist()) == expected

@@ -192,7 +192,8 @@ def test_step_returns_tagged_rows_and_chosen_columns(
     info = make_info(ModelKind.TOKEN_CLASSIFIER, sequence_pooling=(), token_pooling=pooling_type)
     cases: list[dict[str, Any]] = [{}] * 6
     if pooling_type is PoolingType.STEP:
-        cases = table(__file__, "test_step_returns_tagged_rows_and_chosen_columns")
+        rows = table(__file__, "test_step_returns_tagged_rows_and_chosen_columns")
+        cases = [{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows]
     params = [resolved(info, PoolingTask.TOKEN_CLASSIFY, **case) for case in cases]
     output = pool_all(tensor_pooler(info, model), params)
     logits = (hidden_states @ model.weight.T).split(LENGTHS)
