@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.engine.client.vector_cache.cache import VectorCache
 
 from . import penstock_version
-from .admission import AdmissionController, RejectionQueue
+from .admission import AdmissionController
 from .batches.internal_client import InternalClient
 from .batches.service import BatchMetrics, BatchService
 from .calls.context import ServerContext
@@ -22,6 +22,7 @@ from .http.http_server import file_limit
 from .http.image_fetcher import AllowedHost, ImageFetcher
 from .middleware.auth import ApiKeyStore, AuthMiddleware
 from .middleware.error_handlers import UnexpectedErrorMiddleware, install_error_handlers
+from .middleware.rejection_queue import RejectionQueue
 from .middleware.requests import (
     JsonDispatcher,
     RequestMiddleware,

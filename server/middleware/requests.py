@@ -35,7 +35,7 @@ from penstock.engine.protocol.errors import (
 from penstock.engine.protocol.params import CLIENT
 from penstock.engine.protocol.stage_times import STAGE_TIMES
 
-from ..admission import MAX_DELAY_S, RejectionQueue, max_delay_s, note_rejection
+from ..admission import note_rejection
 from ..calls.context import DisconnectMonitor, ServerContext, context_of
 from ..dialects import dialect_of
 from ..errors import TRACE_ID, quote, request_fields
@@ -48,6 +48,7 @@ from ..observability.request_record import CURRENT_RECORD, RequestRecord, server
 from ..request_state import state_of
 from ..routing import Route, RouteTable, route_of
 from .error_handlers import unexpected_error_response
+from .rejection_queue import MAX_DELAY_S, RejectionQueue, max_delay_s
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from penstock.server.admission import MAX_DELAY_S, REJECTIONS_PER_TICK, TICK_S
+from penstock.server.middleware.rejection_queue import MAX_DELAY_S, REJECTIONS_PER_TICK, TICK_S
 
 from ..servers import MIB, Launch, Server
 from ..waiting import until

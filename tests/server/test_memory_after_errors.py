@@ -34,7 +34,7 @@ Engine = Any
 
 @pytest.fixture(autouse=True)
 def _no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("penstock.server.admission.TICK_S", 0.001)
+    monkeypatch.setattr("penstock.server.middleware.rejection_queue.TICK_S", 0.001)
     logging.disable()  # pytest keeps log records and their tracebacks
     gc.collect()
     gc.disable()

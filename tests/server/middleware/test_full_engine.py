@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from penstock.engine.protocol.errors import EngineOverloadedError
-from penstock.server import admission
 from penstock.server.app import create_app
 from penstock.server.http.http_server import HttpServer
+from penstock.server.middleware import rejection_queue
 from penstock.server.settings import ServerSettings
 
 from ...tables import cases, table
@@ -39,7 +39,7 @@ async def busy_connection(server: HttpServer) -> Any:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "TICK_S", 0.001)
+    monkeypatch.setattr(rejection_queue, "TICK_S", 0.001)
 
 
 def in_process(server: HttpServer) -> httpx.AsyncClient:
@@ -174,7 +174,7 @@ async def test_pipelined_rejections_keep_their_order(engine: FakeEngine) -> None
 
 
 async def test_shutdown_sends_waiting_rejections(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "TICK_S", LONG_S)
+    monkeypatch.setattr(rejection_queue, "TICK_S", LONG_S)
     async with served(engine) as (server, port):
         engine.failure = FULL
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -189,7 +189,7 @@ async def test_shutdown_sends_waiting_rejections(engine: FakeEngine, monkeypatch
 
 
 async def test_client_that_does_not_read_gets_no_more_rejections(engine: FakeEngine, monkeypatch) -> None:
-    monkeypatch.setattr(admission, "TICK_S", 0.0)
+    monkeypatch.setattr(rejection_queue, "TICK_S", 0.0)
     async with served(engine) as (server, port):
         engine.failure = FULL
         server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -210,7 +210,7 @@ async def test_client_that_does_not_read_gets_no_more_rejections(engine: FakeEng
 
 
 async def test_waiting_rejections_of_the_application_hold_no_body(engine: FakeEngine, monkeypatch) -> None:
-    monkeypatch.setattr(admission, "TICK_S", LONG_S)
+    monkeypatch.setattr(rejection_queue, "TICK_S", LONG_S)
     sent = request("/v1/embeddings", {"input": "z" * 900_000, "model": "fake-model"})
     options = {"timeout_graceful_shutdown": 0}
     async with served(engine, FakeEngine(), max_body_bytes=1_000_000, options=options) as (server, port):
@@ -254,7 +254,7 @@ async def test_too_large_body_gets_413_from_a_full_server(engine: FakeEngine) ->
 
 
 async def test_unread_bodies_of_rejected_requests_are_freed(engine: FakeEngine, monkeypatch) -> None:
-    monkeypatch.setattr(admission, "TICK_S", LONG_S)
+    monkeypatch.setattr(rejection_queue, "TICK_S", LONG_S)
     long = request("/v1/embeddings", {"input": "z" * 100_000}, "api-key: one")
     async with served(engine, api_key=("one",)) as (server, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

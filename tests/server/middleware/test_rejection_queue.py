@@ -6,8 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.server import admission
-from penstock.server.admission import MAX_DELAY_S, REJECTIONS_PER_TICK, TICK_S, RejectionQueue, max_delay_s
+from penstock.server.middleware import rejection_queue
+from penstock.server.middleware.rejection_queue import (
+    MAX_DELAY_S,
+    REJECTIONS_PER_TICK,
+    TICK_S,
+    RejectionQueue,
+    max_delay_s,
+)
 
 
 class Clock:
@@ -37,7 +43,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(admission, "asyncio", SimpleNamespace(get_running_loop=lambda: clock))
+    monkeypatch.setattr(rejection_queue, "asyncio", SimpleNamespace(get_running_loop=lambda: clock))
     return clock
 
 
@@ -88,7 +94,7 @@ async def test_cancelled_requests_are_not_counted(clock: Clock) -> None:
 
 
 async def test_rejection_with_the_earliest_limit_goes_first(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "REJECTIONS_PER_TICK", 1)
+    monkeypatch.setattr(rejection_queue, "REJECTIONS_PER_TICK", 1)
     ticks = released(RejectionQueue(max_waiting=1000), clock, [2.0, 2.0, 0.5, 1.0, 9.0])
     assert ticks == [[2], [3], [0], [1], [4]]
 
