@@ -26,6 +26,7 @@ class EuroBertConfig(LlamaConfig):
     num_attention_heads: int = 12
     max_position_embeddings: int = 8192
     rms_norm_eps: float = 1e-5
+    rope_theta: float | None = 250_000.0
 
 
 def _spec(info: ModelInfo) -> ModelSpec:

@@ -10,7 +10,6 @@ import pytest
 import transformers
 
 from penstock.engine import families
-from penstock.engine.families.decoder import DecoderConfig
 
 from ...tables import table
 
@@ -64,15 +63,3 @@ def test_defaults_equal_those_of_transformers(config: Any) -> None:
     assert {field: ours[field] for field in common} == {field: as_json(getattr(theirs, field)) for field in common}
     others = {field: default for field, default in ours.items() if field not in common and default is not None}
     assert others == table(__file__, "defaults that transformers does not have").get(name, {})
-
-
-def test_default_rope_theta_of_decoders_equals_that_of_transformers() -> None:
-    ours = {
-        config.__name__: default_of(config.__dataclass_fields__["rope_theta"]) or 10_000.0
-        for config in configs()
-        if issubclass(config, DecoderConfig)
-    }
-    theirs = {name: getattr(getattr(transformers, name, None), "default_theta", None) for name in ours}
-    common = {name for name, theta in theirs.items() if isinstance(theta, float)}
-    assert common > {"EuroBertConfig", "Lfm2Config", "LlamaConfig", "Qwen3Config"}
-    assert {name: ours[name] for name in common} == {name: theirs[name] for name in common}
