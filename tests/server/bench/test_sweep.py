@@ -261,18 +261,8 @@ async def test_open_loop_counts_latency_from_the_scheduled_time() -> None:
     assert found.latency_ms(1.0) > 80  # the queue grows; each response alone takes 20 ms
 
 
-@pytest.mark.parametrize(
-    ("reply", "error"),
-    [
-        (b"", "connection closed before the response ended"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[", "connection closed before the response ended"),
-        (b"no HTTP\r\n\r\n", "malformed response"),
-        (b"HTTP/1.1 503 No\r\nConnection: close\r\nContent-Length: 0\r\n\r\n", "status 503"),
-        (None, "timeout"),
-        ("stop", "connection refused"),
-    ],
-)
-async def test_failed_requests_are_counted_by_kind(reply: bytes | str | None, error: str) -> None:
+@cases(__file__, "end", "reply", "error")
+async def test_failed_requests_are_counted_by_kind(end: str, reply: str, error: str) -> None:
     num_connections = num_requests = 0
     first_reply = b"HTTP/1.1 200 OK\r\nX-Compute-Tokens: 9\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
@@ -282,26 +272,26 @@ async def test_failed_requests_are_counted_by_kind(reply: bytes | str | None, er
         while await reader.readline():
             await reader.readline()
             num_requests += 1
-            if num_requests == 1 or isinstance(reply, bytes):
-                writer.write(first_reply if num_requests == 1 else reply)
+            if num_requests == 1 or end == "reply":
+                writer.write(first_reply if num_requests == 1 else reply.encode())
                 break
-            if reply == "stop":
+            if end == "stop":
                 break
-        if reply == "stop":
+        if end == "stop":
             server.close()
         writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
     request = [b"GET / HTTP/1.1\r\n\r\n"]
-    found = await run_round(address, request, 3, connections=1, seconds=0.1, timeout_s=0.1 if reply is None else 60)
+    found = await run_round(address, request, 3, connections=1, seconds=0.1, timeout_s=0.1 if end == "none" else 60)
     server.close()
     assert (found.num_texts, found.num_tokens, len(found.latencies_s)) == (3, 9, 1)
     assert num_connections == num_requests, "a failed request ends its connection"
     assert 0 < found.latencies_s[0] < 60
     (kind,) = found.errors
     assert kind.startswith(error)
-    assert not isinstance(reply, bytes) or found.errors.total() == num_requests - 1
+    assert end != "reply" or found.errors.total() == num_requests - 1
     assert kind == "status 503" or found.errors.total() <= 4, "a pause follows a lost connection"
     assert _kind(ConnectionResetError(104, "reset")) == "connection reset"
 

@@ -12,23 +12,15 @@ from penstock.engine.client.stats import DispatcherStats
 from penstock.engine.protocol.errors import EngineOverloadedError
 from penstock.server import penstock_version
 
-from ...tables import table
+from ...tables import cases, table
 from ..fake_engine import FakeEngine, Serving
 
 ROUTES = [("GET", "/tokenizer_info"), ("GET", "/server_info"), ("POST", "/reset_prefix_cache")]
 
 
-@pytest.mark.parametrize(
-    ("state", "live", "ready"),
-    [
-        (EngineState.STARTING, 200, 503),
-        (EngineState.READY, 200, 200),
-        (EngineState.DRAINING, 200, 503),
-        (EngineState.DEAD, 503, 503),
-    ],
-)
-async def test_health_routes_report_live_and_ready(client, engine, state: EngineState, live: int, ready: int) -> None:
-    engine.state = state
+@cases(__file__, "state", "live", "ready")
+async def test_health_routes_report_live_and_ready(client, engine, state: str, live: int, ready: int) -> None:
+    engine.state = EngineState(state)
     for path, status in (("/health/live", live), ("/health/ready", ready), ("/health", ready), ("/ping", ready)):
         response = await client.get(path)
         assert response.status_code == status, path

@@ -14,7 +14,7 @@ from penstock.engine.protocol.errors import UnsupportedModelError
 from penstock.engine.protocol.model_info import ModelKind, MultiVectorTokens, TokenizerSpec
 from penstock.engine.protocol.multi_vector import MultiVector, QueryExpansion
 
-from ....tables import table
+from ....tables import cases, table
 
 WORDS = ["One", "short", "text", "to", "begin", "with", "."]
 
@@ -66,15 +66,8 @@ def test_tokenizer_without_words_is_rejected(tmp_path: Path) -> None:
         load(tmp_path, tokenizer, 50, unk_token="<unk>")
 
 
-@pytest.mark.parametrize(
-    ("first_id", "unknown", "parts"),
-    [
-        (100, "One", ("with the ids 100 to 106", "embeddings for 0 to 49 only")),
-        (3, "<none>", ("{folder}/tokenizer.json", "Missing [UNK] token from the vocabulary")),
-    ],
-    ids=["ids of another model", "no unknown token"],
-)
-def test_unusable_tokenizer_is_rejected(first_id: int, unknown: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+@cases(__file__, "first_id", "unknown", "parts")
+def test_unusable_tokenizer_is_rejected(first_id: int, unknown: str, parts: list[str], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         load(tmp_path, word_level(first_id, unknown=unknown), 50)
     assert "\n" not in caught.value.message
