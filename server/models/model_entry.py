@@ -62,6 +62,7 @@ class ModelEntry:
         loaded_s: Monotonic time since which it can be used.
         error: Error of the last load, if it failed.
         failed_s: Monotonic time of that error.
+        num_failures: Failed loads since the last successful one.
         num_bytes: Bytes of memory, used or expected.
     """
 
@@ -76,6 +77,7 @@ class ModelEntry:
         self.last_used_s = self.loaded_s = -inf
         self.error: Exception | None = None
         self.failed_s = -inf
+        self.num_failures = 0
         self.num_loads = 0
         self.load_s = 0.0
         self.num_bytes = model.num_bytes
@@ -126,6 +128,7 @@ class ModelEntry:
         self.engine = engine
         self.info = engine.info
         self.error = None
+        self.num_failures = 0
         self.num_loads += 1
         self.load_s = load_s
         self.last_used_s = now_s
@@ -144,6 +147,8 @@ class ModelEntry:
         self.status = ModelStatus.FAILED
         self.error = error
         self.failed_s = now_s
+        self.num_failures += 1
+        self.ttl_s = self.model.ttl_s
         for waiter in self._take_waiters():
             waiter.set_result(None)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
+from penstock.engine.client.running_core import restart_pause_s
 from penstock.engine.model_files.resolve import format_table, resolved_table
 from penstock.engine.protocol.errors import EngineError, EngineUnavailableError
 
@@ -24,8 +25,8 @@ from .served_model import ServedModel, check_prompt_name
 
 logger = logging.getLogger(__name__)
 
-RETRY_S: Final = 10.0
-"""Seconds after a failed load before a request tries again."""
+_MAX_RETRY_S: Final = 10.0
+"""Maximum seconds after a failed load before a request tries again. The pauses grow: 1, 3, 7, 10."""
 MIN_LOADED_S: Final = 2.0
 """Minimum seconds that a model in use stays loaded when another model needs its memory."""
 RECENT_USE_S: Final = 30.0
@@ -126,7 +127,7 @@ class ModelManager:
         Raises:
             EngineUnavailableError: The load fails or takes too long, or too many requests wait.
         """
-        if entry.status is ModelStatus.FAILED and time.monotonic() - entry.failed_s < RETRY_S:
+        if entry.status is ModelStatus.FAILED and _retry_after_s(entry) > 0:
             raise _unavailable(entry)
         if is_background and not self._fits_beside_used_models(entry):
             raise EngineUnavailableError(
@@ -179,8 +180,12 @@ class ModelManager:
             entry.set_unloaded()
 
     def set_ttl(self, entry: ModelEntry, ttl_s: float) -> None:
-        """Sets the seconds after which an idle on-demand model is unloaded, until its next load."""
-        if entry.model.is_on_demand and entry.status is ModelStatus.LOADED:
+        """Sets the seconds after which an idle on-demand model is unloaded, until its next load.
+
+        Does nothing for a model that is neither loaded nor waits for its load.
+        """
+        is_loaded = entry.status is ModelStatus.LOADED or entry.name in self._loads
+        if entry.model.is_on_demand and is_loaded:
             entry.ttl_s = ttl_s
             if entry.is_idle:
                 self._became_idle(entry)
@@ -382,8 +387,13 @@ def _unavailable(entry: ModelEntry) -> EngineUnavailableError:
     return EngineUnavailableError(
         message,
         reason=reason or ServerRejectionReason.MODEL_LOADING,
-        retry_after_s=entry.failed_s + RETRY_S - time.monotonic(),
+        retry_after_s=_retry_after_s(entry),
     )
+
+
+def _retry_after_s(entry: ModelEntry) -> float:
+    """Returns the seconds until a request may load a failed model again."""
+    return entry.failed_s + min(restart_pause_s(entry.num_failures), _MAX_RETRY_S) - time.monotonic()
 
 
 async def _stop(entry: ModelEntry, drain_timeout_s: float) -> None:

@@ -36,8 +36,8 @@ from ..models.model_entry import ModelEntry
 from ..models.weight_files import WeightSummary
 from ..response_size import size_of_numbers
 from ..routing import Access, Router, respond_as
-from ..schemas.inputs import TextOrTexts
-from ..schemas.json_schema import body_config
+from ..schemas.inputs import parse_text_or_texts
+from ..schemas.json_schema import TEXT, Parsed, body_config, one_of
 from ..schemas.options import Count, Flag, RequestBody, Width, one_value
 from .operations import Version
 
@@ -67,6 +67,14 @@ KeepAlive = Annotated[
         description="Seconds, or a duration such as 5m, for which an on-demand model stays loaded. Negative: for ever."
     ),
 ]
+
+
+def _parse_input(value: object) -> list[str]:
+    """Returns the texts of `input`. Ollama's clients send "" or [] to load or unload a model."""
+    return [] if value in ("", []) else parse_text_or_texts(value)
+
+
+OllamaInput = Annotated[list[str], Parsed(_parse_input, one_of(TEXT, {"type": "array", "items": TEXT}))]
 
 
 class OllamaBody(RequestBody):
@@ -105,12 +113,19 @@ class OllamaEmbedRequest(OllamaEmbedBody):
     model_config = body_config(
         {"model": "all-MiniLM-L6-v2", "input": ["A gate holds the water.", "A pipe carries it."]},
         {"model": "all-MiniLM-L6-v2", "input": "One text is fine too.", "truncate": False},
+        named_by=("model", "input"),
     )
 
     param_names: ClassVar = {"truncate_prompt_tokens": "options.num_ctx", "cut_to_fit": "truncate to true"}
     nested_keys: ClassVar = {"input": ("text",)}
 
-    input: TextOrTexts = Field(description="A text or a list of texts.")
+    input: OllamaInput | None = Field(
+        None,
+        description=(
+            'A text or a list of texts. Absent, "" or []: load the model, or unload it if `keep_alive` is 0. The '
+            "list of embeddings is then empty."
+        ),
+    )
     truncate: Flag | None = Field(
         None, description="Truncate texts that are too long (default). False rejects such texts."
     )
@@ -130,9 +145,17 @@ class OllamaEmbeddingRequest(OllamaEmbedBody):
     """Body of POST /api/embeddings, Ollama's older route."""
 
     param_names: ClassVar = {"input": "prompt", "truncate_prompt_tokens": "options.num_ctx"}
-    model_config = body_config({"model": "all-MiniLM-L6-v2", "prompt": "A gate holds the water."})
+    model_config = body_config(
+        {"model": "all-MiniLM-L6-v2", "prompt": "A gate holds the water."}, named_by=("model", "prompt")
+    )
 
-    prompt: str = Field(description="The text. It is truncated if it is too long.")
+    prompt: str | None = Field(
+        None,
+        description=(
+            'The text. It is truncated if it is too long. Absent or "": load the model, or unload it if `keep_alive` '
+            "is 0. The embedding is then empty."
+        ),
+    )
 
     def pooling_params(self, model: ModelInfo) -> PoolingParams:
         """Returns the pooling parameters. Like Ollama, this route does not normalise vectors."""
@@ -185,15 +208,15 @@ class OllamaLoadRequest(OllamaBody):
 
 
 class OllamaEmbedResponse(BaseModel):
-    """Response of POST /api/embed."""
+    """Response of POST /api/embed. Like Ollama's, it has no durations and no count if the request has no text."""
 
     model: str
     embeddings: list[list[float]]
-    total_duration: int = Field(description="Nanoseconds.")
+    total_duration: int = Field(0, description="Nanoseconds.")
     load_duration: int = Field(
-        description="Nanoseconds that the request waited for the model to load; 0 if it was loaded."
+        0, description="Nanoseconds that the request waited for the model to load; 0 if it was loaded."
     )
-    prompt_eval_count: int = Field(description="Tokens of the inputs.")
+    prompt_eval_count: int = Field(0, description="Tokens of the inputs.")
 
 
 class OllamaEmbeddingResponse(BaseModel):
@@ -277,7 +300,10 @@ _LEVELS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8"
 
 @router.task("/api/embed", response_model=OllamaEmbedResponse)
 async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
-    """Embeds texts, one vector each, L2-normalised."""
+    """Embeds texts, one vector each, L2-normalised. A request without a text loads or unloads a model."""
+    if not body.input:
+        await _load_or_unload(request, body)
+        return json_response({"model": body.model, "embeddings": []})
     check_num_inputs(request, body.input, "input")
     call = await _start(request, body)
     load_s = time.perf_counter() - call.began_s
@@ -299,7 +325,10 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
 
 @router.task("/api/embeddings", response_model=OllamaEmbeddingResponse)
 async def embeddings(body: OllamaEmbeddingRequest, request: Request) -> Response:
-    """Embeds one text. New clients use /api/embed."""
+    """Embeds one text. New clients use /api/embed. A request without a text loads or unloads a model."""
+    if not body.prompt:
+        await _load_or_unload(request, body)
+        return json_response({"embedding": []})
     call = await _start(request, body)
     options = call.options(call.default_prompt_name)
     result = await call.engine.embed([body.prompt], body.pooling_params(call.info), options)
@@ -392,26 +421,40 @@ async def generate(body: TextRequest, request: Request) -> Response:
 
 
 async def load_or_unload(body: OllamaLoadRequest, request: Request) -> Response:
-    """Loads an on-demand model, or unloads it if `keep_alive` is 0.
-
-    Raises:
-        InvalidRequestError: `keep_alive` is 0, but the model always stays loaded.
-    """
-    name = body.served_name()
-    if body.keep_alive == 0:
-        models = context_of(request).models
-        if not models.entry(name).model.is_on_demand:
-            raise InvalidRequestError(
-                f"keep_alive is 0, but {quote(name)} always stays loaded. Only models with `ttl` or `preload = "
-                "false` in the file of --config can be unloaded by clients.",
-                param="keep_alive",
-            )
-        models.set_ttl(name, 0.0)
-    else:
-        await _start(request, body)
+    """Responds to a request without a text; see `_load_or_unload`."""
+    name = await _load_or_unload(request, body)
     reason = "unload" if body.keep_alive == 0 else "load"
     now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
     return json_response({"model": name, "created_at": now, "response": "", "done": True, "done_reason": reason})
+
+
+async def _load_or_unload(request: Request, body: OllamaEmbedBody | OllamaLoadRequest) -> str:
+    """Loads an on-demand model. If `keep_alive` is 0, unloads it instead, after its requests or its load.
+
+    Returns:
+        The name of the model.
+
+    Raises:
+        InvalidRequestError: The body names no model, or `keep_alive` is 0 and the model always stays loaded.
+    """
+    name = body.served_name()
+    if not name:
+        raise InvalidRequestError(
+            "The request has neither a text nor a model. Send a text, or name the model to load or unload.",
+            param="model",
+        )
+    if body.keep_alive != 0:
+        await _start(request, body)
+        return name
+    models = context_of(request).models
+    if not models.entry(name).model.is_on_demand:
+        raise InvalidRequestError(
+            f"keep_alive is 0, but {quote(name)} always stays loaded. Only models with `ttl` or `preload = "
+            "false` in the file of --config can be unloaded by clients.",
+            param="keep_alive",
+        )
+    models.set_ttl(name, 0.0)
+    return name
 
 
 async def _start(request: Request, body: OllamaEmbedBody | OllamaLoadRequest) -> ModelCall:

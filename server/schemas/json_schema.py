@@ -120,20 +120,21 @@ def body_config(
     Args:
         examples: Example bodies.
         exactly_one: Fields, or groups of fields. Exactly one must be present. Null counts as absent.
-        named_by: Text fields. At least one must be present. An empty text counts as absent.
+        named_by: Fields. At least one must be present. Null, an empty text and an empty list count as absent.
     """
     groups = [(choice,) if isinstance(choice, str) else choice for choice in exactly_one]
     rules: list[JsonValue] = []
     if groups:
         rules.append({"oneOf": [{"required": [*g], "properties": dict.fromkeys(g, _NOT_NULL)} for g in groups]})
     if named_by:
-        rules.append({"anyOf": [{"required": [name], "properties": {name: NON_EMPTY_STRING}} for name in named_by]})
+        rules.append({"anyOf": [{"required": [name], "properties": {name: _NOT_EMPTY}} for name in named_by]})
     # Inside `allOf`, because client generators replace the body's fields by a bare `oneOf`.
     rule: JsonSchema = {"allOf": rules} if rules else {}
     return ConfigDict(json_schema_extra={**rule, "examples": [*examples]})
 
 
 _NOT_NULL: Final[dict[str, Any]] = {"not": {"type": "null"}}
+_NOT_EMPTY: Final[dict[str, Any]] = {"not": {"enum": [None, "", []]}}
 
 
 @dataclass(frozen=True, eq=False)

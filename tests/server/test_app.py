@@ -82,7 +82,7 @@ async def test_failed_model_does_not_affect_others(engine) -> None:
         await app.state.model_manager.wait_until_started()
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
         lost = await client.post("/v1/embeddings", json={"input": "a", "model": "b"})
-        assert (lost.status_code, lost.headers["retry-after"]) == (503, "10")
+        assert (lost.status_code, lost.headers["retry-after"] in ("1", "3")) == (503, True)
         assert "no such model" not in lost.text  # only the log has the reason
         ready = await client.get("/health/ready")
         assert (ready.status_code, ready.json()["engines"]) == (200, {"a": "ready", "b": "failed"})

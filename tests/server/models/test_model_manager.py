@@ -220,22 +220,25 @@ async def test_model_can_be_loaded_again_after_its_engine_failed_to_stop(engines
     assert (entry.state, engines.started) == ("ready", ["a", "a"])
 
 
-async def test_failed_load_is_retried_after_a_pause(engines: Engines, monkeypatch, caplog) -> None:
+async def test_failed_load_is_retried_after_growing_pauses(engines: Engines, monkeypatch, caplog) -> None:
+    now_s, pauses_s = 0.0, (1, 3, 7, 10, 10)
+    monkeypatch.setattr(manager_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     manager = engines.manager("a")
     (entry,) = manager.entries
     engines.failures["a"] = ModelLoadError("secret path /x")
-    for _ in range(2):
-        with pytest.raises(EngineUnavailableError, match="a could not be loaded; the server's log") as error:
-            await manager.acquire(entry)
-        assert ("secret" in error.value.message, error.value.reason) == (False, ServerRejectionReason.MODEL_LOADING)
-        assert manager_module.RETRY_S - 1 < error.value.retry_after_s <= manager_module.RETRY_S
-    assert engines.started == ["a"]
-    assert caplog.text.count("secret path") == 1
+    for pause_s in pauses_s:
+        for _ in range(2):
+            with pytest.raises(EngineUnavailableError, match="a could not be loaded; the server's log") as error:
+                await manager.acquire(entry)
+            assert ("secret" in error.value.message, error.value.reason) == (False, ServerRejectionReason.MODEL_LOADING)
+            assert error.value.retry_after_s == pause_s
+        now_s += pause_s
+    assert engines.started == ["a"] * len(pauses_s)
+    assert caplog.text.count("secret path") == len(pauses_s)
     assert (entry.state, entry.can_serve) == ("failed", False)
     engines.failures.clear()
-    monkeypatch.setattr(manager_module, "RETRY_S", 0.0)
     await use(manager, entry)
-    assert (entry.state, entry.error) == ("ready", None)
+    assert (entry.state, entry.error, entry.num_failures) == ("ready", None, 0)
 
 
 @cases(__file__, "requests", "limits", "unloaded")
@@ -435,6 +438,23 @@ async def test_ttl_of_a_client_holds_until_the_next_load(engines: Engines) -> No
     manager.set_ttl(on_demand, 0.0)  # no effect: the model is not loaded
     await use(manager, on_demand)
     assert on_demand.ttl_s == inf
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_ttl_of_a_client_during_a_load_holds_for_that_load(engines: Engines, fails: bool) -> None:
+    manager = engines.manager(engines.model("a", is_preloaded=False))
+    (entry,) = manager.entries
+    engines.gates["a"], engines.failures = asyncio.Event(), {"a": ModelLoadError("no")} if fails else {}
+    request = asyncio.create_task(manager.acquire(entry))
+    await until(lambda: entry.status is ModelStatus.LOADING)
+    manager.set_ttl(entry, 0.0)
+    engines.gates["a"].set()
+    await asyncio.wait([request])
+    if not fails:
+        entry.release(time.monotonic())
+    await until(lambda: entry.state == ("failed" if fails else "unloaded"))
+    assert (engines.closed, entry.ttl_s) == ([] if fails else ["a"], inf)
+    assert fails == isinstance(request.exception(), EngineUnavailableError)
 
 
 async def test_patient_request_unloads_no_recently_used_model(engines: Engines, monkeypatch) -> None:

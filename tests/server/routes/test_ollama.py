@@ -5,7 +5,7 @@ import json
 import math
 from datetime import UTC, datetime
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import numpy as np
@@ -18,6 +18,7 @@ from penstock.server.routes.ollama import _seconds
 from penstock.server.settings import ServerSettings
 
 from ...tables import cases, table
+from ...waiting import until
 from ..fake_engine import client_of
 
 TEXTS = ["hello", "hello world"]
@@ -98,9 +99,10 @@ async def test_model_of_a_moved_folder_is_listed_without_weights(client, engine,
 
 
 async def test_model_that_always_stays_loaded_is_not_unloaded(client: httpx.AsyncClient) -> None:
-    response = await client.post("/api/generate", json={"model": "alias", "keep_alive": 0})
-    assert response.status_code == 400
-    assert response.json()["error"].startswith("keep_alive is 0, but 'alias' always stays loaded.")
+    for path in ("/api/generate", "/api/embed"):
+        response = await client.post(path, json={"model": "alias", "keep_alive": 0})
+        assert response.status_code == 400
+        assert response.json()["error"].startswith("keep_alive is 0, but 'alias' always stays loaded.")
 
 
 @pytest.mark.parametrize("field", ["model", "name"])
@@ -163,9 +165,7 @@ async def test_keep_alive_sets_how_long_a_model_stays(make_engine, folder: Path)
         gone = (await client.post("/api/generate", json={"model": "m", "keep_alive": 0})).json()
         assert datetime.fromisoformat(gone.pop("created_at")).tzinfo is not None
         assert gone == {"model": "m", "response": "", "done": True, "done_reason": "unload"}
-        async with asyncio.timeout(120):
-            while await loaded():
-                await asyncio.sleep(0.01)
+        await until(lambda: entry.state == "unloaded")
         assert (await client.post("/api/chat", json={"model": "m", "messages": []})).json()["done_reason"] == "load"
         assert len(await loaded()) == 1
         for value, shown in (("soon", "'soon'"), (False, "false")):
@@ -175,6 +175,21 @@ async def test_keep_alive_sets_how_long_a_model_stays(make_engine, folder: Path)
                 message = f"keep_alive must be seconds or a duration such as 5m, not {shown};"
                 assert wrong.json()["error"].startswith(message)
         assert len(await loaded()) == 1
+
+
+@cases(__file__, "path", "fields", "answer")
+async def test_request_without_a_text_loads_or_unloads_a_model(make_engine, path: str, fields: dict, answer) -> None:
+    engine = make_engine()
+    model = ServedModel(("m",), AsyncMock(return_value=engine), is_preloaded=False)
+    app = create_app([model], ServerSettings())
+    async with client_of(app) as client:
+        await app.state.model_manager.wait_until_started()
+        (entry,) = app.state.context.models.entries
+        for keep_alive, num_loads in ((0, 0), (None, 1), (0, 1)):
+            response = await client.post(path, json={"keep_alive": keep_alive, **fields})
+            assert (response.status_code, response.json(), entry.num_loads) == (200, answer, num_loads)
+        await until(lambda: entry.state == "unloaded")
+    assert not engine.calls
 
 
 async def test_weight_headers_are_read_once_for_each_change(client, engine, tmp_path: Path, monkeypatch) -> None:
