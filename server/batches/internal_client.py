@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Scope
 from penstock.engine.protocol.stage_times import STAGE_TIMES
 
 from ..http.request_head import MAX_PRIORITY
-from ..observability.request_record import CURRENT_RECORD, RequestRecord
+from ..observability.request_record import RequestRecord
 from ..request_state import state_of
 from ..routing import RouteTable
 
@@ -85,7 +85,9 @@ class InternalClient:
         if not self._is_valid_owner(owner):
             return RouteResponse(401, {}, b"", name, "", 0)
         scope = self._scope(path, owner, name)
-        status, headers, pieces = 500, dict[bytes, bytes](), list[bytes]()
+        status = 500
+        headers: dict[bytes, bytes] = {}
+        pieces: list[bytes] = []
         has_body = True
 
         async def receive() -> Message:
@@ -98,18 +100,20 @@ class InternalClient:
         async def receive_response(message: Message) -> None:
             nonlocal status, headers
             if message["type"] == "http.response.start":
-                status, headers = message["status"], dict(message["headers"])
+                status = message["status"]
+                headers = dict(message["headers"])
                 pieces.clear()  # an error in the middle of a response starts another one
             else:
                 pieces.append(bytes(message.get("body", b"")))
 
-        record = RequestRecord(scope, time.perf_counter(), time.time_ns())
-        request_token, stages_token = CURRENT_RECORD.set(record), STAGE_TIMES.set(record.stages)
+        state = state_of(scope)
+        state.record = record = RequestRecord(scope, time.perf_counter(), time.time_ns())
+        stages_token = STAGE_TIMES.set(record.stages)
         try:
             await self._dispatcher(scope, receive, receive_response)
         finally:
             STAGE_TIMES.reset(stages_token)
-            CURRENT_RECORD.reset(request_token)
+            state.record = None
         return RouteResponse(
             status,
             headers,
@@ -138,8 +142,10 @@ class InternalClient:
             "app": self._app,
         }
         state = state_of(scope)
-        state.request_id, state.is_batch_line = name, True
-        state.client, state.namespace = self._client_name(owner) if owner else "", self._namespace_of(owner)
+        state.request_id = name
+        state.is_batch_line = True
+        state.client = self._client_name(owner) if owner else ""
+        state.namespace = self._namespace_of(owner)
         state.connection_lost = asyncio.get_running_loop().create_future()  # there is no connection
         self._routes.match(scope)
         return scope

@@ -25,7 +25,6 @@ from ..http.request_head import is_from_other_origin
 from ..models.table import ModelTable
 from ..models.weight_files import WeightHeaderCache
 from ..observability.metrics import Metrics
-from ..observability.request_record import CURRENT_RECORD
 from ..request_state import RequestState, state_of
 from ..routing import runs_model
 from ..settings import ServerSettings
@@ -84,9 +83,9 @@ class Deadline(NamedTuple):
     timeout_s: float
     is_own: bool
 
-    def remaining_s(self) -> float:
-        """Returns the remaining seconds of the request of the current task."""
-        record = CURRENT_RECORD.get()
+    def remaining_s(self, state: RequestState) -> float:
+        """Returns the remaining seconds of a request; negative after the deadline."""
+        record = state.record
         return self.timeout_s if record is None else self.timeout_s - (time.perf_counter() - record.began_s)
 
     def error(self) -> DeadlineExceededError:
@@ -148,11 +147,14 @@ class DisconnectMonitor:
 
     def _watch(self) -> None:
         loop = self._task.get_loop()
-        known = state_of(self._request.scope).connection_lost
+        state = state_of(self._request.scope)
+        known = state.connection_lost
         self._lost = lost = loop.create_task(wait_for_disconnect(self._request.receive)) if known is None else known
         lost.add_done_callback(self._hang_up)
-        if runs_model(self._request.scope) and (remaining_s := (deadline := self._deadline()).remaining_s()) < math.inf:
-            self._timer = loop.call_later(max(remaining_s, 0.0), self._end, deadline.error())
+        if runs_model(self._request.scope):
+            deadline = self._deadline()
+            if (remaining_s := deadline.remaining_s(state)) < math.inf:
+                self._timer = loop.call_later(max(remaining_s, 0.0), self._end, deadline.error())
 
     def _hang_up(self, _: asyncio.Future[None]) -> None:
         self._end(RequestCancelledError("The client has hung up."))

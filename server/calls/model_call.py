@@ -163,7 +163,7 @@ class ModelCall:
         """
         state = state_of(self.request.scope)
         deadline = self.context.deadline(state)
-        remaining_s = deadline.remaining_s()
+        remaining_s = deadline.remaining_s(state)
         if remaining_s <= 0:
             raise deadline.error()
         return RequestOptions(
@@ -206,12 +206,25 @@ class ModelCall:
         return replace(options, prompt=prompt.text, is_query=prompt.is_query, adapter=adapter)
 
     def record_usage(self, task: str, result: EngineResult) -> int:
-        """Counts the tokens and truncated inputs of an engine result under the name of the task in the metrics.
+        """Adds the inputs, tokens and truncated inputs of a result to the record of the request and to the metrics.
 
         Returns:
             Number of tokens of all inputs.
         """
-        return self.context.metrics.count(task, result.num_tokens, self.truncated.num)
+        num_inputs = len(result.num_tokens)
+        num_tokens = sum(result.num_tokens)
+        num_truncated = self.truncated.num
+        model = ""
+        if (record := state_of(self.request.scope).record) is not None:
+            record.task = task
+            record.num_inputs = num_inputs
+            record.num_tokens = num_tokens
+            record.num_truncated = num_truncated
+            model = record.model
+        self.context.metrics.count_usage(
+            model, task, num_inputs=num_inputs, num_tokens=num_tokens, num_truncated=num_truncated
+        )
+        return num_tokens
 
     def response_fields(self, id_prefix: str, num_tokens: int) -> dict[str, Any]:
         """Returns the fields of an OpenAI response except `data`.

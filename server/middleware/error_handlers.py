@@ -19,7 +19,6 @@ from penstock.engine.protocol.errors import EngineError, drop_tracebacks
 from ..admission import note_rejection
 from ..dialects import dialect_of
 from ..errors import HIDDEN_MESSAGE, quote, request_fields
-from ..observability.request_record import CURRENT_RECORD
 from ..request_state import state_of
 from ..settings import did_you_mean
 
@@ -102,9 +101,10 @@ class UnexpectedErrorMiddleware:
 
 def unexpected_error_response(scope: Scope, error: Exception) -> Response | None:
     """Logs an unexpected error. Returns its response, or None if another response has started."""
-    request_id = state_of(scope).request_id
-    logger.error("request %s failed unexpectedly", request_id, exc_info=error, extra=request_fields(request_id))
-    if (record := CURRENT_RECORD.get()) is not None and record.has_started:
+    state = state_of(scope)
+    extra = request_fields(state.request_id)
+    logger.error("request %s failed unexpectedly", state.request_id, exc_info=error, extra=extra)
+    if state.record is not None and state.record.has_started:
         return None
     drop_tracebacks(error)
-    return dialect_of(scope).status_error(500, f"{HIDDEN_MESSAGE} ({request_id})")
+    return dialect_of(scope).status_error(500, f"{HIDDEN_MESSAGE} ({state.request_id})")

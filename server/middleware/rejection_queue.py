@@ -13,6 +13,8 @@ from typing import Final
 
 from starlette.types import Scope
 
+from penstock.engine.protocol.errors import InvalidRequestError
+
 from ..http.request_head import timeout_and_priority
 
 TICK_S: Final = 0.05
@@ -49,7 +51,8 @@ class RejectionQueue:
 
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
-        now_s, num_due = loop.time(), max(REJECTIONS_PER_TICK, len(self._waiting) - self._max_waiting)
+        now_s = loop.time()
+        num_due = max(REJECTIONS_PER_TICK, len(self._waiting) - self._max_waiting)
         while self._waiting and (num_due > 0 or self._waiting[0][0] <= now_s):
             _, _, may_send = heapq.heappop(self._waiting)
             if not may_send.done():  # otherwise its request was cancelled
@@ -62,5 +65,8 @@ class RejectionQueue:
 
 def max_delay_s(scope: Scope) -> float:
     """Returns the maximum delay of a rejection in seconds: at most half of the client's time limit."""
-    timeout_s, _ = timeout_and_priority(scope["headers"])
+    try:
+        timeout_s, _ = timeout_and_priority(scope["headers"])
+    except InvalidRequestError:  # on a route that does not check these headers
+        return MAX_DELAY_S
     return MAX_DELAY_S if timeout_s is None else timeout_s / 2

@@ -29,7 +29,6 @@ from penstock.engine.protocol.errors import (
     EngineError,
     EngineOverloadedError,
     EngineUnavailableError,
-    InvalidRequestError,
     RejectionReason,
 )
 from penstock.engine.protocol.params import CLIENT
@@ -44,11 +43,11 @@ from ..http.json_reader import JsonReader, receive_part
 from ..http.json_responses import PART_BYTES
 from ..http.request_head import RequestIdGenerator, canonical_path, check_content_type, timeout_and_priority
 from ..observability.observers import ObserverGroup
-from ..observability.request_record import CURRENT_RECORD, RequestRecord, server_timing
+from ..observability.request_record import RequestRecord, server_timing
 from ..request_state import state_of
 from ..routing import Route, RouteTable, route_of
 from .error_handlers import unexpected_error_response
-from .rejection_queue import MAX_DELAY_S, RejectionQueue, max_delay_s
+from .rejection_queue import RejectionQueue, max_delay_s
 
 logger = logging.getLogger(__name__)
 
@@ -95,11 +94,12 @@ class RequestMiddleware:
         record = RequestRecord(scope, time.perf_counter(), time.time_ns())
         scope["path"] = canonical_path(scope["path"], self.routes.root_path)
         self.routes.match(scope)
-        state_of(scope).request_id = self._ids.of(scope["headers"]).decode("ascii")
+        state = state_of(scope)
+        state.request_id = self._ids.of(scope["headers"]).decode("ascii")
+        state.record = record
         record.find_route()
         self.observers.begin(record)
         trace_token = TRACE_ID.set(record.trace_id)
-        request_token = CURRENT_RECORD.set(record)
         stages_token = STAGE_TIMES.set(record.stages)
         delayed: list[Message] = []
 
@@ -119,22 +119,22 @@ class RequestMiddleware:
                 await send(message)
 
         try:
-            try:
-                await self.app(scope, receive, send_or_delay)
-            except asyncio.CancelledError:
-                if record.has_started:
-                    raise
-                _uncancel()
-                await self.end_request(scope, receive, send_or_delay)
+            await self.app(scope, receive, send_or_delay)
             if delayed:
                 await self._wait_for_release(scope)
+                record.has_started = True
                 head, *body = delayed
                 await send(_start_response(head, record))
                 for message in body:
                     await send(message)
+        except asyncio.CancelledError:
+            if record.has_started:
+                raise
+            _uncancel()
+            await self.end_request(scope, receive, send_or_delay)
         finally:
+            state.record = None
             STAGE_TIMES.reset(stages_token)
-            CURRENT_RECORD.reset(request_token)
             record.end()
             TRACE_ID.reset(trace_token)
             self.observers.observe(record)
@@ -143,11 +143,7 @@ class RequestMiddleware:
         if (discard_body := state_of(scope).discard_body) is not None:
             discard_body()
         try:
-            within_s = max_delay_s(scope)
-        except InvalidRequestError:  # an invalid header on a route that does not check it
-            within_s = MAX_DELAY_S
-        try:
-            await self.rejections.wait(within_s=within_s)
+            await self.rejections.wait(within_s=max_delay_s(scope))
         except asyncio.CancelledError:
             _uncancel()
 
@@ -223,38 +219,31 @@ class JsonDispatcher:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Responds to a request, or passes it on."""
-        state, route = state_of(scope), route_of(scope)
+        state = state_of(scope)
+        route = route_of(scope)
         CLIENT.set(state.client)
-        parser = None if route is None else route.body_parser
-        is_from_client = not state.is_batch_line
         try:
-            if route is None or parser is None:
+            if route is None or route.body_parser is None:
                 await self.app(scope, receive, send)
                 return
-            request, body = Request(scope, receive, send), None
+            request = Request(scope, receive, send)
+            body = None
             try:
                 if route.runs_model:
-                    # Before the body is read, because its headers may be invalid.
-                    state.timeout_s, state.priority = timeout_and_priority(scope["headers"])
-                    try:
-                        if is_from_client:
-                            self._models.check_queue(state.client)
-                    except EngineOverloadedError:
-                        await self._peek_at_body(request, route)
-                        raise
-                reading = self._read_body(request, route, parser)
+                    await self._check_head(request, route)
+                reading = self._read_body(request, route, route.body_parser)
                 body = await (reading if state.timeout_s is None else self._before_deadline(request, reading))
                 with (
-                    self._count_request() if route.runs_model and is_from_client else nullcontext(),
+                    self._count_request() if route.runs_model and not state.is_batch_line else nullcontext(),
                     DisconnectMonitor(request) if route.ends_with_client else nullcontext(),
                 ):
                     response = await route.endpoint(body=body, request=request)
             except Exception as error:  # errors without a handler are unexpected
-                if isinstance(error, EngineError) and isinstance(body, JsonBody):
-                    error.name_fields(body.field_names())
                 handler = next(filter(None, map(self._error_handlers.get, type(error).__mro__)), None)
                 if handler is None:
                     raise
+                if isinstance(error, EngineError) and isinstance(body, JsonBody):
+                    error.name_fields(body.field_names())
                 response = await handler(request, error)
                 if body is None and _expects_continue(scope):
                     response.headers["connection"] = "close"  # the client may send its body or not
@@ -267,9 +256,26 @@ class JsonDispatcher:
                 raise
             await error_response(scope, receive, send)
         finally:
-            if parser is None:
-                self._models.release(scope)
+            self._models.release(scope)
             self._admission.release(scope)
+
+    async def _check_head(self, request: Request, route: Route) -> None:
+        """Reads the deadline and the priority of a request that runs a model, and checks the queue of the engine.
+
+        Raises:
+            InvalidRequestError: A header is invalid.
+            EngineOverloadedError: The engine is full. The dialect of the request is set.
+            LimitError: 413: the engine is full and the body is too large.
+        """
+        state = state_of(request.scope)
+        state.timeout_s, state.priority = timeout_and_priority(request.scope["headers"])
+        if state.is_batch_line:
+            return
+        try:
+            self._models.check_queue(state)
+        except EngineOverloadedError:
+            await self._peek_at_body(request, route)
+            raise
 
     async def _peek_at_body(self, request: Request, route: Route) -> None:
         """Finds the dialect of a request of a full engine, without reading all of its body.
@@ -291,16 +297,14 @@ class JsonDispatcher:
             start = from_json(part[:PEEK_BYTES], allow_partial="trailing-strings", cache_strings="none")
         except ValueError:  # the whole body is invalid, too
             return
-        if isinstance(start, dict):
-            for key, dialect in route.by_key.items():
-                if start.get(key) is not None:
-                    state_of(request.scope).dialect = dialect
+        _set_dialect(request.scope, route, start)
 
     async def _before_deadline(self, request: Request, reading: Awaitable[Any]) -> Any:
         """Returns the body of a request with a deadline. Raises DeadlineExceededError if it arrives too late."""
-        deadline = context_of(request).deadline(state_of(request.scope))
+        state = state_of(request.scope)
+        deadline = context_of(request).deadline(state)
         try:
-            async with asyncio.timeout(deadline.remaining_s()):
+            async with asyncio.timeout(deadline.remaining_s(state)):
                 return await reading
         except TimeoutError:
             raise deadline.error() from None
@@ -314,15 +318,20 @@ class JsonDispatcher:
                 has disconnected.
         """
         scope = request.scope
-        media = coding = b""
+        media = b""
+        coding = b""
         for name, value in scope["headers"]:
             if name == b"content-type":
                 media = value
             elif name == b"content-encoding":
                 coding = value
         if media != b"application/json":
-            origins, accepts_any = self._settings.cors_origins, route.dialect.accepts_any_media_type
-            check_content_type(media.decode("latin-1"), scope["headers"], origins, accepts_any=accepts_any)
+            check_content_type(
+                media.decode("latin-1"),
+                scope["headers"],
+                self._settings.cors_origins,
+                accepts_any=route.dialect.accepts_any_media_type,
+            )
         try:
             content = await self._reader.read(scope, request.receive)
         except RequestValidationError:
@@ -331,15 +340,21 @@ class JsonDispatcher:
                 message = f"Content-Encoding is {quote(encoding)}; send the body uncompressed."
                 raise HTTPException(415, message) from None
             raise
-        if isinstance(content, dict):
-            for key, dialect in route.by_key.items():
-                if content.get(key) is not None:
-                    state_of(scope).dialect = dialect
+        if route.by_key:
+            _set_dialect(scope, route, content)
         self._reader.check_entries(content, parser.tag_of(content))
         body = parser.parse(content, scope)
         if isinstance(body, JsonBody) and (request_id := body.body_request_id()) is not None:
             state_of(scope).request_id = request_id
         return body
+
+
+def _set_dialect(scope: Scope, route: Route, body: Any) -> None:
+    """Stores the dialect that a key of the body selects, if there is one."""
+    if isinstance(body, dict):
+        for key, dialect in route.by_key.items():
+            if body.get(key) is not None:
+                state_of(scope).dialect = dialect
 
 
 def _expects_continue(scope: Scope) -> bool:

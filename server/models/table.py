@@ -15,8 +15,7 @@ from penstock.engine.protocol.model_info import ModelKind
 
 from ..admission import ServerRejectionReason
 from ..errors import quote, quote_names
-from ..observability.request_record import CURRENT_RECORD
-from ..request_state import state_of
+from ..request_state import RequestState, state_of
 from .model_entry import ModelEntry, ModelStatus
 from .model_manager import ModelManager
 
@@ -99,7 +98,7 @@ class ModelTable:
             ModelNotFoundError: No model has this name. The message lists the served models.
         """
         entry = self.entry(name, kinds)
-        if (record := CURRENT_RECORD.get()) is not None:
+        if (record := state_of(scope).record) is not None:
             record.model = entry.name
         if entry.status is not ModelStatus.LOADED:
             self._check_started(entry)
@@ -113,16 +112,16 @@ class ModelTable:
         await self._manager.acquire(entry, is_background=state_of(scope).is_batch_line)
         return self._target(entry, name, scope)
 
-    def check_queue(self, client: str) -> None:
-        """Raises EngineOverloadedError if a request of a client cannot be accepted, before its body is read.
+    def check_queue(self, state: RequestState) -> None:
+        """Raises EngineOverloadedError if a request cannot be accepted, before its body is read.
 
         Does nothing for several models, because the body names the model.
         """
         engine = self.only_engine
         if engine is not None and engine.is_full:
-            if (record := CURRENT_RECORD.get()) is not None:
-                record.model = self.entries[0].name
-            engine.check_queue(client)
+            if state.record is not None:
+                state.record.model = self.entries[0].name
+            engine.check_queue(state.client)
 
     def release(self, scope: Scope) -> None:
         """Releases the engines of a request."""

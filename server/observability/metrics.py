@@ -21,7 +21,7 @@ from penstock.engine.protocol.stage_times import Stage
 from .. import penstock_version
 from ..admission import REJECTION_REASONS, AdmissionController
 from ..http.connection import ConnectionState
-from .request_record import CURRENT_RECORD, RequestRecord
+from .request_record import RequestRecord
 
 _LATENCY_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _STAGE_BUCKETS_S: Final = (0.0001, 0.0002, 0.0005, 0.001, *_LATENCY_BUCKETS_S)
@@ -181,16 +181,11 @@ class Metrics(Collector):
         """Adds a collector of more metrics."""
         self._registry.register(collector)
 
-    def count(self, task: str, num_tokens: Sequence[int], num_truncated: int = 0) -> int:
-        """Counts the inputs of a finished request and returns the sum of its tokens."""
-        total, model = sum(num_tokens), ""
-        if (record := CURRENT_RECORD.get()) is not None:
-            record.task, record.num_inputs, record.num_tokens, model = task, len(num_tokens), total, record.model
-            record.num_truncated = num_truncated
-        self._inputs[model, task] += len(num_tokens)
-        self._tokens[model, task] += total
+    def count_usage(self, model: str, task: str, *, num_inputs: int, num_tokens: int, num_truncated: int) -> None:
+        """Counts the inputs of an engine result, their tokens, and how many of them were truncated."""
+        self._inputs[model, task] += num_inputs
+        self._tokens[model, task] += num_tokens
         self._truncated[model, task] += num_truncated
-        return total
 
     def count_rejection(self, reason: str) -> None:
         """Counts a request that a limit rejected or ended."""

@@ -1,10 +1,9 @@
-"""The record of a request: its times, model and status. CURRENT_RECORD holds the record of the current task."""
+"""The record of a request: its times, model and status, for the observers."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -95,10 +94,6 @@ class RequestRecord:
         """Records the end of the response."""
         self.seconds = time.perf_counter() - self.began_s
         self.rejected_by = state_of(self.scope).rejected_by
-
-
-CURRENT_RECORD: Final[ContextVar[RequestRecord | None]] = ContextVar("penstock_request", default=None)
-"""The request that the current task serves."""
 
 
 def server_timing(seconds: Mapping[Stage, float]) -> bytes:

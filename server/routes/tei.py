@@ -16,7 +16,7 @@ from penstock.engine import AsyncEngine, ClassResult, PoolingTask, RequestOption
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.multi_vector import SparseVector
-from penstock.engine.protocol.stage_times import STAGE_TIMES, Stage
+from penstock.engine.protocol.stage_times import Stage
 
 from .. import penstock_version
 from ..calls.context import context_of
@@ -26,6 +26,7 @@ from ..dialects import TEI
 from ..errors import COHERE_TAG, TEI_TAG, quote
 from ..http.json_responses import json_array, json_response
 from ..http.vectors import vector_width
+from ..request_state import state_of
 from ..response_size import (
     size_beyond_expected,
     size_of_classes,
@@ -327,8 +328,8 @@ def _respond(call: ModelCall, content: Any, *, num_tokens: int, num_chars: int) 
         num_chars: Characters of the inputs.
     """
     compute_ms = _elapsed_ms(call.began_s)
-    times = STAGE_TIMES.get()
-    stages = {} if times is None else times.seconds()
+    record = state_of(call.request.scope).record
+    stages = {} if record is None else record.stages.seconds()
     response = call.respond(content)
     response.headers["x-compute-type"] = "cpu" if call.info.device == "cpu" else "gpu"
     response.headers["x-compute-time"] = compute_ms

@@ -65,7 +65,7 @@ async def test_options_reach_the_engine(serving, make_engine) -> None:
 async def test_times_are_in_milliseconds(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 12.5, 13.0])
     monkeypatch.setattr(tei.time, "perf_counter", lambda: next(clock))
-    call = Mock(began_s=10.0, info=Mock(device="cuda:0"))
+    call = Mock(began_s=10.0, info=Mock(device="cuda:0"), request=Mock(scope={}))
     call.respond.return_value = Response()
     headers = tei._respond(call, [], num_tokens=7, num_chars=3).headers
     assert headers["x-compute-type"] == "gpu"
