@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -21,13 +22,9 @@ from .calls.context import ServerContext
 from .http.http_server import file_limit
 from .http.image_fetcher import AllowedHost, ImageFetcher
 from .middleware.auth import ApiKeyStore, AuthMiddleware
-from .middleware.error_handlers import UnexpectedErrorMiddleware, install_error_handlers
+from .middleware.error_handlers import ERROR_HANDLERS, UnexpectedErrorMiddleware
 from .middleware.rejection_queue import RejectionQueue
-from .middleware.requests import (
-    JsonDispatcher,
-    RequestMiddleware,
-    end_at_shutdown,
-)
+from .middleware.requests import JsonDispatcher, RequestMiddleware, end_at_shutdown
 from .models.model_entry import ModelMetrics
 from .models.model_manager import ModelLimits, ModelManager
 from .models.served_model import ServedModel
@@ -88,8 +85,8 @@ def create_app(
         models: Models to serve. Requests without a model name get the first one.
         settings: Settings of the server.
         cache: Vector cache of the engines, or None. If it has a folder, its secret is the salt of API key namespaces.
-        on_ready: Called after all preloaded models were tried. `app.state.model_manager.wait_until_started()` waits for
-            it.
+        on_ready: Called after all preloaded models were tried. `app.state.context.models.manager.wait_until_started()`
+            waits for it.
         on_failure: Called with the first error if no model can be loaded. The application keeps running.
         shared: Values that all HTTP processes share; None if there is one process.
 
@@ -100,43 +97,26 @@ def create_app(
     batches = None if settings.data_dir is None else BatchService(settings)
     shared = shared or SharedState()
     keys, admin_keys = _api_keys(settings, shared, cache, batches)
-    manager = ModelManager(
-        models,
-        ModelLimits(settings.max_loaded_models, settings.model_memory, settings.load_wait_s, settings.drain_timeout_s),
-        on_ready,
-        on_failure,
+    routes = _routes(settings, has_admin_keys=admin_keys.are_required)
+    limits = ModelLimits(
+        settings.max_loaded_models, settings.model_memory, settings.load_wait_s, settings.drain_timeout_s
     )
-    table = ModelTable(manager)
+    table = ModelTable(ModelManager(models, limits, on_ready, on_failure))
     context = _build_context(settings, shared, table, cache, batches)
     observers = ObserverGroup(settings, context.metrics)
-    routes = _routes(settings, has_admin_keys=admin_keys.are_required)
     rejections = RejectionQueue(max_waiting=file_limit() // 2)
-    app = Application(
+    return Application(
+        context,
+        routes,
+        observers,
+        rejections,
         names=[name for model in models for name in model.shown_names],
-        needs_key=keys.are_required,
-        routes=routes,
-        title="penstock",
-        version=penstock_version(),
-        docs_url=None,
-        redoc_url=None,
-        lifespan=_build_lifespan(routes, keys, observers, manager, batches),
-        telemetry=_NO_TELEMETRY,
+        keys=(keys, admin_keys),
+        cors_origins=settings.cors_origins,
+        batches=batches,
+        metrics_app=None if settings.metrics_port is None else _metrics_app(context, observers, rejections),
+        lifespan=_build_lifespan(routes, keys, observers, table.manager, batches),
     )
-    app.state.context = context
-    app.state.model_manager = manager
-    app.state.routes = routes
-    if batches is not None:
-        app.state.batches = batches
-    app.router.redirect_slashes = False
-    install_error_handlers(app)
-    app.add_middleware(UnexpectedErrorMiddleware)
-    app.keys = (keys, admin_keys)
-    count_request = nullcontext if batches is None else batches.traffic.running
-    app.dispatcher = JsonDispatcher(app.call_fastapi, app.exception_handlers, context, count_request)
-    app.outer_middleware = _middleware(app.dispatcher, settings, app.keys, routes, observers, rejections)
-    if settings.metrics_port is not None:
-        app.metrics_app = _metrics_app(context, observers, rejections)
-    return app
 
 
 def _api_keys(
@@ -152,32 +132,10 @@ def _api_keys(
     return keys, ApiKeyStore(settings.admin_key, settings.admin_key_file, flag="--admin-key-file", salt=shared.salt)
 
 
-def _middleware(
-    app: ASGIApp,
-    settings: ServerSettings,
-    keys: tuple[ApiKeyStore, ApiKeyStore],
-    routes: RouteTable,
-    observers: ObserverGroup,
-    rejections: RejectionQueue,
-) -> RequestMiddleware:
-    """Returns the dispatcher inside the middleware of all requests, in order."""
-    end_request: ASGIApp = end_at_shutdown
-    if any(each.are_required for each in keys):
-        app = AuthMiddleware(app, *keys)
-    if settings.cors_origins:
-        app, end_request = _cors(app, settings), _cors(end_request, settings)
-    return RequestMiddleware(app, routes, observers, rejections, end_request)
-
-
 def _metrics_app(context: ServerContext, observers: ObserverGroup, rejections: RejectionQueue) -> Application:
     """Returns the application of --metrics-port: /metrics and the health checks. Its lifespan does nothing."""
     routes = RouteTable([*operations.metrics_router.routes, *operations.health_router.routes])
-    app = Application(names=(), needs_key=False, routes=routes, docs_url=None, redoc_url=None, telemetry=_NO_TELEMETRY)
-    app.state.context = context
-    install_error_handlers(app)
-    app.add_middleware(UnexpectedErrorMiddleware)
-    app.outer_middleware = RequestMiddleware(app.call_fastapi, routes, observers, rejections, end_at_shutdown)
-    return app
+    return Application(context, routes, observers, rejections)
 
 
 def _build_context(
@@ -218,10 +176,10 @@ def _build_lifespan(
     return lifespan
 
 
-def _cors(app: ASGIApp, settings: ServerSettings) -> CORSMiddleware:
+def _cors(app: ASGIApp, origins: Sequence[str]) -> CORSMiddleware:
     return CORSMiddleware(
         app,
-        allow_origins=settings.cors_origins,
+        allow_origins=origins,
         allow_methods=("GET", "HEAD", "POST", "DELETE"),
         allow_headers=("*",),
         expose_headers=("*",),
@@ -248,16 +206,66 @@ def _routes(settings: ServerSettings, *, has_admin_keys: bool) -> RouteTable:
 class Application(DocumentedApp):
     """FastAPI behind the middleware of this server. JsonDispatcher passes other requests than JSON requests to FastAPI.
 
+    Args:
+        context: State of the application, for the functions of the routes: `app.state.context`.
+        routes: Its routes: `app.state.routes`.
+        observers: Called with the record of every request.
+        rejections: Delays responses with status 429.
+        names: Served names, for the examples of the OpenAPI document.
+        keys: API keys and admin keys; None: no route needs a key.
+        cors_origins: Origins of web pages that may send requests.
+        batches: Service of the batch routes, `app.state.batches`; None without --data-dir.
+        metrics_app: The application of --metrics-port; None without that port.
+        lifespan: Runs what the application needs from its start to its end.
+
     Attributes:
         outer_middleware: Gets every request. The innermost middleware is `dispatcher`, which calls `call_fastapi`.
         dispatcher: Also gets the lines of batches, without the outer middleware.
-        metrics_app: The application of --metrics-port; None without that port.
     """
 
-    outer_middleware: RequestMiddleware
-    dispatcher: JsonDispatcher
-    metrics_app: Application | None = None
-    keys: Sequence[ApiKeyStore] = ()
+    def __init__(
+        self,
+        context: ServerContext,
+        routes: RouteTable,
+        observers: ObserverGroup,
+        rejections: RejectionQueue,
+        *,
+        names: Sequence[str] = (),
+        keys: tuple[ApiKeyStore, ApiKeyStore] | None = None,
+        cors_origins: Sequence[str] = (),
+        batches: BatchService | None = None,
+        metrics_app: Application | None = None,
+        lifespan: Callable[[Application], AbstractAsyncContextManager[None]] | None = None,
+    ) -> None:
+        super().__init__(
+            names=names,
+            needs_key=keys is not None and keys[0].are_required,
+            routes=routes,
+            title="penstock",
+            version=penstock_version(),
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,
+            middleware=[Middleware(UnexpectedErrorMiddleware)],
+            exception_handlers=ERROR_HANDLERS,
+            lifespan=lifespan,
+            telemetry=_NO_TELEMETRY,
+        )
+        self.state.context = context
+        self.state.routes = routes
+        self.state.batches = batches
+        self.keys = keys or ()
+        self.metrics_app = metrics_app
+        count_request = nullcontext if batches is None else batches.traffic.running
+        self.dispatcher = JsonDispatcher(self.call_fastapi, self.exception_handlers, context, count_request)
+        app: ASGIApp = self.dispatcher
+        end_request: ASGIApp = end_at_shutdown
+        if keys is not None and any(each.are_required for each in keys):
+            app = AuthMiddleware(app, *keys)
+        if cors_origins:
+            app = _cors(app, cors_origins)
+            end_request = _cors(end_request, cors_origins)
+        self.outer_middleware = RequestMiddleware(app, routes, observers, rejections, end_request)
 
     def reload_keys(self) -> None:
         """Reads the files of API keys and admin keys again."""

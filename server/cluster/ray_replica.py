@@ -117,7 +117,7 @@ class RayReplica:
             ModelLoadError: The model cannot be served.
             RuntimeError: Its engine has failed permanently.
         """
-        await self._app.state.model_manager.wait_until_started()
+        await self._app.state.context.models.manager.wait_until_started()
         if not self._app.state.context.models.is_alive:
             raise RuntimeError("the engine was given up")
 

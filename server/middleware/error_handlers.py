@@ -28,46 +28,9 @@ _Handler = Callable[[Request, Any], Awaitable[Response]]
 _METHODS: Final = ("GET", "HEAD", "POST", "DELETE")
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Registers the handlers of all expected errors.
-
-    Handlers drop the traceback of an error after building its response; see `drop_tracebacks`.
-    """
-
-    async def on_engine_error(request: Request, error: Any) -> Response:
-        note_rejection(request.scope, error)
-        return dialect_of(request.scope).engine_error(error, state_of(request.scope).request_id)
-
-    async def on_validation_error(request: Request, error: Any) -> Response:
-        return dialect_of(request.scope).validation_error(error)
-
-    async def on_http_error(request: Request, error: Any) -> Response:
-        note_rejection(request.scope, error)
-        path: str = request.scope["path"]
-        message, headers = str(error.detail), error.headers
-        if error.status_code == 404:
-            message = f"There is no {quote(path)} on this {_alternatives(app, path)}."
-        elif error.status_code == 405:
-            # The router reports only one route of the path, but GET and HEAD of a health route are two routes.
-            allowed = ", ".join(method for method in _METHODS if _takes(app, request, method))
-            headers = {"allow": allowed}
-            message = f"{quote(path)} takes {allowed}, not {request.method}."
-        return dialect_of(request.scope).status_error(error.status_code, message, headers)
-
-    app.add_exception_handler(EngineError, _releasing(on_engine_error))
-    app.add_exception_handler(RequestValidationError, _releasing(on_validation_error))
-    app.add_exception_handler(HTTPException, _releasing(on_http_error))
-
-
-def _alternatives(app: FastAPI, path: str) -> str:
-    paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
-    if "/docs" not in paths:
-        return "port"
-    # Below 0.8, paths that share little but `/v1/` would be similar.
-    return f"server{did_you_mean(path, paths, 0.8) or ';'} /docs lists all routes"
-
-
 def _releasing(handler: _Handler) -> _Handler:
+    """Drops the traceback of an error after its response has been built; see `drop_tracebacks`."""
+
     @wraps(handler)
     async def handle(request: Request, error: Any) -> Response:
         try:
@@ -78,9 +41,52 @@ def _releasing(handler: _Handler) -> _Handler:
     return handle
 
 
-def _takes(app: FastAPI, request: Request, method: str) -> bool:
+@_releasing
+async def _on_engine_error(request: Request, error: Any) -> Response:
+    note_rejection(request.scope, error)
+    return dialect_of(request.scope).engine_error(error, state_of(request.scope).request_id)
+
+
+@_releasing
+async def _on_validation_error(request: Request, error: Any) -> Response:
+    return dialect_of(request.scope).validation_error(error)
+
+
+@_releasing
+async def _on_http_error(request: Request, error: Any) -> Response:
+    note_rejection(request.scope, error)
+    path: str = request.scope["path"]
+    message = str(error.detail)
+    headers = error.headers
+    if error.status_code == 404:
+        message = f"There is no {quote(path)} on this {_alternatives(request.app, path)}."
+    elif error.status_code == 405:
+        # The router reports only one route of the path, but GET and HEAD of a health route are two routes.
+        allowed = ", ".join(method for method in _METHODS if _takes(request, method))
+        headers = {"allow": allowed}
+        message = f"{quote(path)} takes {allowed}, not {request.method}."
+    return dialect_of(request.scope).status_error(error.status_code, message, headers)
+
+
+ERROR_HANDLERS: Final[dict[Any, _Handler]] = {
+    EngineError: _on_engine_error,
+    RequestValidationError: _on_validation_error,
+    HTTPException: _on_http_error,
+}
+"""The handlers of all expected errors."""
+
+
+def _alternatives(app: FastAPI, path: str) -> str:
+    paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
+    if "/docs" not in paths:
+        return "port"
+    # Below 0.8, paths that share little but `/v1/` would be similar.
+    return f"server{did_you_mean(path, paths, 0.8) or ';'} /docs lists all routes"
+
+
+def _takes(request: Request, method: str) -> bool:
     scope = {**request.scope, "method": method}
-    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)
+    return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
 
 
 class UnexpectedErrorMiddleware:

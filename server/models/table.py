@@ -73,11 +73,14 @@ class ModelTable:
 
     While the server starts, requests for preloaded models get a 503, and requests for on-demand models wait. The models
     of its manager start AsyncEngines.
+
+    Attributes:
+        manager: Loads and unloads the models.
     """
 
     def __init__(self, manager: ModelManager) -> None:
         self.entries: Sequence[ModelEntry] = manager.entries
-        self._manager = manager
+        self.manager = manager
         self._named = {name: entry for entry in manager.entries for name in entry.model.names}
 
     def find(self, name: str | None, scope: Scope, kinds: Collection[ModelKind] = ()) -> ModelTarget | None:
@@ -109,7 +112,7 @@ class ModelTable:
     async def find_or_load(self, name: str | None, scope: Scope, kinds: Collection[ModelKind] = ()) -> ModelTarget:
         """Loads the model of a request and returns the target. Raises the errors of `find` and ModelManager.acquire."""
         entry = self.entry(name, kinds)
-        await self._manager.acquire(entry, is_background=state_of(scope).is_batch_line)
+        await self.manager.acquire(entry, is_background=state_of(scope).is_batch_line)
         return self._target(entry, name, scope)
 
     def check_queue(self, state: RequestState) -> None:
@@ -132,18 +135,18 @@ class ModelTable:
 
     async def load_model(self, name: str) -> None:
         """Loads a model. Raises ModelNotFoundError, and EngineUnavailableError if the load fails."""
-        if (error := await self._manager.load(self.entry(name))) is not None:
+        if (error := await self.manager.load(self.entry(name))) is not None:
             raise EngineUnavailableError(
                 f"{name} could not be loaded: {error}", reason=ServerRejectionReason.MODEL_LOADING
             ) from error
 
     async def unload_model(self, name: str) -> None:
         """Unloads a model; see ModelManager.unload. Raises ModelNotFoundError."""
-        await self._manager.unload(self.entry(name))
+        await self.manager.unload(self.entry(name))
 
     def set_ttl(self, name: str | None, ttl_s: float) -> None:
         """Sets when an idle model is unloaded; see ModelManager.set_ttl. Raises ModelNotFoundError."""
-        self._manager.set_ttl(self.entry(name), ttl_s)
+        self.manager.set_ttl(self.entry(name), ttl_s)
 
     def entry(self, name: str | None, kinds: Collection[ModelKind] = ()) -> ModelEntry:
         """Returns the model with a name, or of a LoRA adapter `model:adapter`.
@@ -185,7 +188,7 @@ class ModelTable:
 
     def describe_all(self) -> list[ModelDescription]:
         """Describes every model and then its adapters. Raises EngineUnavailableError while all are loading."""
-        if self._manager.is_starting and not self.loaded_targets():
+        if self.manager.is_starting and not self.loaded_targets():
             raise _starting()
         descriptions = []
         for entry in self.entries:
@@ -217,7 +220,7 @@ class ModelTable:
     @property
     def is_ready(self) -> bool:
         """Whether the server has started and at least one model can serve."""
-        return not self._manager.is_starting and any(entry.can_serve for entry in self.entries)
+        return not self.manager.is_starting and any(entry.can_serve for entry in self.entries)
 
     @property
     def is_alive(self) -> bool:
@@ -227,7 +230,7 @@ class ModelTable:
     def states(self) -> dict[str, str]:
         """Returns the state of each model by its shown name."""
         states = {entry.name: entry.state for entry in self.entries}
-        if self._manager.is_starting:
+        if self.manager.is_starting:
             expected = [e.name for e in self.entries if e.status is ModelStatus.UNLOADED and e.model.is_preloaded]
             states |= dict.fromkeys(expected, EngineState.STARTING)
         return states
@@ -244,7 +247,7 @@ class ModelTable:
         return ModelTarget(engine, shown_name, prompt_name, adapter)
 
     def _check_started(self, entry: ModelEntry) -> None:
-        if self._manager.is_starting and entry.model.is_preloaded:
+        if self.manager.is_starting and entry.model.is_preloaded:
             raise _starting()
 
 

@@ -307,5 +307,5 @@ async def serving(
     loaded = load_settings(ServerSettings, settings)
     app = create_app([ServedModel(names, start, default_prompt_name, loaded.engine)], loaded)
     async with client_of(app) as client:
-        await app.state.model_manager.wait_until_started()
+        await app.state.context.models.manager.wait_until_started()
         yield client

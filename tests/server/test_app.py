@@ -79,7 +79,7 @@ async def test_failed_model_does_not_affect_others(engine) -> None:
 
     app = create_app([ServedModel(("a",), start), ServedModel(("b",), fail)], ServerSettings())
     async with client_of(app) as client:
-        await app.state.model_manager.wait_until_started()
+        await app.state.context.models.manager.wait_until_started()
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
         lost = await client.post("/v1/embeddings", json={"input": "a", "model": "b"})
         assert (lost.status_code, lost.headers["retry-after"] in ("1", "3")) == (503, True)
@@ -100,7 +100,7 @@ async def test_unexpected_error_of_the_start_is_reported(engine) -> None:
     app = create_app([ServedModel(("a",), start)], ServerSettings(), on_ready=fail, on_failure=failures.append)
     async with client_of(app):
         with pytest.raises(KeyError, match="a bug"):
-            await app.state.model_manager.wait_until_started()
+            await app.state.context.models.manager.wait_until_started()
     assert [type(error) for error in failures] == [KeyError]
 
 
@@ -123,6 +123,6 @@ async def test_loading_model_gets_503_with_retry_after(engine) -> None:
             assert "being loaded" in response.text
         assert (await client.post("/v1/embeddings", json={"input": "a", "model": "c"})).status_code == 404
         may_load.set()
-        await app.state.model_manager.wait_until_started()
+        await app.state.context.models.manager.wait_until_started()
         assert (await client.get("/health/ready")).status_code == 200
         assert (await client.post("/v1/embeddings", json={"input": "a", "model": "b"})).status_code == 200

@@ -117,7 +117,7 @@ async def test_application_of_a_replica_starts_the_engine_of_its_mount(make_engi
     app = ray_replica.build_app(ServerSettings(log_level="debug", log_format="json"), application)
     configure.assert_called_once_with("debug", "json")
     async with app.router.lifespan_context(app):
-        await app.state.model_manager.wait_until_started()
+        await app.state.context.models.manager.wait_until_started()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
             (card,) = (await client.get("/v1/models")).json()["data"]
             assert (await client.post("/v1/embeddings", json={"input": "a", "model": "alias"})).status_code == 200

@@ -93,7 +93,7 @@ async def served(
         models.append(ServedModel((f"fake-model-{index}" if index else "fake-model",), start))
     app = create_app(models, load_settings(ServerSettings, settings))
     async with running(app, lifespan="on", **(options or {})) as (server, port):
-        await app.state.model_manager.wait_until_started()
+        await app.state.context.models.manager.wait_until_started()
         yield server, port
 
 

@@ -30,7 +30,7 @@ def served(engine: Any, *names: str, **more: Any) -> ServedModel:
 async def serving(*models: ServedModel, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, FastAPI]]:
     app = create_app(list(models), ServerSettings(**settings))
     async with client_of(app) as client:
-        await app.state.model_manager.wait_until_started()
+        await app.state.context.models.manager.wait_until_started()
         yield client, app
 
 

@@ -144,7 +144,7 @@ async def test_keep_alive_sets_how_long_a_model_stays(make_engine, folder: Path)
 
     app = create_app([ServedModel(("m",), start, is_preloaded=False)], ServerSettings())
     async with client_of(app) as client:
-        await app.state.model_manager.wait_until_started()
+        await app.state.context.models.manager.wait_until_started()
 
         async def loaded() -> list[dict]:
             return (await client.get("/api/ps")).json()["models"]
