@@ -91,7 +91,7 @@ def _embed_on_ray(source: str, settings: RayEmbedSettings, model: str, name: str
     from ..embed_jobs.input_file import stat_digest
     from ..embed_jobs.job_folder import JobFolder, Shard, model_digest
     from ..embed_jobs.parquet_file import parquet_inputs
-    from ..embed_jobs.run import check_options, pooling_params, row_options
+    from ..embed_jobs.run import check_options, pooling_params
 
     configure_logging(settings.log_level, settings.log_format)
     config = settings.on_replica(settings.engine_config(model, name))
@@ -99,9 +99,11 @@ def _embed_on_ray(source: str, settings: RayEmbedSettings, model: str, name: str
         info = resolve_model(config)
     except ModelLoadError as error:
         raise load_failure(error, config.model, config.revision) from error
-    field, has_images = settings.image_field or settings.field, settings.image_field is not None
+    field = settings.image_field or settings.field
+    has_images = settings.image_field is not None
     check_options(settings, info, has_images=has_images)
-    inputs, folder = parquet_inputs(source, field), Path(settings.output).resolve()
+    inputs = parquet_inputs(source, field)
+    folder = Path(settings.output).resolve()
     inside = [rows.path for rows in inputs if rows.path.resolve().is_relative_to(folder)]
     if inside:  # --overwrite would delete it
         raise UsageError(f"OUT: {settings.output} holds the input {inside[0]}; name another folder")
@@ -121,7 +123,7 @@ def _embed_on_ray(source: str, settings: RayEmbedSettings, model: str, name: str
         settings.log_format,
     )
     numbers = {"dtype": config.dtype, "arithmetic": config.arithmetic}  # as configured, because no engine runs yet
-    options = {**row_options(settings), "shard_rows": settings.shard_rows}
+    options = {**settings.row_options(), "shard_rows": settings.shard_rows}
     identity = {"input": stat_digest(inputs), "model": model_digest(info), **numbers, **options}
     embed_on_ray(shards, embedder_config, identity, settings)
 

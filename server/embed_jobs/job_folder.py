@@ -134,6 +134,27 @@ class JobFolder:
 
         self.write(self.path(shard), save)
 
+    def write_rejected(self, shard: Shard, reasons: Mapping[int, str]) -> None:
+        """Writes why the model rejected rows of a shard, by index in the shard, before its vectors; see `write`."""
+        path = self._rejected_path(shard)
+        if reasons:
+            content = json.dumps(list(reasons.items())).encode()
+            self.write(path, lambda path: path.write_bytes(content))
+        else:
+            path.unlink(missing_ok=True)  # from an interrupted run
+
+    def rejected(self, shards: Iterable[Shard]) -> dict[int, str]:
+        """Returns why the model rejected rows of finished shards, by index in the file."""
+        rejected: dict[int, str] = {}
+        for shard in shards:
+            path = self._rejected_path(shard)
+            if path.exists():
+                rejected |= {shard.start + index: reason for index, reason in json.loads(path.read_bytes())}
+        return rejected
+
+    def _rejected_path(self, shard: Shard) -> Path:
+        return self.path(shard).with_suffix(".rejected.json")
+
     def write_table(self, shard: Shard, table: Any) -> None:
         """Writes the file of a shard from a pyarrow.Table, with the digest of the job in its metadata; see `write`.
 

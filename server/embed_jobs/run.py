@@ -7,10 +7,9 @@ import logging
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from penstock.engine import AsyncEngine, EngineConfig, ModelInfo, PoolingParams, PoolingTask, RequestOptions
@@ -53,7 +52,7 @@ IN_FLIGHT_CHARS: Final = 400_000
 
 
 class ShardResult:
-    """The vectors of a shard while it runs.
+    """The vectors of a shard while it runs, and the reasons of its rejected rows.
 
     Args:
         shard: Rows of the input that this object collects vectors for.
@@ -105,9 +104,11 @@ def embed_file(file: str, settings: EmbedSettings, model: str, name: str | None 
     """
     configure_logging(settings.log_level, settings.log_format)
     try:
-        field, has_images = settings.image_field or settings.field, settings.image_field is not None
-        source, output = open_input(Path(file), field, has_images=has_images), Path(settings.output)
-        write, columns = writer_for(output), json_columns_for(source, output)
+        has_images = settings.image_field is not None
+        source = open_input(Path(file), settings.image_field or settings.field, has_images=has_images)
+        output = Path(settings.output)
+        write = writer_for(output)
+        columns = json_columns_for(source, output)
         if output.is_dir():
             raise UsageError(f"--output: {output} is a folder; name a file")
         if output.exists() and not settings.overwrite:
@@ -132,13 +133,13 @@ async def _run(
     try:
         check_options(settings, engine.info, has_images=source.has_images)
         files = {"files": summary.files} if summary.files else {}
-        identity = {"input": source.digest(), **files, "model": model_digest(engine.info), **row_options(settings)}
+        identity = {"input": source.digest(), **files, "model": model_digest(engine.info), **settings.row_options()}
         job = JobFolder(output.with_name(output.name + ".partial"), ".npy", "delete the folder")
         with job.locked():
             job.begin(identity)
             with Progress(summary.sizes, engine.info) as progress:
                 await _embed_shards(engine, source, job, summary.shards, progress, settings)
-            rejected = _rejected(job, summary.shards)
+            rejected = job.rejected(summary.shards)
             num_kept = summary.sizes.total() - len(rejected)
             if not num_kept:
                 job.remove()
@@ -242,7 +243,8 @@ def _requests(
         for index, row in good:
             if request.rows and (len(request.rows) == max_rows or num_chars + row.size > REQUEST_CHARS):
                 yield request
-                request, num_chars = EmbedRequest(request.result, [], []), 0
+                request = EmbedRequest(request.result, [], [])
+                num_chars = 0
             request.indices.append(index)
             request.rows.append(row)
             num_chars += row.size
@@ -263,8 +265,10 @@ async def _embed(
     Returns:
         The index of the first row that failed, and the error. None if all rows are finished or skipped.
     """
-    params, options = pooling_params(settings), RequestOptions(prompt_name=settings.prompt_name)
-    result, start = request.result, request.result.shard.start
+    params = pooling_params(settings)
+    options = RequestOptions(prompt_name=settings.prompt_name)
+    result = request.result
+    start = result.shard.start
     index = request.indices[0]
     try:
         try:
@@ -289,27 +293,8 @@ async def _embed(
 def _save(job: JobFolder, result: ShardResult) -> None:
     """Writes a finished shard: first the reasons of rejected rows, then the vectors."""
     with job.writing():
-        path = job.path(result.shard)
-        if result.rejected:
-            reasons = orjson.dumps(list(result.rejected.items()))
-            job.write(_rejected_path(path), lambda path: path.write_bytes(reasons))
-        else:
-            _rejected_path(path).unlink(missing_ok=True)  # from an interrupted run
+        job.write_rejected(result.shard, result.rejected)
         job.write_vectors(result.shard, result.vectors)
-
-
-def _rejected_path(path: Path) -> Path:
-    return path.with_suffix(".rejected.json")
-
-
-def _rejected(job: JobFolder, shards: Sequence[Shard]) -> dict[int, str]:
-    """Returns the reasons of rejected rows by row index."""
-    rejected: dict[int, str] = {}
-    for shard in shards:
-        path = _rejected_path(job.path(shard))
-        if path.exists():
-            rejected |= {shard.start + index: reason for index, reason in orjson.loads(path.read_bytes())}
-    return rejected
 
 
 async def _embed_rows(
@@ -333,14 +318,6 @@ def pooling_params(settings: EmbedSettings) -> PoolingParams:
     """Returns the pooling parameters of every row, with the adapter of --adapter."""
     adapter = next((entry.partition("=")[0] for entry in settings.engine.adapter), None)
     return PoolingParams(dimensions=settings.dimensions, normalize=settings.normalize, adapter=adapter)
-
-
-def row_options(settings: EmbedSettings) -> dict[str, Any]:
-    """Returns the options that affect the output of a job."""
-    options = {
-        name: getattr(settings, name) for name in ("field", "image_field", "dimensions", "normalize", "prompt_name")
-    }
-    return options | ({"adapter": list(settings.engine.adapter)} if settings.engine.adapter else {})
 
 
 def check_options(settings: EmbedSettings, info: ModelInfo, *, has_images: bool = False) -> None:

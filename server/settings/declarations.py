@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from penstock.engine import EngineConfig
 from penstock.engine.protocol.setting import REQUIRED, check_settings, parse_size, setting
@@ -172,6 +172,12 @@ class EmbedSettings(CommandSettings):
     prompt_name: str | None = setting(
         None, "Name of a prompt of the model, which is put before every text.", "Input and output", "NAME"
     )
+
+    def row_options(self) -> dict[str, Any]:
+        """Returns the options that affect the output of a job. A job continues only with the same options."""
+        names = ("field", "image_field", "dimensions", "normalize", "prompt_name")
+        options = {name: getattr(self, name) for name in names}
+        return options | ({"adapter": list(self.engine.adapter)} if self.engine.adapter else {})
 
 
 @dataclass(frozen=True, kw_only=True)

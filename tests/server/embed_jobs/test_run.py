@@ -18,7 +18,7 @@ from penstock.engine.protocol.errors import EngineOverloadedError, InvalidReques
 from penstock.server.embed_jobs import input_file as input_module, progress, run as run_module
 from penstock.server.embed_jobs.input_formats import open_input
 from penstock.server.embed_jobs.parquet_file import PARQUET_ROWS_AT_ONCE, JsonColumns
-from penstock.server.embed_jobs.run import check_options, pooling_params, row_options
+from penstock.server.embed_jobs.run import check_options, pooling_params
 from penstock.server.settings import CommandError, EmbedSettings, UsageError
 
 from ...tables import cases, table
@@ -231,7 +231,7 @@ def test_adapter_of_the_command_applies_to_every_row(fake) -> None:
     engine = EngineConfig(model="", adapter=("legal=/models/legal",))
     settings = EmbedSettings(output="out.npy", engine=engine)
     assert pooling_params(settings).adapter == "legal"
-    assert row_options(settings)["adapter"] == ["legal=/models/legal"]
+    assert settings.row_options()["adapter"] == ["legal=/models/legal"]
     two = replace(settings, engine=replace(engine, adapter=("legal=/a", "tax=/b")))
     with pytest.raises(UsageError, match="--adapter: every row gets the same adapter; name one"):
         check_options(two, fake.info)
