@@ -182,7 +182,8 @@ def validation_message(errors: Sequence[Any], keys: Collection[str] | None) -> t
 
 
 def _sentence(error: dict[str, Any], keys: Collection[str]) -> str:
-    kind, field = error["type"], _field(_untagged(error["loc"]))
+    kind = error["type"]
+    field = _field(_untagged(error["loc"]))
     if kind == "json_invalid":
         return f"The body is not valid JSON: {error['ctx']['error']} (byte {error['loc'][-1]})."
     if not field:

@@ -166,7 +166,8 @@ def _complete(document: Json, name: Sequence[str], table: RouteTable, *, needs_k
 
 
 def _complete_operation(route: Route, operation: Json, *, needs_key: bool) -> None:
-    responses, headers = operation["responses"], {"x-request-id": _reference("headers", "RequestId")}
+    responses = operation["responses"]
+    headers = {"x-request-id": _reference("headers", "RequestId")}
     parameters = [_reference("parameters", "RequestId")]
     if "requestBody" not in operation:
         for status in _ERRORS_OF_BODIES:

@@ -215,10 +215,14 @@ class RouteTable:
 
         An unknown path needs an API key. If all methods of a path are open, all other methods are open too.
         """
-        method, path, state = scope["method"], scope["path"], state_of(scope)
+        method = scope["method"]
+        path = scope["path"]
+        state = state_of(scope)
         route = self.find(method, path)
         if route is not None:
-            scope["route"], state.dialect, state.access = route, route.dialect, route.access
+            scope["route"] = route
+            state.dialect = route.dialect
+            state.access = route.access
             return
         other_methods = [*self._fixed.get(path, ()), *self._matching(path)]
         is_open = bool(other_methods) and all(route.access is Access.OPEN for route in other_methods)

@@ -363,7 +363,8 @@ class BatchRun:
             raise
 
     async def _read_and_send(self, span: LineSpan, *, runs_alone: bool) -> tuple[str, RouteResponse] | None:
-        batch, name = self.batch, self._name(span.number)
+        batch = self.batch
+        name = self._name(span.number)
         try:
             custom_id, content = await _on_thread(lambda: self._input.read(span))
         except FileNotFoundError:
@@ -391,7 +392,8 @@ class BatchRun:
             return await _on_thread(lambda: self._input.custom_ids(spans))
 
     async def _finish(self, status: BatchStatus) -> None:
-        batch, files = self.batch, self._context.files
+        batch = self.batch
+        files = self._context.files
         output_files = [
             files.output_record(file_id, batch.owner, f"{batch.id}_{name}.jsonl", num_bytes, batch.output_expires_s)
             for name, file_id, num_bytes in batch.output_files

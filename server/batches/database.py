@@ -152,7 +152,8 @@ class BatchDatabase:
 
     async def save(self, batch: BatchRecord, lines: Iterable[int] = ()) -> None:
         """Stores the state of a batch and the numbers of newly completed lines, in one transaction."""
-        record, rows = msgspec.json.encode(batch), [(batch.id, line) for line in lines]
+        record = msgspec.json.encode(batch)
+        rows = [(batch.id, line) for line in lines]
 
         def write(database: sqlite3.Connection) -> None:
             database.executemany("INSERT INTO answers VALUES (?, ?)", rows)

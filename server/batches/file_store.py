@@ -285,7 +285,8 @@ def _storage_limit_error(reason: str) -> LimitError:
 
 
 def _expiry_s(fields: dict[str, str]) -> int:
-    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    anchor = fields.get("expires_after[anchor]")
+    seconds = fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return MAX_EXPIRY_S
     if anchor != "created_at":

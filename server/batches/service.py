@@ -154,7 +154,8 @@ class BatchService:
         if hours > MAX_HOURS:
             message = f"completion_window is {hours}h; it must be 1h to {MAX_HOURS}h."
             raise InvalidRequestError(message, param="completion_window")
-        created_at, expiry = int(self._now()), body.output_expires_after
+        created_at = int(self._now())
+        expiry = body.output_expires_after
         async with self._changing:
             file = await self.files.find(body.input_file_id, owner)
             if file.purpose != "batch":

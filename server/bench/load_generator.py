@@ -122,7 +122,8 @@ def _closed(until_s: float) -> Iterator[float]:
 
 
 def _poisson(rate: float, began_s: float, until_s: float) -> Iterator[float]:
-    rng, at_s = random.Random(0), began_s
+    rng = random.Random(0)
+    at_s = began_s
     while (at_s := at_s + rng.expovariate(rate)) < until_s:
         yield at_s
 

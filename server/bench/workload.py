@@ -180,7 +180,8 @@ class BenchTarget:
             UsageError: The URL is invalid, or the dialect lacks the task or the format.
             CommandError: The server cannot be reached, is not ready, needs a key, or lists no model.
         """
-        server, task = TargetServer(url, settings, settings.timeout), settings.task
+        server = TargetServer(url, settings, settings.timeout)
+        task = settings.task
         dialects = _DETECTED if settings.dialect == "auto" else (settings.dialect,)
         model = server.find_model(task, dialects)
         route = _ROUTES.get((model.dialect, task))

@@ -198,7 +198,9 @@ def _is_url(text: str) -> bool:
 
 async def _decode(call: ModelCall, source: ImageSource, param: str) -> bytes:
     """Returns the bytes of a data URI or of base64."""
-    text, where, start = source.text, f"{param}{source.path}", 0
+    text = source.text
+    where = f"{param}{source.path}"
+    start = 0
     is_base64 = True
     if text[:5].lower() == "data:":
         start = text.find(",", 0, _MAX_HEAD_CHARS) + 1
@@ -258,7 +260,9 @@ async def _decode_escapes(text: str, start: int) -> bytes:
 
 async def _decode_base64(text: str, start: int) -> bytes:
     """Decodes base64 in slices, without ASCII white space. Raises ValueError for other characters and wrong padding."""
-    data, rest, is_padded = io.BytesIO(), "", False
+    data = io.BytesIO()
+    rest = ""
+    is_padded = False
     for begin in range(start, len(text), _SLICE_CHARS):
         if begin > start:
             await asyncio.sleep(0)
@@ -270,7 +274,8 @@ async def _decode_base64(text: str, start: int) -> bytes:
         if (is_padded and part) or 0 <= part.find("=") < len(part) - 2:
             raise ValueError("it has = before its end")
         data.write(binascii.a2b_base64(part[:end], strict_mode=True))
-        rest, is_padded = part[end:], is_padded or "=" in part[:end]
+        rest = part[end:]
+        is_padded = is_padded or "=" in part[:end]
     return data.getvalue()
 
 
@@ -284,7 +289,9 @@ def _check_size(call: ModelCall, num_bytes: int, where: str, param: str) -> None
 
 async def _fetch_all(call: ModelCall, sources: Mapping[int, ImageSource], param: str) -> dict[int, bytes]:
     """Returns the images of URLs. An error of one ends the others."""
-    fetcher, admission, scope = call.context.fetcher, call.context.admission, call.request.scope
+    fetcher = call.context.fetcher
+    admission = call.context.admission
+    scope = call.request.scope
     if fetcher is None:
         raise InvalidRequestError(
             f"{param}{next(iter(sources.values())).path} is a URL, but this server fetches no images. Send a data URI "

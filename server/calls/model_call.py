@@ -118,7 +118,8 @@ class ModelCall:
             EngineUnavailableError: The model is loading or failed to load.
             ModelNotFoundError: No model has this name. The message lists the served models.
         """
-        began_s, context = time.perf_counter(), context_of(request)
+        began_s = time.perf_counter()
+        context = context_of(request)
         target = context.models.find(model, request.scope, kinds)
         if target is None:
             target = await context.models.find_or_load(model, request.scope, kinds)

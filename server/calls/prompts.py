@@ -83,7 +83,8 @@ def prompt_for(
     """
     if input_type and task and _role(input_type)[-1] != _role(task)[-1]:
         raise contradiction("input_type", input_type, "task", task)
-    name, adapter = prompt_name or None, None
+    name = prompt_name or None
+    adapter = None
     role: Role = ()
     for param, value in (("input_type", input_type), ("task", task)):
         if value and info.task_adapters:
@@ -129,7 +130,8 @@ def find_prompt(info: ModelInfo, purpose: str, *, param: str) -> tuple[str | Non
 
 def _find_adapter(info: ModelInfo, purpose: str, param: str) -> str:
     """Returns the adapter for a purpose. Queries and documents may share one, named `retrieval`."""
-    role, names = _role(purpose), [adapter.name for adapter in info.task_adapters if adapter.is_served]
+    role = _role(purpose)
+    names = [adapter.name for adapter in info.task_adapters if adapter.is_served]
     if purpose in names:
         return purpose
     for wanted in (role, _RETRIEVAL if role[-1] in _SIDES else role):

@@ -59,7 +59,8 @@ class ReplicaLoads:
             del self._reports[gone], self._num_sent[gone]
         for replica, report in reports.items():
             if report != self._reports.get(replica):
-                self._reports[replica], self._num_sent[replica] = report, 0
+                self._reports[replica] = report
+                self._num_sent[replica] = 0
         # The size of a new request is unknown, so it counts as an average request.
         sizes = [report.request_tokens for report in reports.values() if report.request_tokens]
         mean_tokens = sum(sizes) / len(sizes) if sizes else 1.0

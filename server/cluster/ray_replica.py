@@ -123,8 +123,10 @@ class RayReplica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the metrics for QueueAutoscalingPolicy."""
-        now_s, step_s = time.monotonic(), sum(engine.stats().step_s_total for engine in self._engines())
-        passed_s, worked_s = now_s - self._seen_s, step_s - self._seen_step_s
+        now_s = time.monotonic()
+        step_s = sum(engine.stats().step_s_total for engine in self._engines())
+        passed_s = now_s - self._seen_s
+        worked_s = step_s - self._seen_step_s
         self._seen_s = now_s
         self._seen_step_s = step_s
         busy = min(worked_s / passed_s, 1.0) if passed_s else 0.0  # overlapping forwards count twice
@@ -134,7 +136,8 @@ class RayReplica:
         """Returns the LoadReport for LeastTokensRouter as a dictionary."""
         engines = self._engines()
         stats = [engine.stats() for engine in engines]
-        num_tokens, num_requests = sum(item.num_tokens for item in stats), sum(item.num_requests for item in stats)
+        num_tokens = sum(item.num_tokens for item in stats)
+        num_requests = sum(item.num_requests for item in stats)
         if num_requests:
             self._request_tokens = num_tokens / num_requests
         takes_requests = engines and all(engine.state is EngineState.READY for engine in engines)

@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     _open_closed_streams()
     try:
-        words, warnings = list(sys.argv[1:] if argv is None else argv), list[str]()
+        words = list(sys.argv[1:] if argv is None else argv)
+        warnings: list[str] = []
         if words[:1] not in (["models"], ["bench"]):  # their --task is not vLLM's
             words, warnings = translate_vllm_flags(words)
         parser = _parser()
@@ -249,7 +250,8 @@ def _bench(arguments: dict[str, Any]) -> int:
 
 
 def _eval(arguments: dict[str, Any]) -> int:
-    url, folders = arguments.pop("url"), [Path(folder) for folder in arguments.pop("data")]
+    url = arguments.pop("url")
+    folders = [Path(folder) for folder in arguments.pop("data")]
     settings = load_settings(EvalSettings, arguments)
     from ..quality.evaluate import evaluate
 

@@ -122,7 +122,8 @@ def settings_and_models(arguments: dict[str, Any], kind: type[Settings]) -> tupl
     if len(words) == 1:
         arguments["model"] = words[0]
     sources: dict[str, Any] = {"positional": ("model",)}
-    settings, file = load_settings(kind, arguments, **sources), None
+    settings = load_settings(kind, arguments, **sources)
+    file = None
     if settings.config is not None:
         file = read_config(settings.config)
         sources |= {"file": file.settings, "file_location": f"{file.path}: "}
@@ -136,7 +137,8 @@ def settings_and_models(arguments: dict[str, Any], kind: type[Settings]) -> tupl
         if variables.model_tables and (tables or words):
             raise UsageError("INFINITY_MODEL_ID: names several models; name all models in one place")
         if variables.model_tables:
-            tables, location = tuple(variables.model_tables), "INFINITY_MODEL_ID: models"
+            tables = tuple(variables.model_tables)
+            location = "INFINITY_MODEL_ID: models"
     return settings, models_to_serve(settings, words, tables, location)
 
 
@@ -213,7 +215,8 @@ def _of_word(settings: ServerSettings, word: str | None) -> ServedModel:
 
 
 def _of_table(settings: ServerSettings, table: Mapping[str, Any], location: str, is_preloaded: bool) -> ServedModel:
-    own_keys, server_keys = declared_settings(ModelSettings), declared_settings(ServerSettings)
+    own_keys = declared_settings(ModelSettings)
+    server_keys = declared_settings(ServerSettings)
     for key in table:
         if key in NOT_IN_FILE and key not in own_keys:
             raise UsageError(f"{location}.{key}: is not allowed in a table: {NOT_IN_FILE[key]}")

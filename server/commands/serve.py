@@ -94,7 +94,8 @@ def serve(
     app = create_app(models, settings, cache=cache, on_ready=announce, on_failure=give_up)
     listeners = bound_sockets(settings)
     on_slow = partial(app.state.context.metrics.count_rejection, ServerRejectionReason.SLOW_TRANSFER)
-    config, limits = uvicorn_config(app, settings), TransferLimits.of(settings)
+    config = uvicorn_config(app, settings)
+    limits = TransferLimits.of(settings)
     server = HttpServer(config, limits, on_slow=on_slow, metrics_app=app.metrics_app, on_reload=app.reload_keys)
     app.state.context.metrics.register(ConnectionMetrics(server.server_state))
     # uvicorn raises the signal again after its shutdown; a requested stop is not a failure.
@@ -292,7 +293,8 @@ def _lines(entry: ModelEntry, config: EngineConfig) -> list[str]:
     if entry.engine is None:
         why = "could not be loaded; see above" if entry.error is not None else "is loaded when a request names it"
         return [f"  {entry.name}: {why}"]
-    info, placements = entry.engine.info, [replica.placement for replica in entry.engine.replicas]
+    info = entry.engine.info
+    placements = [replica.placement for replica in entry.engine.replicas]
     return [
         f"  {entry.name}: {_sizes(info)}",
         f"    on {_device(info, config)}, in {_dtype(info, config)}; tasks: {', '.join(info.tasks)}",

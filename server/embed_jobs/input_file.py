@@ -137,14 +137,16 @@ class InputFile(ABC):
             image = read_image_value(value, self.image_folder)
         except ImageValueError as error:
             return BadRow(line, f"the {self.part} {self.field!r} {error}")
-        num_bytes, file = len(image) if isinstance(image, bytes) else 0, ""
+        num_bytes = len(image) if isinstance(image, bytes) else 0
+        file = ""
         if isinstance(image, Path):
             try:
                 status = image.stat()
             except OSError as error:
                 reason = f"has {image.name!r}, which cannot be read: {error.strerror}"
                 return BadRow(line, f"the {self.part} {self.field!r} {reason}")
-            num_bytes, file = status.st_size, _identity(image, status)
+            num_bytes = status.st_size
+            file = _identity(image, status)
         return Row(line, image, max(IMAGE_CHARS, num_bytes // _BYTES_PER_CHAR), record, raw, file)
 
     @abstractmethod
@@ -178,7 +180,11 @@ class InputFile(ABC):
         Raises:
             BadRowError: A row is bad, or `visit` raises the error.
         """
-        sizes, starts, num_chars, number, files = Counter[int](), [0], 0, -1, list[str]()
+        sizes = Counter[int]()
+        starts = [0]
+        num_chars = 0
+        number = -1
+        files: list[str] = []
         for number, row in enumerate(self.rows()):
             num_new = 0
             if isinstance(row, Row):

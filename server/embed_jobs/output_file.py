@@ -242,7 +242,9 @@ def _tables(source: InputFile, results: JobResult, schema: Any) -> Iterator[tupl
         num_chars += len(row.raw) or sum(map(len, row.record.values()))
         if len(numbers) == ROWS_AT_ONCE or num_chars >= CHARS_AT_ONCE:
             yield numbers, pa.Table.from_pylist(records, schema=schema)
-            numbers, records, num_chars = [], [], 0
+            numbers = []
+            records = []
+            num_chars = 0
     if numbers:
         yield numbers, pa.Table.from_pylist(records, schema=schema)
 

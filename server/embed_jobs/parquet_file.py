@@ -179,7 +179,8 @@ def _sliced(batches: Iterable[Any], skip: int, num_rows: int) -> Iterator[Any]:
             skip -= len(batch)
             continue
         part = batch.slice(skip, num_rows)
-        skip, num_rows = 0, num_rows - len(part)
+        skip = 0
+        num_rows -= len(part)
         yield part
         if not num_rows:
             return

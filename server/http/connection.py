@@ -197,7 +197,8 @@ class Connection(HttpToolsProtocol):
 
     def _head_without_upgrade(self) -> bytes:
         """Returns the current head without its upgrade offer, for a new parser."""
-        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        method = self.parser.get_method()
+        version = self.parser.get_http_version().encode()
         if method == b"CONNECT":
             raise httptools.HttpParserError("this server is not a proxy")
         self.parser = httptools.HttpRequestParser(self)
@@ -221,7 +222,8 @@ class Connection(HttpToolsProtocol):
         """Prepares the scope of the next request."""
         super().on_message_begin()
         state = state_of(cast("Scope", self.scope))
-        state.connection_lost, state.discard_body = self._connection_lost, self._discard_body
+        state.connection_lost = self._connection_lost
+        state.discard_body = self._discard_body
 
     def on_headers_complete(self) -> None:
         """Starts a request. A head that offers an upgrade is parsed again without the offer."""

@@ -135,7 +135,8 @@ class ConnectionLimits:
             pending.progress_s = now_s
         gained_s = max(num_bytes, 0) / self._limits.min_rate if self._limits.min_rate else inf
         pending.credit_s = min(pending.credit_s - (now_s - pending.checked_s) + gained_s, self._limits.grace_s)
-        pending.transfer, pending.checked_s = transfer, now_s
+        pending.transfer = transfer
+        pending.checked_s = now_s
 
     def _exceeded_limit(self, pending: _TransferProgress, now_s: float) -> str:
         """Returns the limit that a transfer exceeds as text; "" if it exceeds none."""

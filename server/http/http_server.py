@@ -111,7 +111,8 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self.server_state: ConnectionState = ConnectionState()
         enforce = ConnectionLimits(self._connections, limits, on_slow=on_slow).enforce
-        config.callback_notify, config.timeout_notify = enforce, max(min(_CHECK_EVERY_S, int(limits.grace_s / 4)), 1)
+        config.callback_notify = enforce
+        config.timeout_notify = max(min(_CHECK_EVERY_S, int(limits.grace_s / 4)), 1)
         self._num_collected = 0  # number of requests before the last collection
         self._collected_s = -inf
 

@@ -36,7 +36,8 @@ def timeout_and_priority(headers: Iterable[tuple[bytes, bytes]]) -> tuple[float 
         InvalidRequestError: x-request-timeout is not a positive number, or x-priority is neither an integer nor a
             level.
     """
-    timeout_s, priority = None, int(ChunkPriority.NORMAL)
+    timeout_s = None
+    priority = int(ChunkPriority.NORMAL)
     for name, value in headers:
         if name == _TIMEOUT:
             timeout_s = _seconds(value.decode("latin-1").strip())
@@ -131,7 +132,9 @@ def is_from_other_origin(headers: Iterable[tuple[bytes, bytes]], allowed: Collec
     Sec-Fetch-Site has precedence if present, because a proxy may have changed Host. Otherwise Origin is compared with
     Host, without the scheme: behind a TLS proxy the server sees http although its pages use https.
     """
-    host, origins, sites = b"", list[bytes](), list[bytes]()
+    host = b""
+    origins: list[bytes] = []
+    sites: list[bytes] = []
     for name, value in headers:
         if name == b"host":
             host = value.strip().lower()

@@ -97,14 +97,16 @@ class CloseDelimited:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the application for the request of the cycle."""
-        cycle, is_unframed = self._cycle, False
+        cycle = self._cycle
+        is_unframed = False
 
         async def send_unframed(message: Message) -> None:
             nonlocal is_unframed
             if message["type"] == "http.response.start":
                 is_unframed = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
                 if is_unframed:
-                    cycle.chunked_encoding, cycle.keep_alive = False, False
+                    cycle.chunked_encoding = False
+                    cycle.keep_alive = False
             elif is_unframed:  # uvicorn compares each part with the remaining length
                 cycle.expected_content_length = len(message.get("body", b""))
             await send(message)

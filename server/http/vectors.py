@@ -130,7 +130,8 @@ def _bytes_headers(
     headers = {"content-type": "application/octet-stream"}
     if encoding.format is EncodingFormat.BYTES_ONLY:
         return headers
-    data, start = [], 0
+    data = []
+    start = 0
     for i, (shape, num_bytes) in enumerate(shapes):
         location = {"start": start, "end": start + num_bytes, "shape": shape}
         data.append({"index": i, "embed_dtype": encoding.element, "endianness": encoding.endianness, **location})

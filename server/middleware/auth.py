@@ -61,8 +61,10 @@ class AuthMiddleware:
         keys = self.admin_keys if access is Access.ADMIN_KEY else self.keys
         owner = keys.owner_of(keys_in_headers(scope["headers"])) if keys.are_required else ""
         if owner is not None:
-            state.client, state.owner = keys.client_name(owner), owner
-            state.namespace, state.key_id = keys.namespace_of(owner), keys.key_id(owner)
+            state.client = keys.client_name(owner)
+            state.owner = owner
+            state.namespace = keys.namespace_of(owner)
+            state.key_id = keys.key_id(owner)
             return self.app(scope, receive, send)
         kind = "admin key" if keys is self.admin_keys else "API key"
         message = f"The {kind} is missing or wrong; send it as the header 'Authorization: Bearer KEY'."
@@ -189,7 +191,8 @@ class ApiKeyStore:
             self._failed_version = version
         else:
             logger.info("%s: read again; valid keys: %d", self._flag, len(self._owners))
-            self._version, self._failed_version = version, None
+            self._version = version
+            self._failed_version = None
 
     def _read(self, file: Path) -> dict[str, _Owner]:
         if file.stat().st_mode & stat.S_IWOTH:

@@ -195,7 +195,8 @@ class Metrics(Collector):
         """Counts one response."""
         if record.rejected_by is not None:
             self.count_rejection(record.rejected_by)
-        model, route = record.model, record.route
+        model = record.model
+        route = record.route
         if record.ignored_fields:
             self._ignored_fields[(model,)] += len(record.ignored_fields)
         self._requests[model, route, str(record.status)] += 1

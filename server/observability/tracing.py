@@ -61,7 +61,8 @@ class Tracing:
 
     def observe(self, record: RequestRecord) -> None:
         """Ends the span of a request and adds the spans of its stages."""
-        scope, span = record.scope, record.span
+        scope = record.scope
+        span = record.span
         if span is None or not span.is_recording():
             return
         span.set_attributes(

@@ -76,7 +76,9 @@ class RetrievalTask:
         """Returns the `depth` documents with the largest cosine for each query, by exact search."""
         documents = _unit(embed(list(self.corpus.values()), "document"))
         queries = _unit(embed(list(self.queries.values()), "query"))
-        names, ids, rankings = list(self.queries), list(self.corpus), dict[str, list[str]]()
+        names = list(self.queries)
+        ids = list(self.corpus)
+        rankings: dict[str, list[str]] = {}
         for start in range(0, len(names), _QUERIES_PER_PRODUCT):  # limits the memory of the products
             part = slice(start, start + _QUERIES_PER_PRODUCT)
             for name, cosines in zip(names[part], queries[part] @ documents.T, strict=True):
@@ -113,7 +115,8 @@ class SimilarityTask:
     @classmethod
     def read(cls, path: Path) -> SimilarityTask:
         """Reads rows with sentence1, sentence2 and score. Raises UsageError for an invalid file."""
-        pairs, similarities = list[tuple[str, str]](), list[float]()
+        pairs: list[tuple[str, str]] = []
+        similarities: list[float] = []
         for line, row in _rows(path):
             pairs.append((_text(path, line, row, "sentence1"), _text(path, line, row, "sentence2")))
             similarities.append(_number(path, line, row, "score"))
@@ -229,10 +232,12 @@ def spearman(left: NDArray[Any], right: NDArray[Any]) -> float:
 
 def draw_examples(classes: Sequence[str]) -> Iterator[NDArray[np.int64]]:
     """Yields DRAWS times the indices of EXAMPLES texts of each class."""
-    random, indices = np.random.default_rng(_SEED), np.arange(len(classes))
+    random = np.random.default_rng(_SEED)
+    indices = np.arange(len(classes))
     for _ in range(DRAWS):
         random.shuffle(indices)
-        seen, kept = Counter[str](), list[int]()
+        seen = Counter[str]()
+        kept: list[int] = []
         for index in indices.tolist():
             seen[classes[index]] += 1
             if seen[classes[index]] <= EXAMPLES:
@@ -245,7 +250,8 @@ def _ranking_scores(ranking: Sequence[str], relevance: Mapping[str, float]) -> d
     gains = [max(relevance.get(document, 0), 0) for document in ranking]
     ideal = sorted((value for value in relevance.values() if value > 0), reverse=True)
     hits = [rank for rank, gain in enumerate(gains, 1) if gain]
-    at_10, num_relevant = [rank for rank in hits if rank <= 10], max(len(ideal), 1)
+    at_10 = [rank for rank in hits if rank <= 10]
+    num_relevant = max(len(ideal), 1)
     return {
         "ndcg_at_10": _dcg(gains[:10]) / (_dcg(ideal[:10]) or 1),
         "map_at_10": math.fsum(number / rank for number, rank in enumerate(at_10, 1)) / num_relevant,

@@ -131,7 +131,8 @@ class ClassifyRequest(InputFields, PoolingBody):
         if self.labels and self.examples:
             raise InvalidRequestError("Give labels (zero-shot) or examples (few-shot), not both.", param="labels")
         field = "examples" if self.examples else "labels"
-        num_classes, num_inputs = len(self.class_names()), len(self.texts())
+        num_classes = len(self.class_names())
+        num_inputs = len(self.texts())
         if num_inputs * num_classes > MAX_SCORES:
             raise InvalidRequestError(
                 f"{num_inputs} inputs with {num_classes} classes in {field} give {num_inputs * num_classes} scores; "
@@ -257,7 +258,8 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
         options = call.embed_options(body, priority=body.priority)
     else:
         options = call.options(priority=body.priority)
-    labels, are_named = body.class_names() or info.labels, body.inputs is not None or body.is_infinity()
+    labels = body.class_names() or info.labels
+    are_named = body.inputs is not None or body.is_infinity()
     call.reserve(size_of_classes(body.num_inputs(), labels, are_named=are_named))
     if body.inputs is not None:
         call.reserve(size_of_texts(body.inputs), param="inputs")

@@ -231,7 +231,8 @@ async def embed_v1(body: CohereEmbedRequest, request: Request) -> Response:
 
 async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> Response:
     """Runs an embed request of a `version` of Cohere's API. Responses of version "1" may have no types."""
-    contents, param = body.contents(), body.input_field()
+    contents = body.contents()
+    param = body.input_field()
     check_num_inputs(request, contents, param)
     texts = [content for content in contents if isinstance(content, str)]
     call = await ModelCall.start(request, body.model, EMBEDDERS)

@@ -160,7 +160,8 @@ router = Router(PENSTOCK, tag="penstock")
 async def encode(body: EncodeRequest, request: Request) -> Response:
     """Returns dense, sparse and token vectors of each input, computed in one forward."""
     check_inputs(request, body)
-    params, encoding = body.pooling_params(), body.encoding()
+    params = body.pooling_params()
+    encoding = body.encoding()
     call = await ModelCall.start(request, body.model, EMBEDDERS)
     check_encodings({"embedding": encoding}, body.num_inputs(), call.info, params, quantization_field="encoding_format")
     options = call.embed_options(body, priority=body.priority)

@@ -139,7 +139,8 @@ async def admin_disabled() -> Response:
 
 def _card(context: ServerContext, model: ModelDescription) -> dict[str, Any]:
     """Returns a ModelCard. It has few values before a model is loaded for the first time on this machine."""
-    entry, info = model.entry, model.info
+    entry = model.entry
+    info = model.info
     max_model_len = None if info is None else info.max_model_len
     return {
         "id": model.name,

@@ -339,7 +339,8 @@ async def embeddings(body: OllamaEmbeddingRequest, request: Request) -> Response
 @router.get("/api/tags", access=Access.OPEN, response_model=OllamaModels)
 async def tags(request: Request) -> Response:
     """Lists the served names."""
-    cards, context = [], context_of(request)
+    cards = []
+    context = context_of(request)
     for model in context.models.describe_all():
         if model.info is not None:
             files = await _weights(context, model.info)
@@ -350,7 +351,8 @@ async def tags(request: Request) -> Response:
 @router.get("/api/ps", response_model=OllamaRunningModels)
 async def running(request: Request) -> Response:
     """Lists the loaded models, each with the time at which it is unloaded if it is not used."""
-    models, context = [], context_of(request)
+    models = []
+    context = context_of(request)
     for entry in context.models.entries:
         if (info := entry.info) is None or entry.engine is None:
             continue
@@ -366,7 +368,8 @@ async def show(body: OllamaShowRequest, request: Request) -> Response:
     """Describes a model."""
     context = context_of(request)
     described = context.models.describe(body.served_name())
-    info, name = described.require_info(), described.name
+    info = described.require_info()
+    name = described.name
     files = await _weights(context, info)
     card = _card(name, info, files)
     figures = {

@@ -69,7 +69,8 @@ def element_hashes(page: bytes, tag: bytes) -> str:
 def page_of(parts: Path) -> bytes:
     """Returns the page: its frame with the style and the scripts inserted."""
     scripts = [parts / f"{name}.js" for name in _SCRIPTS]
-    style, script = _joined([parts / "style.css"]), b'"use strict";\n' + _joined(scripts)
+    style = _joined([parts / "style.css"])
+    script = b'"use strict";\n' + _joined(scripts)
     frame = (parts / "frame.html").read_bytes()
     return frame.replace(b"<style></style>", b"<style>\n%b</style>" % style).replace(
         b"<script></script>", b"<script>\n%b</script>" % script

@@ -130,7 +130,8 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
     """
     check_num_inputs(request, body.inputs, "inputs")
     call = await ModelCall.start(request, body.model, EMBEDDERS)
-    info, params = call.info, body.pooling_params()
+    info = call.info
+    params = body.pooling_params()
     if info.multi_vector is None and info.token_heads is None:
         params = params.clone(normalize=False)
     options = call.options(body.prompt_name or call.default_prompt_name, priority=body.priority)
@@ -160,7 +161,8 @@ async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response
 @router.task("/similarity", batch_use=BatchUse.TASK, response_model=list[float], responses=TEI_HEADERS)
 async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
     """Returns the cosine similarity of a sentence with each of several others. All use the same prompt."""
-    source, sentences = body.inputs.source_sentence, body.inputs.sentences
+    source = body.inputs.source_sentence
+    sentences = body.inputs.sentences
     check_num_inputs(request, sentences, "inputs.sentences")
     call = await ModelCall.start(request, body.model, EMBEDDERS)
     prompt_name = body.prompt_name or call.default_prompt_name or call.info.default_prompt_name
@@ -226,7 +228,8 @@ async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
 
 
 async def _classify(engine: AsyncEngine, body: TeiPredictRequest, options: RequestOptions) -> ClassResult:
-    params, entries = body.pooling_params(), body.inputs.entries
+    params = body.pooling_params()
+    entries = body.inputs.entries
     texts = [i for i, entry in enumerate(entries) if len(entry) == 1]
     pairs = [i for i, entry in enumerate(entries) if len(entry) == 2]
     results = []
@@ -245,7 +248,8 @@ async def info(request: Request) -> Response:
     """Describes the default model and the limits of the server."""
     context = context_of(request)
     described = context.models.describe(None)
-    model, name = described.require_info(), described.name
+    model = described.require_info()
+    name = described.name
     config = described.entry.model.config
     limits = config.scheduler
     return json_response(

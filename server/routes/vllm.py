@@ -220,7 +220,9 @@ async def pooling(body: PoolingRequest, request: Request) -> Response:
     """Returns embeddings or class scores, per input or per token."""
     check_inputs(request, body)
     call = await ModelCall.start(request, body.model)
-    task, encoding, params = body.pooling_task(call.info.tasks), body.encoding(), body.pooling_params()
+    task = body.pooling_task(call.info.tasks)
+    encoding = body.encoding()
+    params = body.pooling_params()
     _check_encoding(encoding, task, vector_width(call.info, params))
     check_bytes(encoding, body.num_inputs())
     options = call.options(priority=body.priority)
@@ -327,7 +329,8 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 
 async def _tokens(engine: AsyncEngine, body: TokenizeRequest) -> tuple[list[int], list[str] | None]:
-    text, adds_special = body.prompt or "", body.add_special_tokens is not False
+    text = body.prompt or ""
+    adds_special = body.add_special_tokens is not False
     chats = [chat for chat in body.messages or () if isinstance(chat, list)]
     if chats:
         (text,) = await engine.render_chats(chats, body.chat_options())

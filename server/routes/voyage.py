@@ -88,7 +88,8 @@ router = Router(VOYAGE, tag="openai")
 async def embed_multimodal(body: MultimodalRequest, request: Request) -> Response:
     """Embeds texts and images: one vector per input, in order."""
     check_num_inputs(request, body.inputs, "inputs")
-    params, encodings = body.pooling_params(), body.encodings()
+    params = body.pooling_params()
+    encodings = body.encodings()
     call = await ModelCall.start(request, body.model, EMBEDDERS)
     check_encodings(encodings, len(body.inputs), call.info, params, quantization_field=body.quantization_field())
     options = call.embed_options(body, priority=body.priority)

@@ -118,7 +118,8 @@ def _declared_settings(kind: Any) -> Mapping[str, DeclaredSetting]:
     found: dict[str, DeclaredSetting] = {}
     hints = _type_hints(kind)
     for field in dataclasses.fields(kind):
-        hint, setting = hints[field.name], setting_of(field)
+        hint = hints[field.name]
+        setting = setting_of(field)
         if setting is None and dataclasses.is_dataclass(hint):
             found |= declared_settings(hint)
         elif setting is not None:

@@ -198,10 +198,12 @@ class PassedConnectionServer(HttpServer):
 
     def _make(self, port: bytes) -> tuple[PassedConnection, ssl.SSLContext | None]:
         """Returns the protocol of a new connection to the port MAIN or METRICS, and its TLS context."""
-        config, app_state = self.config, self.lifespan.state
+        config = self.config
+        app_state = self.lifespan.state
         if port == METRICS:
             assert self.metrics_config is not None
-            config, app_state = self.metrics_config, {}
+            config = self.metrics_config
+            app_state = {}
         return PassedConnection(config=config, server_state=self.server_state, app_state=app_state), config.ssl
 
 
@@ -236,7 +238,8 @@ class _ConnectionReceiver:
             except BlockingIOError:
                 return False
             except ConnectionResetError:  # the acceptor has ended without reading all reports
-                port, descriptors = b"", []
+                port = b""
+                descriptors = []
             if not port:  # closed, or the acceptor has ended, which the Channel reports
                 self._loop.remove_reader(self._socket.fileno())
                 return False

@@ -143,7 +143,8 @@ class WorkerConfig:
 
     def config_with_share(self, model: ServedModel) -> EngineConfig:
         """Returns the configuration of a model with this process's share of the limits."""
-        config, limits = model.config, model.config.scheduler
+        config = model.config
+        limits = model.config.scheduler
         own_limits = replace(
             limits,
             max_queued_tokens=max(limits.max_queued_tokens // self.num_workers, 1),

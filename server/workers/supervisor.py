@@ -173,7 +173,8 @@ class WorkerSupervisor:
 
     async def run(self, listener: socket.socket, metrics_listener: socket.socket | None = None) -> None:
         """Serves until a signal arrives, or nothing can be served. The sockets are bound."""
-        acceptors, loop = [Acceptor(listener)], asyncio.get_running_loop()
+        acceptors = [Acceptor(listener)]
+        loop = asyncio.get_running_loop()
         if metrics_listener is not None:
             acceptors.append(Acceptor(metrics_listener, METRICS))
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -239,7 +240,9 @@ class WorkerSupervisor:
             self._announce(self._models.manager.entries)
 
     def _worker_config(self) -> WorkerConfig:
-        settings, models, number = self._settings, self._models.configured_models, next(self._connection_numbers)
+        settings = self._settings
+        models = self._models.configured_models
+        number = next(self._connection_numbers)
         return WorkerConfig(settings, models, settings.api_workers, number, self._salt, self._started_s)
 
     def _handle(self, worker: WorkerProcess, message: FromWorker) -> None:

@@ -218,7 +218,8 @@ def main() -> None:
         raise SystemExit(error.exit_code) from error
     metrics: Metrics = app.state.context.metrics
     on_slow = partial(metrics.count_rejection, ServerRejectionReason.SLOW_TRANSFER)
-    config, limits = uvicorn_config(app, settings), TransferLimits.of(settings)
+    config = uvicorn_config(app, settings)
+    limits = TransferLimits.of(settings)
     named = {"on_slow": on_slow, "metrics_app": app.metrics_app, "on_reload": app.reload_keys}
     WorkerServer(link, control, metrics, config, connections, limits, **named).run()
 
