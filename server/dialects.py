@@ -34,7 +34,7 @@ from .errors import (
     status_kind,
     validation_message,
 )
-from .request_state import state_of
+from .request_state import RequestState, state_of
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -98,9 +98,9 @@ class Dialect:
         """Error responses of a route with a body, for the OpenAPI document."""
         return _responses(self.error_model, self.descriptions)
 
-    def engine_error(self, error: EngineError, request_id: str) -> Response:
-        """Returns the response to `error`; hidden messages are logged under `request_id`."""
-        kind, message = error_kind_and_message(error, request_id)
+    def engine_error(self, error: EngineError, state: RequestState) -> Response:
+        """Returns the response to the error of a request; hidden messages are logged under its id."""
+        kind, message = error_kind_and_message(error, state)
         kind = replace(kind, status=self.statuses.get(type(error), kind.status))
         param = None if kind.is_hidden else error.param
         return self.error(kind, message, param=param, headers=retry_headers(error, kind.status))

@@ -11,7 +11,6 @@ import logging
 import math
 import reprlib
 from collections.abc import Collection, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -19,6 +18,8 @@ from pydantic import BaseModel
 
 from penstock.engine.protocol import errors as engine_errors
 from penstock.engine.protocol.errors import EngineError, EngineOverloadedError, EngineUnavailableError
+
+from .request_state import RequestState
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +39,14 @@ _MAX_NAMES: Final = 20
 _REPR: Final = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict = 3, 20, 20
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = _MAX_CHARS
-TRACE_ID: Final[ContextVar[str | None]] = ContextVar("penstock_trace_id", default=None)
-"""Id of the trace of the request that the current task serves; None without traces."""
 HIDDEN_MESSAGE: Final = "The server failed on this request; its log has the details under this request id."
 
 
-def request_fields(request_id: str, trace_id: str | None = None) -> dict[str, Any]:
-    """Returns `extra` of a log call: the fields of a JSON line about a request. Default trace: TRACE_ID."""
-    fields = {"request_id": request_id}
-    if (trace_id := trace_id or TRACE_ID.get()) is not None:
-        fields["trace_id"] = trace_id
+def request_fields(state: RequestState) -> dict[str, Any]:
+    """Returns `extra` of a log call about a request: its id and the id of its trace, fields of a JSON line."""
+    fields = {"request_id": state.request_id}
+    if state.record is not None and state.record.trace_id is not None:
+        fields["trace_id"] = state.record.trace_id
     return {"fields": fields}
 
 
@@ -142,19 +141,19 @@ def status_kind(status: int) -> ErrorKind:
     return STATUS_KINDS.get(status, ErrorKind(status, "invalid_request_error" if status < 500 else "server_error"))
 
 
-def error_kind_and_message(error: EngineError, request_id: str) -> tuple[ErrorKind, str]:
-    """Returns the kind of `error` and the message for its client; hidden messages are logged under `request_id`."""
+def error_kind_and_message(error: EngineError, state: RequestState) -> tuple[ErrorKind, str]:
+    """Returns the kind of `error` and the message for its client; hidden messages are logged under the request id."""
     kind = ERROR_KINDS.get(type(error), ERROR_KINDS[EngineError])
     if kind.is_hidden:
         logger.error(
             "request %s: %s: %s",
-            request_id,
+            state.request_id,
             type(error).__name__,
             error.message,
             exc_info=error,
-            extra=request_fields(request_id),
+            extra=request_fields(state),
         )
-        return kind, f"{HIDDEN_MESSAGE} ({request_id})"
+        return kind, f"{HIDDEN_MESSAGE} ({state.request_id})"
     return kind, error.message
 
 

@@ -44,7 +44,7 @@ def _releasing(handler: _Handler) -> _Handler:
 @_releasing
 async def _on_engine_error(request: Request, error: Any) -> Response:
     note_rejection(request.scope, error)
-    return dialect_of(request.scope).engine_error(error, state_of(request.scope).request_id)
+    return dialect_of(request.scope).engine_error(error, state_of(request.scope))
 
 
 @_releasing
@@ -108,7 +108,7 @@ class UnexpectedErrorMiddleware:
 def unexpected_error_response(scope: Scope, error: Exception) -> Response | None:
     """Logs an unexpected error. Returns its response, or None if another response has started."""
     state = state_of(scope)
-    extra = request_fields(state.request_id)
+    extra = request_fields(state)
     logger.error("request %s failed unexpectedly", state.request_id, exc_info=error, extra=extra)
     if state.record is not None and state.record.has_started:
         return None

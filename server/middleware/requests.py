@@ -37,7 +37,7 @@ from penstock.engine.protocol.stage_times import STAGE_TIMES
 from ..admission import note_rejection
 from ..calls.context import DisconnectMonitor, ServerContext, context_of
 from ..dialects import dialect_of
-from ..errors import TRACE_ID, quote, request_fields
+from ..errors import quote, request_fields
 from ..http.json_body import BodyParser, JsonBody
 from ..http.json_reader import JsonReader, receive_part
 from ..http.json_responses import PART_BYTES
@@ -99,7 +99,6 @@ class RequestMiddleware:
         state.record = record
         record.find_route()
         self.observers.begin(record)
-        trace_token = TRACE_ID.set(record.trace_id)
         stages_token = STAGE_TIMES.set(record.stages)
         delayed: list[Message] = []
 
@@ -133,11 +132,10 @@ class RequestMiddleware:
             _uncancel()
             await self.end_request(scope, receive, send_or_delay)
         finally:
-            state.record = None
             STAGE_TIMES.reset(stages_token)
             record.end()
-            TRACE_ID.reset(trace_token)
             self.observers.observe(record)
+            state.record = None  # it refers to the scope, which holds the state
 
     async def _wait_for_release(self, scope: Scope) -> None:
         if (discard_body := state_of(scope).discard_body) is not None:
@@ -172,13 +170,14 @@ def _start_response(head: Message, record: RequestRecord) -> Message:
 
 async def end_at_shutdown(scope: Scope, receive: Receive, send: Send) -> None:
     """Sends the 503 of a request that did not finish within the drain timeout."""
-    request_id = state_of(scope).request_id
-    logger.warning("request %s did not finish within the drain timeout", request_id, extra=request_fields(request_id))
+    state = state_of(scope)
+    extra = request_fields(state)
+    logger.warning("request %s did not finish within the drain timeout", state.request_id, extra=extra)
     error = EngineUnavailableError(
         "The server is shutting down. Please try again elsewhere.", reason=RejectionReason.DRAINING
     )
     note_rejection(scope, error)
-    await dialect_of(scope).engine_error(error, request_id)(scope, receive, send)
+    await dialect_of(scope).engine_error(error, state)(scope, receive, send)
 
 
 async def _send_in_parts(message: Message, send: Send) -> None:

@@ -56,9 +56,8 @@ class ObserverGroup:
             try:
                 observe(record)
             except Exception:  # the other observers must see the request
-                request_id = record.request_id
-                extra = request_fields(request_id, record.trace_id)
-                logger.exception("%s failed for request %s", observe, request_id, extra=extra)
+                extra = request_fields(state_of(record.scope))
+                logger.exception("%s failed for request %s", observe, record.request_id, extra=extra)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
