@@ -86,7 +86,7 @@ class BatchDatabase:
         self._thread.shutdown()
 
     async def add_file(self, file: FileRecord) -> None:
-        """Adds a file."""
+        """Adds the record of a file. FileStore holds its content."""
         await self._do(lambda database: _add_file(database, file))
 
     async def file(self, file_id: str, owner: str, now: int) -> FileRecord | None:
@@ -127,17 +127,17 @@ class BatchDatabase:
         return await self._do(read)
 
     async def remove_file(self, file_id: str) -> None:
-        """Removes a file."""
+        """Removes the record of a file, if there is one."""
         await self._do(lambda database: database.execute("DELETE FROM files WHERE id = ?", (file_id,)))
 
     async def add_batch(self, batch: BatchRecord) -> None:
-        """Adds a batch."""
+        """Adds the record of a batch."""
         values = (batch.id, batch.owner, batch.has_ended, msgspec.json.encode(batch), batch.input_file_id)
         insert = "INSERT INTO batches (id, owner, has_ended, record, input_file_id) VALUES (?, ?, ?, ?, ?)"
         await self._do(lambda database: database.execute(insert, values))
 
     async def batch(self, batch_id: str, owner: str) -> BatchRecord | None:
-        """Returns a batch of an owner."""
+        """Returns a batch of an owner; None if there is none with this id."""
         query = "SELECT record FROM batches WHERE id = ? AND owner = ?"
         found = await self._records(BatchRecord, query, (batch_id, owner))
         return found[0] if found else None

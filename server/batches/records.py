@@ -203,10 +203,10 @@ def already_ended_error(batch: BatchRecord) -> ConflictError:
 
 
 def new_file_id() -> str:
-    """Returns a random file id."""
+    """Returns `file-` and 24 random hexadecimal digits: a file id cannot be guessed."""
     return f"file-{secrets.token_hex(12)}"
 
 
 def new_batch_id() -> str:
-    """Returns a random batch id."""
+    """Returns `batch_` and 24 random hexadecimal digits."""
     return f"batch_{secrets.token_hex(12)}"

@@ -96,7 +96,7 @@ class JsonBody(BaseModel):
 
     @classmethod
     def field_keys(cls) -> list[str]:
-        """Returns the keys of all fields."""
+        """Returns the keys of all fields: the alias of a field if it has one, else its name."""
         return [field.alias or name for name, field in cls.model_fields.items()]
 
     def _unknown_nested_keys(self, sent: Mapping[str, Any]) -> Iterator[tuple[str, str, Sequence[str]]]:

@@ -85,7 +85,7 @@ class ModelEntry:
 
     @property
     def name(self) -> str:
-        """The shown name."""
+        """The first of its served names, for responses, metrics and logs."""
         return self.model.names[0]
 
     @property

@@ -132,7 +132,7 @@ class OllamaEmbedRequest(OllamaEmbedBody):
     dimensions: Width | None = Field(None, description="Width of the embeddings (Matryoshka).")
 
     def pooling_params(self, model: ModelInfo) -> PoolingParams:
-        """Returns the pooling parameters."""
+        """Returns parameters that truncate to `options.num_ctx` and normalise, as Ollama does."""
         return PoolingParams(
             truncate_prompt_tokens=self.token_limit(model),
             reject_too_long=self.truncate is False,

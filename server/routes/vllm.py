@@ -101,7 +101,7 @@ class PoolingRequest(EncodingOptions, InputFields, EmbeddingBody):
                 )
 
     def pooling_params(self) -> PoolingParams:
-        """Returns the pooling parameters."""
+        """Adds the step tag and the returned tokens of reward models to the parameters of EmbeddingBody."""
         return (
             super()
             .pooling_params()

@@ -52,7 +52,7 @@ class MultimodalRequest(EmbeddingTypeOptions, RequestBody):
     priority: Priority | None = PRIORITY
 
     def pooling_params(self) -> PoolingParams:
-        """Returns the pooling parameters."""
+        """Returns parameters with the width of the embeddings. Long texts are truncated by default."""
         return truncated(PoolingParams(dimensions=self.output_dimension), self.truncation is not False)
 
 

@@ -84,7 +84,7 @@ class TeiModelBody(TeiBody):
         return schema
 
     def pooling_params(self) -> PoolingParams:
-        """Returns the pooling parameters."""
+        """Returns parameters that truncate long inputs unless `truncate` is false."""
         is_cut = self.truncate is not False
         return PoolingParams(
             truncate_prompt_tokens=-1 if is_cut else None,
@@ -126,7 +126,7 @@ class TeiEmbedRequest(TeiTokenEmbedRequest):
     )
 
     def pooling_params(self) -> PoolingParams:
-        """Returns the pooling parameters."""
+        """Adds the width, which may be any for every model, and the normalisation, which is on by default."""
         normalize = self.normalize is not False
         return super().pooling_params().clone(dimensions=self.dimensions, any_dimensions=True, normalize=normalize)
 
@@ -206,7 +206,7 @@ class TeiRerankRequest(TeiModelBody):
     instruction: str | None = Field(None, description="Ranking instruction, for models that take one.")
 
     def pooling_params(self) -> PoolingParams:
-        """Returns the pooling parameters."""
+        """Adds the activation: scores are logits with `raw_scores`."""
         return super().pooling_params().clone(use_activation=False if self.raw_scores else None)
 
 

@@ -94,12 +94,12 @@ class DeclaredSetting(NamedTuple):
 
 
 def environment_variable(name: str) -> str:
-    """Returns the environment variable of a setting."""
+    """Returns the environment variable of a setting: PENSTOCK_MAX_BODY_BYTES for `max_body_bytes`."""
     return ENV_PREFIX + name.upper()
 
 
 def flag_of(name: str) -> str:
-    """Returns the flag of a setting."""
+    """Returns the flag of a setting: --max-body-bytes for `max_body_bytes`."""
     return "--" + name.replace("_", "-")
 
 

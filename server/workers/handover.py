@@ -65,7 +65,7 @@ class ConnectionSender:
         return True
 
     def close(self) -> None:
-        """Closes the socket."""
+        """Closes the socket to the process. The event loop no longer reads from it."""
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
 
