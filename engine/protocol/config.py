@@ -500,7 +500,12 @@ class EngineConfig:
         True, "Run small batches of encoders on CUDA with CUDA graphs, which are captured at start.", "Model"
     )
     tokenizer_workers: int = setting(
-        2, "Threads that tokenize, and threads that decode images.", "Model", "N", min_value=1
+        2,
+        "Threads that tokenize requests of up to 20,000 characters, as many for longer ones, and as many that decode "
+        "images.",
+        "Model",
+        "N",
+        min_value=1,
     )
     max_queued_chars: int = setting(
         64_000_000,

@@ -54,7 +54,7 @@ _SPARE_TOKENS: Final = 64
 OnCount = Callable[[int], None]
 """Receives the number of tokens so far; an error that it raises stops the job."""
 LONG_JOB: Final = 20_000
-"""Characters. A longer job gets its own thread, so that short jobs do not wait for it."""
+"""Characters. Longer jobs have threads of their own, so that short jobs do not wait for them."""
 _INLINE_CHARS: Final = 2_000
 """Characters to tokenize per iteration of the event loop without a thread, in at most 0.5 ms."""
 _TEXT_COST_CHARS: Final = 50
@@ -65,7 +65,8 @@ _Result = tuple[asyncio.Future[Any], Any, BaseException | None]
 _MIN_CHATS_CHARS: Final = LONG_JOB + 1
 """Rendering chats counts as at least this many characters, so that it gets its own thread: a template may be slow."""
 MAX_RENDERED_CHARS: Final = 64_000_000
-"""Characters of all rendered chats of a request. A template may add every argument of the request to each chat."""
+"""Characters of all rendered chats of a request, or of the text that it puts before all its texts. A template may add
+every argument of the request to each chat."""
 _OLD_RATE_WEIGHT: Final = 0.8
 """Share of the old value in the running mean of the drain rate."""
 _MIN_MEASURED_CHARS: Final = 100_000
@@ -142,10 +143,12 @@ class TokenizerPool:
 
         Raises:
             RequestTooLongError: An input is too long and must not be truncated.
-            InvalidRequestError: A list of ids is empty, an id is outside the vocabulary, or the maximum is too small
-                for the special tokens and the prompt.
+            InvalidRequestError: A list of ids is empty, an id is outside the vocabulary, the maximum is too small for
+                the special tokens and the prompt, or the prompt is too long for so many texts.
         """
         texts = [item for item in inputs if isinstance(item, str)]
+        if prompt:
+            _check_repeated(min(len(prompt), truncation.max_chars) * len(texts), len(texts), truncation)
         return self._jobs.run(
             lambda is_cancelled: self._tokenizer.encode(
                 inputs, truncation, prompt, skip_prompt, add_special_tokens, is_cancelled
@@ -190,10 +193,16 @@ class TokenizerPool:
 
         Raises:
             RequestTooLongError: A pair is too long and must not be truncated.
-            InvalidRequestError: The maximum is too small for the prompt, its instruction and the special tokens, or the
-                prompt of the model does not support an instruction.
+            InvalidRequestError: The maximum is too small for the prompt, its instruction and the special tokens, the
+                prompt of the model does not support an instruction, or instruction and query are too long for so many
+                pairs.
         """
         self._pairs.check_instruction(instruction)
+        num_repeats = len(pairs) - len({query for query, _ in pairs})
+        num_query_chars = min(max((len(query) for query, _ in pairs), default=0), truncation.max_chars)
+        num_instruction_chars = min(len(instruction or ""), truncation.max_chars)
+        num_repeated = num_repeats * num_query_chars + len(pairs) * num_instruction_chars
+        _check_repeated(num_repeated, len(pairs), truncation)
         num_chars = sum(len(first) + len(second) for first, second in pairs) + len(instruction or "") * len(pairs)
         return await self._jobs.run(
             lambda is_cancelled: self._pairs.encode(pairs, truncation, instruction, is_cancelled), num_chars
@@ -341,6 +350,8 @@ class TokenizerJobs:
         self._chars_per_s = 0.0  # 0: not measured yet
         self._num_threads = num_threads
         self._threads = DaemonThreadPool(num_threads, "tokenizer")
+        self._long_threads = DaemonThreadPool(num_threads, "tokenizer-long")
+        self._num_chars = [0, 0]  # of waiting and running short jobs, and of long ones
         self._is_closed = False
         self._inline_budget = _INLINE_CHARS  # of this iteration of the event loop
         self._waiting: list[_Job] = []
@@ -377,13 +388,16 @@ class TokenizerJobs:
                     raise
                 except BaseException as error:  # noqa: BLE001 - a panic in the tokenizers library
                     raise _failure(error) from None
+            is_long = num_chars > LONG_JOB
             self.chars.add(client, num_chars)
-            num_waiting = self.chars.used
+            self._num_chars[is_long] += num_chars
+            num_waiting = self._num_chars[is_long]
             try:
                 result = await self._run_in_thread(work, num_chars)
                 self._measure(num_waiting, time.perf_counter() - began_s)
             finally:
                 self.chars.add(client, -num_chars)
+                self._num_chars[is_long] -= num_chars
             return result
         finally:
             if (times := STAGE_TIMES.get()) is not None:
@@ -394,12 +408,13 @@ class TokenizerJobs:
         """Ends the threads. Pending jobs fail with EngineUnavailableError."""
         self._is_closed = True
         self._threads.close()
+        self._long_threads.close()
         for future in self._awaited:
             if not future.done():
                 future.set_exception(shutting_down())
 
     def _measure(self, num_chars: int, seconds: float) -> None:
-        """Updates the drain rate with the characters in the queue at a request's arrival, and its total time."""
+        """Updates the drain rate with the characters before the end of a job, its own included, and its total time."""
         if num_chars >= _MIN_MEASURED_CHARS:
             rate = num_chars / max(seconds, 1e-6)
             old_rate = self._chars_per_s or rate
@@ -444,8 +459,9 @@ class TokenizerJobs:
                 self._submit([job], loop)
 
     def _submit(self, jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
+        threads = self._long_threads if jobs[0].num_chars > LONG_JOB else self._threads
         try:
-            self._threads.submit(partial(self._work, jobs, loop))
+            threads.submit(partial(self._work, jobs, loop))
         except EngineUnavailableError as error:  # no thread can be started
             _settle([(job.future, None, error) for job in jobs])
 
@@ -488,6 +504,16 @@ def _count_chars(values: Sequence[object]) -> int:
         elif isinstance(value, list | tuple):
             left += value
     return num_chars
+
+
+def _check_repeated(num_chars: int, num_texts: int, truncation: Truncation) -> None:
+    """Raises InvalidRequestError if the text that a request adds to its texts would take minutes to tokenize."""
+    if num_chars > MAX_RENDERED_CHARS:
+        raise InvalidRequestError(
+            f"The prompt, instruction or query is put before each of {num_texts} texts, which adds {num_chars} "
+            f"characters; the limit is {MAX_RENDERED_CHARS}. Send fewer inputs at once.",
+            param=truncation.param,
+        )
 
 
 def _failure(error: BaseException) -> RuntimeError:

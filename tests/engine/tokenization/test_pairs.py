@@ -123,6 +123,9 @@ async def test_pool_cuts_or_rejects_long_pairs(pool: TokenizerPool, tokenizer: T
     pool._jobs.chars.add("", 1)
     with pytest.raises(EngineOverloadedError, match="this one takes 116"):
         await pool.encode_pairs(PAIRS, UNCUT, instruction="g" * 50)
+    for pairs, instruction in ((PAIRS * 64, "g" * 524_288), ([("q" * 524_288, "a")] * 128, None)):
+        with pytest.raises(InvalidRequestError, match=r"each of 128 texts, which adds 6\d{7} .* Send fewer inputs"):
+            await pool.encode_pairs(pairs, UNCUT, instruction=instruction)
 
 
 @pytest.mark.parametrize("pool", [None], indirect=True)

@@ -265,7 +265,7 @@ async def test_long_prompt_and_query_are_cut_before_they_are_copied(pool: Tokeni
     prompt, query = "fox " * 1_000_000, "q" * 600_000
     limit = Truncation(max_num_tokens=32, may_truncate=True)
     tracemalloc.start()
-    cut = await pool.encode(["x"] * 12, limit, prompt=prompt)
+    cut = await pool.encode(["x"] * 12, limit, prompt=prompt)  # 524,288 characters of the prompt are read
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 3 * len(prompt)
@@ -275,6 +275,12 @@ async def test_long_prompt_and_query_are_cut_before_they_are_copied(pool: Tokeni
     pairs = pool._pairs._bounded([(query, "x")] * 3, limit)
     assert len({id(first) for first, _ in pairs}) == 1
     assert len(pairs[0][0]) == 65_536
+
+
+async def test_long_prompt_before_many_texts_is_rejected(pool: TokenizerPool) -> None:
+    limit = Truncation(max_num_tokens=8, may_truncate=True)
+    with pytest.raises(InvalidRequestError, match="each of 123 texts, which adds 64487424 characters; the limit is 64"):
+        await pool.encode(["a"] * 123, limit, prompt="fox " * 200_000)
 
 
 async def test_long_text_is_rejected_before_it_is_read_whole(pool: TokenizerPool) -> None:
