@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _SETTLED_S: Final = 60.0
 """Seconds. A process that lives longer restarts without a growing pause."""
+_MIN_START_TIMEOUT_S: Final = 120.0
+"""Seconds. A process that does not listen after this time, or after `hang_timeout_s` if that is longer, is killed."""
 _METRICS_EVERY_S: Final = 6.0
 """Seconds between two GetMetrics messages, which serve as heartbeats."""
 _HEARTBEAT: Final = -1
@@ -74,7 +76,7 @@ class WorkerProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._channel: Channel[FromWorker] | None = None
         self._connection_sender: ConnectionSender | None = None
-        self._heartbeat_task: asyncio.Task[None] | None = None
+        self._watch: asyncio.TimerHandle | asyncio.Task[None] | None = None  # of the start, then of the heartbeat
         self._metrics_requests: dict[int, asyncio.Future[None]] = {}
         self._last_request_id = 0
         self._stopping = asyncio.Event()
@@ -157,14 +159,16 @@ class WorkerProcess:
         self._channel = channel
         self._connection_sender = connection_sender
         self._heartbeat = Heartbeat(self._hang_timeout_s or 10 * _METRICS_EVERY_S, self._ask_metrics, self._give_up)
+        if self._hang_timeout_s:
+            timeout_s = max(self._hang_timeout_s, _MIN_START_TIMEOUT_S)
+            self._watch = asyncio.get_running_loop().call_later(timeout_s, self._kill_unstarted, timeout_s)
         if self._stopping.is_set():  # stopped while it was started
             self._signal(signal.SIGTERM)
         try:
             code = await process.wait()
         finally:
             self._channel = self._connection_sender = None
-            if self._heartbeat_task is not None:
-                self._heartbeat_task.cancel()
+            self._end_watch()
             for acceptor in self._acceptors:
                 acceptor.remove(connection_sender)
             connection_sender.close()
@@ -204,7 +208,8 @@ class WorkerProcess:
             case WorkerListening():
                 self.has_served = True
                 self.has_failed = False
-                self._heartbeat_task = asyncio.create_task(self._heartbeat.run())
+                self._end_watch()
+                self._watch = asyncio.create_task(self._heartbeat.run())
                 self._on_message(self, message)
             case MetricsReport():
                 self.metrics = message.families
@@ -214,6 +219,14 @@ class WorkerProcess:
                     response.set_result(None)
             case _:
                 self._on_message(self, message)
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def _kill_unstarted(self, timeout_s: float) -> None:
+        logger.error("an HTTP process does not listen after %g s; it is killed", timeout_s)
+        self.kill()
 
     def _ask_metrics(self) -> None:
         self.send(GetMetrics(_HEARTBEAT))

@@ -85,7 +85,7 @@ async def test_end_of_a_process_ends_its_heartbeat_and_questions(worker, pauses,
     first.channel.send(WorkerListening())
     await until(lambda: worker.has_served)
     worker._on_message.assert_called_once_with(worker, WorkerListening())
-    heartbeat = worker._heartbeat_task
+    heartbeat = worker._watch
     worker.open()
     acceptor.add.assert_called_once()
 
@@ -151,6 +151,7 @@ async def test_process_may_hang_without_a_timeout(worker, monkeypatch) -> None:
     process, worker._hang_timeout_s = Process(), 0.0
     monkeypatch.setattr(worker, "_start", process.start)
     monkeypatch.setattr(worker_process, "_METRICS_EVERY_S", 0.001)
+    monkeypatch.setattr(worker_process, "_MIN_START_TIMEOUT_S", 0.0)
     running = asyncio.create_task(worker.run())
     await until(lambda: worker._channel is not None)
     process.channel.send(WorkerListening())
@@ -183,6 +184,28 @@ async def test_process_that_closes_its_socket_or_hangs_is_killed(worker, pauses,
     assert processes[1].signals == [9]
     assert "an HTTP process has not answered for 60 s; it is killed" in caplog.text
     assert heartbeat.call_args == call(60.0, worker._ask_metrics, worker._give_up)
+    worker.stop(15)
+    await asyncio.wait_for(running, 120)
+
+
+async def test_process_that_does_not_listen_in_time_is_replaced(worker, pauses, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(worker_process, "_MIN_START_TIMEOUT_S", 0.01)
+    hung, good = Process(), Process()
+    starts = iter([(hung, 0.001), (good, 1000.0)])
+
+    async def start() -> tuple[Process, socket.socket, socket.socket]:
+        process, worker._hang_timeout_s = next(starts)
+        return await process.start()
+
+    monkeypatch.setattr(worker, "_start", start)
+    running = asyncio.create_task(worker.run())
+    await until(lambda: worker._process is good and worker._channel is not None)
+    assert hung.signals == [9]
+    assert "an HTTP process does not listen after 0.01 s; it is killed" in caplog.text
+    timer = worker._watch
+    good.channel.send(WorkerListening())
+    await until(lambda: worker.has_served)
+    assert timer.cancelled()
     worker.stop(15)
     await asyncio.wait_for(running, 120)
 
