@@ -156,7 +156,8 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
         truncate = self.truncation if self.truncate is None else self.truncate
         if self.truncation is not None and self.truncation is not (truncate is not False):
             raise contradiction("truncate", truncate, "truncation", self.truncation)
-        return params if truncate is None else truncated(params, truncate)
+        name = "truncation" if self.truncate is None else "truncate"
+        return params if truncate is None else truncated(params, truncate, name)
 
     def field_names(self) -> Mapping[str, str]:
         """Maps the options to the names that the request uses."""

@@ -145,7 +145,8 @@ class RerankRequest(PairBody):
 
     def pooling_params(self) -> PoolingParams:
         """Returns the pooling parameters. Documents are truncated to fit unless the request sets a limit."""
-        return truncated(with_raw_scores(super().pooling_params(), self.raw_scores), self.truncation is not False)
+        params = with_raw_scores(super().pooling_params(), self.raw_scores)
+        return truncated(params, self.truncation is not False, "truncation")
 
     def num_results(self) -> int | None:
         """Returns the number of results; None: all. Raises InvalidRequestError if `top_n` and `top_k` differ."""

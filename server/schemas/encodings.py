@@ -68,9 +68,9 @@ class EncodingOptions(BaseModel):
         return self._quantized(base, QUANTIZATIONS.get(requested), "encoding_format")
 
     def _quantized(self, base: Encoding, kind: Quantization | None, param: str) -> Encoding:
-        if kind is not None and base.dtype is not EmbedDtype.FLOAT32:
+        if kind is not None and self.embed_dtype is not None:
             raise InvalidRequestError(
-                f"embed_dtype is {base.dtype.value!r}, but {param} asks for {kind!r}; give one of them.",
+                f"embed_dtype is {self.embed_dtype.value!r}, but {param} asks for {kind!r}; give one of them.",
                 param="embed_dtype",
             )
         return base if kind is None else replace(base, quantization=kind)

@@ -3,7 +3,6 @@
 import copy
 from typing import Any
 
-import httpx
 import pytest
 
 from penstock.engine.protocol.tasks import PoolingTask
@@ -12,7 +11,7 @@ from penstock.server.http.json_reader import JsonReader
 from penstock.server.settings import ServerSettings
 
 from ...tables import table
-from ..fake_engine import FakeEngine, Serving
+from ..fake_engine import Serving
 from .test_tei import SPLADE
 
 CLASSES = ("negative", "positive")
@@ -45,7 +44,6 @@ async def test_one_entry_over_the_limit_is_rejected(serving, make_engine, kind: 
             assert accepted.status_code == 200, accepted.text
 
 
-LONG = "word " * 100
 SPARSE = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE, PoolingTask.SPARSE_EMBED)
 
 
@@ -65,10 +63,3 @@ async def test_without_the_option_the_server_decides(serving, make_engine, auto_
     async with serving(make_engine(auto_truncate=auto_truncate)) as client:
         for path, body in table(__file__, "test_without_the_option_the_server_decides"):
             assert (await client.post(path, json=body)).status_code == status, path
-
-
-async def test_truncate_prompt_tokens_wins_over_truncate(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-    body = {"input": LONG, "truncate": False, "truncate_prompt_tokens": 5}
-    assert (await client.post("/v1/embeddings", json=body)).status_code == 200
-    params = engine.calls[-1][1][1]
-    assert (params.truncate_prompt_tokens, params.reject_too_long) == (5, False)
