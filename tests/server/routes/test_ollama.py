@@ -183,7 +183,7 @@ async def test_request_without_a_text_loads_or_unloads_a_model(make_engine, path
     model = ServedModel(("m",), AsyncMock(return_value=engine), is_preloaded=False)
     app = create_app([model], ServerSettings())
     async with client_of(app) as client:
-        await app.state.model_manager.wait_until_started()
+        await app.state.context.models.manager.wait_until_started()
         (entry,) = app.state.context.models.entries
         for keep_alive, num_loads in ((0, 0), (None, 1), (0, 1)):
             response = await client.post(path, json={"keep_alive": keep_alive, **fields})
