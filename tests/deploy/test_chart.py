@@ -11,7 +11,7 @@ from penstock.server.app import create_app
 from penstock.server.routing import Access
 from penstock.server.settings import ServerSettings, declared_settings, environment_variable, load_settings
 
-from ..tables import table
+from ..tables import cases, table
 
 helm = pytest.importorskip("helm_python", reason="`make test-deploy` installs Helm")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make test-deploy` installs its schemas")
@@ -125,7 +125,7 @@ def test_caches_are_in_mounted_folders(render: Render) -> None:
 
 
 @pytest.mark.parametrize("place", ["models", "defaults"])
-@pytest.mark.parametrize(("values", "message"), table(__file__, "secret in plain text is rejected"))
+@cases(__file__, "values", "message")
 def test_secret_in_plain_text_is_rejected(render: Render, values: dict[str, Any], message: str, place: str) -> None:
     given = {"models": [{"name": "a", **values}]} if place == "models" else {"defaults": values}
     with pytest.raises(helm.HelmError, match=message) as caught:
@@ -229,7 +229,7 @@ def test_data_folder_has_one_pod_at_a_time(render: Render) -> None:
         render({"models": [batches], "defaults": {"replicas": 2}})
 
 
-@pytest.mark.parametrize("values", table(__file__, "unknown values are rejected"), ids=str)
+@pytest.mark.parametrize("values", table(__file__, "test_unknown_values_are_rejected"), ids=str)
 def test_unknown_values_are_rejected(render: Render, values: dict[str, Any]) -> None:
     with pytest.raises(helm.HelmError):
         render(values)

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine import host
 
-from ..tables import table
+from ..tables import cases
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -106,9 +106,7 @@ def test_processors_are_grouped_by_core_and_node(tmp_path: Path, monkeypatch: py
     assert host.cores_by_node() == {0: [(0,), (1, 3)], 1: [(4,)]}
 
 
-@pytest.mark.parametrize(
-    ("version", "drivers", "expected"), table(__file__, "gpu needs a driver and a gpu build of torch")
-)
+@cases(__file__, "version", "drivers", "expected")
 def test_gpu_needs_a_driver_and_a_gpu_build_of_torch(
     version: str | None, drivers: list[str], expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

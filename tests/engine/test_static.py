@@ -28,7 +28,7 @@ from penstock.engine.protocol.errors import (
 from penstock.engine.protocol.params import RequestOptions
 from penstock.engine.protocol.tasks import PoolingTask
 
-from ..tables import table
+from ..tables import cases
 from .engines import running
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("three_lane_library")]
@@ -231,7 +231,7 @@ async def test_sparse_router_equals_sentence_transformers(save_bert: Callable[..
         assert (await vectors(engine, RequestOptions()) == queries).all()
 
 
-@pytest.mark.parametrize(("change", "query", "document", "default_is_query"), table(__file__, "routes of a purpose"))
+@cases(__file__, "change", "query", "document", "default_is_query")
 async def test_routes_are_chosen_like_those_of_the_library(
     change: dict[str, Any], query: str, document: str, default_is_query: bool, tmp_path: Path
 ) -> None:
@@ -244,7 +244,7 @@ async def test_routes_are_chosen_like_those_of_the_library(
     assert routes.default_is_query is default_is_query
 
 
-@pytest.mark.parametrize(("change", "message"), table(__file__, "unsupported routes are rejected with their reason"))
+@cases(__file__, "change", "message")
 async def test_unsupported_routes_are_rejected_with_their_reason(
     backend: Tokenizer, save_bert: Callable[..., Path], tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:

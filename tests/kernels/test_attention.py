@@ -28,10 +28,10 @@ from .cases import (
 )
 from .parameters import FLOAT_DTYPES, Target, cases_of, every_pair, targets, tupled
 
-ATTENTION_CASES, PAGED_CASES = cases_of(AttentionCase, "attention"), cases_of(PagedCase, "paged attention")
+ATTENTION_CASES, PAGED_CASES = cases_of(AttentionCase, "attention"), cases_of(PagedCase, "paged_attention")
 # Shares of the largest absolute value of v.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-MASKS, PAGED_MASKS = tupled(table(__file__, "masks")), tupled(table(__file__, "masks of paged attention"))
+MASKS, PAGED_MASKS = tupled(table(__file__, "masks")), tupled(table(__file__, "masks_of_paged_attention"))
 UNCAPPED = [name for name, options in MASKS.items() if "softcap" not in options]
 TARGETS = targets("sdpa", cuda=("sdpa", "varlen", "triton", None))
 PAGED_TARGETS = targets("sdpa", cuda=("sdpa", "triton", None))
@@ -247,7 +247,7 @@ def test_triton_rejects_wide_heads(device: torch.device) -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     ("capability", "head_size", "has_triton", "is_recordable"),
-    tupled(table(__file__, "cuda backend reads lengths on the device")),
+    tupled(table(__file__, "test_cuda_backend_reads_lengths_on_the_device")),
 )
 def test_cuda_backend_reads_lengths_on_the_device(
     capability: tuple[int, int],

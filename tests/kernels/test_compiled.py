@@ -15,7 +15,7 @@ from ..tables import table
 pytestmark = [needs_triton, pytest.mark.skipif(IS_INTERPRETED, reason="interpreted kernels do not compile")]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TYPES = {name: kind for kind, names in table(__file__, "types of arguments").items() for name in names}
+TYPES = {name: kind for kind, names in table(__file__, "types_of_arguments").items() for name in names}
 SIZES = ("head_size", "width", "group_width", "hidden_size", "state_size", "num_channels", "num_in", "num_out")
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
@@ -138,8 +138,8 @@ def cases() -> list[Any]:
     """Each launch for sm_80 and sm_90. The quick tests compile only the quick launches, for sm_90."""
     found = []
     for capability in (80, 90):
-        for launches in ("quick launches", "slow launches"):
-            marks = [pytest.mark.slow] if capability == 80 or launches == "slow launches" else []
+        for launches in ("quick_launches", "slow_launches"):
+            marks = [pytest.mark.slow] if capability == 80 or launches == "slow_launches" else []
             for name, *arguments in table(__file__, launches):
                 case = "-".join([name, *map(str, arguments), str(capability)])
                 found.append(pytest.param(LAUNCHES[name], (capability, *arguments), id=case, marks=marks))

@@ -13,7 +13,7 @@ from .assertions import assert_close
 from .parameters import FLOAT_DTYPES, TARGETS, Target, every_pair
 from .references import grouped_linear_reference
 
-DIVISIONS = table(__file__, "divisions of rows")
+DIVISIONS = table(__file__, "divisions_of_rows")
 
 
 def make(sizes: list[int], num_in: int, num_out: int, dtype: torch.dtype, device: torch.device | str) -> list[Tensor]:

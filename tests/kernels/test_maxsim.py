@@ -21,7 +21,7 @@ def make(lengths: tuple[int, ...], width: int, dtype: torch.dtype, device: torch
 
 
 # Rows of the queries and of the documents, and the query of each document.
-BATCHES = tupled(table(__file__, "batches of maxsim"))
+BATCHES = tupled(table(__file__, "batches_of_maxsim"))
 
 
 @every_pair(target=TARGETS, batch=list(BATCHES), width=[1, 72], dtype=[torch.float32, torch.bfloat16])

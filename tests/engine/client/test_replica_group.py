@@ -17,7 +17,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.messages import Start
 
-from ...tables import table
+from ...tables import cases
 from ...waiting import loop_iterations
 from .fake_core import run
 from .fake_running_core import FakeRunningCore
@@ -95,7 +95,7 @@ def test_each_cuda_device_has_a_replica(set_machine: SetMachine, fields: dict[st
     assert [config.num_engines for config in shared] == [2, 1, 2]
 
 
-@pytest.mark.parametrize(("fields", "message"), table(__file__, "impossible places are rejected with the flag"))
+@cases(__file__, "fields", "message")
 def test_impossible_places_are_rejected_with_the_flag(
     set_machine: SetMachine, fields: dict[str, Any], message: str
 ) -> None:

@@ -16,7 +16,7 @@ from penstock.engine.protocol.results import ScoreResult
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.tokenization.input_encoder import InputEncoder
 
-from ...tables import table
+from ...tables import cases
 from .word_model import TABLE, WordCore, ids, info, tokenizer_pool
 
 PROMPTS = {"query": "query: ", "document": "document: "}
@@ -78,15 +78,13 @@ async def test_passage_with_one_more_token_alone_is_truncated(given: int | None,
     assert {request.params.truncate_prompt_tokens for request, _ in core.sent} == {used}
 
 
-@pytest.mark.parametrize(("fields", "message"), table(__file__, "parameters without effect on scores"))
+@cases(__file__, "fields", "message")
 async def test_parameters_without_effect_on_scores_are_rejected(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         await score(["a"], ["b"], params=PoolingParams(**fields))
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "query", "document"), table(__file__, "queries and documents get their prompts")
-)
+@cases(__file__, "model", "options", "query", "document")
 async def test_queries_and_documents_get_their_prompts(
     model: dict[str, Any], options: dict[str, Any], query: str, document: str
 ) -> None:
@@ -96,7 +94,7 @@ async def test_queries_and_documents_get_their_prompts(
         await score(["a"], ["b"], model=info(prompts=PROMPTS), instruction="find ")
 
 
-@pytest.mark.parametrize(("left", "right", "message", "param"), table(__file__, "texts without a partner are rejected"))
+@cases(__file__, "left", "right", "message", "param")
 async def test_texts_without_a_partner_are_rejected(
     left: list[str], right: list[str], message: str, param: str
 ) -> None:

@@ -25,7 +25,7 @@ def test_step_is_counted() -> None:
     assert (stats.num_steps_total, stats.token_budget, stats.num_waiting) == (3, 64, 6)
     assert [histogram.cumulative()[-1][1] for histogram in histograms] == [3, 2, 3, 2]
     bounds = [[bound for bound, _ in histogram.cumulative()[:-1]] for histogram in histograms]
-    assert bounds == table(__file__, "bounds of histograms")
+    assert bounds == table(__file__, "test_step_is_counted")
 
 
 def test_histogram_bounds_are_inclusive() -> None:

@@ -41,7 +41,7 @@ TOLERANCE = 1e-5
 SHORT = (1, 5, 12)
 LONG = (34, 70)
 MAX_NUM_SEQS = 8
-MODELS = table(__file__, "chunked models")
+MODELS = table(__file__, "chunked_models")
 """Class and config of each model."""
 
 

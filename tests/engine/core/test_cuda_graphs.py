@@ -34,7 +34,7 @@ from .conftest import SaveFolder
 
 # BucketTable
 
-BUCKETS = table(__file__, "bucket limits tokens sequences and length")
+BUCKETS = table(__file__, "bucket_limits_tokens_sequences_and_length")
 
 
 @pytest.mark.parametrize(("max_model_len", "size", "bucket"), BUCKETS.values(), ids=BUCKETS)
@@ -49,7 +49,7 @@ def test_bucket_limits_tokens_sequences_and_length(
 
 CPU = torch.device("cpu")
 # Positions of RoBERTa depend on padding ids; MPNet has an attention bias.
-FAMILIES = table(__file__, "families with cuda graphs")
+FAMILIES = table(__file__, "families_with_cuda_graphs")
 
 
 class FakeRecorder(CudaRecorder):

@@ -11,7 +11,7 @@ from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
 from penstock.engine.protocol.model_info import KV_CACHE_SOURCE, ModelInfo
 from penstock.engine.scheduling import Scheduler, SequencePool
 
-from ...tables import table
+from ...tables import cases
 from ..scheduling.records import make_request
 from .fake_runner import BLOCK, model, pool
 
@@ -41,7 +41,7 @@ def test_device_memory_limits_the_budget(caplog: pytest.LogCaptureFixture) -> No
     assert (scheduler.token_budget, info.max_model_len) == (4096, 4096)
 
 
-@pytest.mark.parametrize(("device", "memory", "tokens", "seqs"), table(__file__, "default budget follows the device"))
+@cases(__file__, "device", "memory", "tokens", "seqs")
 def test_default_budget_follows_the_device(device: str, memory: int | None, tokens: int, seqs: int) -> None:
     info, limits = replace(model(), device=device), DeviceLimits(memory=memory)
     for config, expected in (

@@ -21,7 +21,7 @@ from penstock.engine.protocol.config import CacheConfig, EngineConfig, Scheduler
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.scheduling import PrefillChunk, SequencePool
 
-from ...tables import table
+from ...tables import cases
 from .conftest import SaveFolder
 from .fake_runner import TOKENIZER, FakeRunner, model, pool
 
@@ -55,7 +55,7 @@ class Gauge(MemoryGauge):
 # Batches
 
 
-@pytest.mark.parametrize(("num_tokens", "longest", "max_num_seqs", "shapes"), table(__file__, "largest batches"))
+@cases(__file__, "num_tokens", "longest", "max_num_seqs", "shapes")
 def test_largest_batches_have_long_sequences_or_many(
     num_tokens: int, longest: int, max_num_seqs: int, shapes: list[list[int]]
 ) -> None:
@@ -203,7 +203,7 @@ def test_pool_gets_a_share_of_the_remaining_memory(save_folder: SaveFolder) -> N
     assert max(num_bytes for _, num_bytes in runner._memory_estimator._taken.values()) <= 300 * 100_000
 
 
-@pytest.mark.parametrize(("chunked", "cached", "free", "budget"), table(__file__, "budget of whole inputs"))
+@cases(__file__, "chunked", "cached", "free", "budget")
 def test_budget_of_whole_inputs_is_the_longest_input(
     chunked: bool, cached: bool, free: int, budget: int, save_folder: SaveFolder
 ) -> None:

@@ -7,7 +7,7 @@ from ...tables import table
 
 # Configs without a family, by name. A config has a base and changes.
 BASES = {None: {}}
-for _name, (_base, _changes) in table(__file__, "bases of configs").items():
+for _name, (_base, _changes) in table(__file__, "bases_of_configs").items():
     BASES[_name] = BASES[_base] | _changes
 ENCODER_SIZES, DISTILBERT, MODERNBERT = (BASES[name] for name in ("encoder", "distilbert", "modernbert"))
 DECODER_SIZES, WIDE, GEMMA2 = (BASES[name] for name in ("decoder", "wide decoder", "gemma2"))
@@ -22,10 +22,10 @@ def models(name):
     ]
 
 
-ENCODERS, CAUSAL = models("encoders"), models("causal decoders")
+ENCODERS, CAUSAL = models("encoders"), models("causal_decoders")
 # transformers reads one key of "gemma-two-way" in the mask and the other in attention.
-TWO_WAY, RECURRENT, HYBRID = models("two-way decoders"), models("recurrent models"), models("hybrid models")
-NOT_ON_CPU = frozenset(table(__file__, "not on the cpu"))
+TWO_WAY, RECURRENT, HYBRID = models("two_way_decoders"), models("recurrent_models"), models("hybrid_models")
+NOT_ON_CPU = frozenset(table(__file__, "not_on_the_cpu"))
 """The length of the text changes their rotary positions or queries, or a part of each head is rotated."""
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from ...tables import table
 
-HUB = table(__file__, "config.json of jina-bert on the hub")
+HUB = table(__file__, "config_json_of_jina_bert_on_the_hub")
 D, I, H = HUB["hidden_size"], HUB["intermediate_size"], HUB["num_attention_heads"]  # noqa: E741
 
 

@@ -61,7 +61,7 @@ def test_buckets_are_those_of_transformers(num_buckets, reach):
     assert np.array_equal(distance_buckets(distances, num_buckets, reach), expected.numpy())
 
 
-@pytest.mark.parametrize("change", table(__file__, "other variant runs on transformers"), ids=str)
+@pytest.mark.parametrize("change", table(__file__, "test_other_variant_runs_on_transformers"), ids=str)
 def test_other_variant_runs_on_transformers(change, resolve, tmp_path):
     config = HUB | {"model_type": "deberta-v2", "architectures": ["DebertaV2Model"]} | change
     (tmp_path / "config.json").write_text(json.dumps(config))

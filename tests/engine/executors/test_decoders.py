@@ -105,7 +105,7 @@ def test_attention_weights_equal_transformers(family, config, load_on_torch, sav
     assert_close(output.attention_weights, torch.cat([m[:, row].t() for m in maps]))
 
 
-@pytest.mark.parametrize(("family", "config", "older"), models("older configs of decoders"))
+@pytest.mark.parametrize(("family", "config", "older"), models("older_configs_of_decoders"))
 def test_older_config_equals_transformers(family, config, older, load_on_torch, save_model, resolve, pack, sequences):
     folder, reference = save_model(f"{family}Model", **config)
     info = resolve(folder, hf_overrides={"rope_parameters": None, "transformers_version": "4.50.0", **older})
@@ -119,7 +119,7 @@ def test_gemma3_layers_follow_the_older_pattern(load_on_torch, save_model, resol
         assert_close(model.forward(pack(sequences)).hidden_states, rows_of(reference, sequences))
 
 
-@pytest.mark.parametrize(("override", "message"), table(__file__, "decoders: unknown option is named"))
+@pytest.mark.parametrize(("override", "message"), table(__file__, "decoders_unknown_option_is_named"))
 def test_unknown_option_is_named(override, message, load_on_torch, save_model, resolve):
     folder, _ = save_model("Qwen2Model", **SIZES)
     with pytest.raises(UnsupportedModelError, match=message):

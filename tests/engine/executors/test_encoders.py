@@ -106,7 +106,7 @@ def test_unknown_option_is_named(class_name, config, override, message, load_on_
 
 
 @pytest.mark.parametrize("executor", ["torch", "cpu"])
-@pytest.mark.parametrize(("family", "config", "older"), models("older configs of encoders"))
+@pytest.mark.parametrize(("family", "config", "older"), models("older_configs_of_encoders"))
 def test_older_config_equals_transformers(executor, family, config, older, load, save_model, resolve, pack, sequences):
     folder, reference = save_model(f"{family}Model", **config)
     info = resolve(folder, hf_overrides={"rope_parameters": None, **older})

@@ -7,12 +7,12 @@ from penstock.engine.protocol.errors import UnsupportedModelError
 from penstock.engine.protocol.tasks import PoolingType
 
 from ...gguf_files import write_gguf
-from ...tables import table
+from ...tables import cases, table
 from .families import ENCODER_SIZES, EXECUTORS, WIDE, assert_close, rows_of
 from .jina_bert import HUB, Reference, make_weights
 
 # Architecture: names outside of the layers, prefix of the layers, names in a layer.
-NAMES = table(__file__, "names of gguf")
+NAMES = table(__file__, "names_of_gguf")
 SIZES = ENCODER_SIZES | {"hidden_size": 64, "intermediate_size": 96}
 DECODER = WIDE | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 # Several types in one file; the other weights are F32.
@@ -136,7 +136,7 @@ def test_rope_of_gguf_is_read(
     assert_close(rows, rows_of(reference, sequences))
 
 
-@pytest.mark.parametrize(("changes", "message"), table(__file__, "unsupported gguf metadata is named"))
+@cases(__file__, "changes", "message")
 def test_unsupported_gguf_metadata_is_named(changes, message, save_gguf, resolve):
     path, _ = save_gguf("qwen3", "Qwen3Model", DECODER, **changes)
     with pytest.raises(UnsupportedModelError, match=message):

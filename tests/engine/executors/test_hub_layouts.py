@@ -16,7 +16,7 @@ from .families import ENCODER_SIZES, EXECUTORS, assert_close, first_row_logits, 
 
 HUB = json.loads((Path(__file__).parent / "hub_configs.json").read_text())
 SIZE = ENCODER_SIZES["hidden_size"] // ENCODER_SIZES["num_attention_heads"]
-HUB_CONFIGS = table(__file__, "hub config equals transformers")
+HUB_CONFIGS = table(__file__, "hub_config_equals_transformers")
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}
 BOTH_LAYOUTS = pytest.mark.parametrize("is_original", [True, False], ids=["hub-names", "transformers-names"])
 
@@ -128,7 +128,7 @@ def test_dynamic_scaling_equals_transformers(
     assert_close(model.forward(pack(short)).hidden_states, rows_of(reference, short))
 
 
-@pytest.mark.parametrize(("family", "change"), table(__file__, "other variant is rejected"), ids=str)
+@pytest.mark.parametrize(("family", "change"), table(__file__, "other_variant_is_rejected"), ids=str)
 def test_other_variant_is_rejected(family, change, resolve, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HUB[family] | change))
     with pytest.raises(ModelLoadError, match="unknown" if "unknown" in str(change) else next(iter(change))):

@@ -78,7 +78,7 @@ def test_class_in_auto_map_is_recognised(executor, load, save, resolve):
     load(resolve(folder))
 
 
-@pytest.mark.parametrize(("changes", "message"), table(__file__, "jina bert: other variant is rejected"))
+@pytest.mark.parametrize(("changes", "message"), table(__file__, "jina_bert_other_variant_is_rejected"))
 def test_other_variant_is_rejected(changes, message, save, resolve):
     folder, _ = save(False, changes)
     with pytest.raises(ModelLoadError, match=message):

@@ -14,7 +14,7 @@ from ...tables import table
 from .families import DECODER_SIZES, assert_close, relative_error, rows_of
 
 SIZES = DECODER_SIZES | {"block_multiple_of": 8, "layer_types": ["conv", "full_attention", "conv"], "is_causal": False}
-CODE, CONFIGS = table(__file__, "config.json of lfm2 on the hub"), table(__file__, "configs of lfm2")
+CODE, CONFIGS = table(__file__, "config_json_of_lfm2_on_the_hub"), table(__file__, "configs_of_lfm2")
 
 
 def centred(self, hidden_states, **_):

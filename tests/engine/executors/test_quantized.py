@@ -11,7 +11,7 @@ from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import UnsupportedModelError, WeightError
 
-from ...tables import table
+from ...tables import cases
 from .families import ENCODER_SIZES, WIDE, assert_close, rows_of
 
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
@@ -89,7 +89,7 @@ def test_damaged_quantised_weight_is_rejected(suffix, value, message, save_quant
         load(resolve(folder))
 
 
-@pytest.mark.parametrize(("found", "message"), table(__file__, "other quantisation is rejected by name"))
+@cases(__file__, "found", "message")
 def test_other_quantisation_is_rejected_by_name(found, message, save_config):
     folder = save_config("BertModel", **ENCODER_SIZES)
     set_key(folder, "quantization_config", found)

@@ -17,7 +17,7 @@ NUMBERS = [0, -1, 1, 0, 1]
 
 
 @EXECUTORS
-@pytest.mark.parametrize(("name", "config", "first", "second"), models("adapted models"))
+@pytest.mark.parametrize(("name", "config", "first", "second"), models("adapted_models"))
 def test_batch_of_adapters_equals_merged_weights(
     executor, name, config, first, second, load, save_model, resolve, pack, sequences, tmp_path
 ):

@@ -15,9 +15,9 @@ from .families import ENCODER_SIZES, EXECUTORS, assert_close, first_row_logits, 
 
 TASKS = ["retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"]
 SIZES = ENCODER_SIZES | {"type_vocab_size": 1, "pad_token_id": 1, "layer_norm_eps": 1e-5}
-HUB = SIZES | table(__file__, "config.json of xlm-roberta-flash on the hub")
-FLASH_NAMES = table(__file__, "names of the flash implementation")
-RERANKER = table(__file__, "xlm-roberta flash reranker")
+HUB = SIZES | table(__file__, "config_json_of_xlm_roberta_flash_on_the_hub")
+FLASH_NAMES = table(__file__, "names_of_the_flash_implementation")
+RERANKER = table(__file__, "xlm_roberta_flash_reranker")
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 ADAPTED = ("Wqkv", "out_proj", "fc1", "fc2", "word_embeddings", "token_type_embeddings", "dense")
 
@@ -148,7 +148,7 @@ def test_reranker_with_learned_positions_equals_transformers(executor, load, sav
 @EXECUTORS
 def test_modules_of_the_hub_are_read(executor, load, save_hub, resolve):
     folder, _ = save_hub()
-    modules = table(__file__, "modules of xlm-roberta-flash on the hub")
+    modules = table(__file__, "test_modules_of_the_hub_are_read")
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(

@@ -13,9 +13,9 @@ from penstock.engine import families
 
 from ...tables import table
 
-RENAMED = table(__file__, "names in transformers")
+RENAMED = table(__file__, "names_in_transformers")
 # transformers computes or disables these. Files of the Roberta families always name their vocabulary.
-DIFFERENT = table(__file__, "fields of another meaning in transformers")
+DIFFERENT = table(__file__, "fields_of_another_meaning_in_transformers")
 
 
 def configs() -> Iterator[type]:
@@ -49,4 +49,4 @@ def test_defaults_equal_those_of_transformers(config: Any) -> None:
     }
     assert {field: ours[field] for field in common} == {field: as_json(getattr(theirs, field)) for field in common}
     others = {field: default for field, default in ours.items() if field not in common and default is not None}
-    assert others == table(__file__, "defaults that transformers does not have").get(name, {})
+    assert others == table(__file__, "test_defaults_equal_those_of_transformers").get(name, {})

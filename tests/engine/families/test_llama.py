@@ -5,7 +5,7 @@ import pytest
 from penstock.engine.families import llama
 from penstock.engine.families.decoder import FULL, LOCAL
 
-from ...tables import table
+from ...tables import cases
 
 
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
@@ -15,7 +15,7 @@ def test_share_of_rotated_values_is_read_from_either_field(field: str) -> None:
     assert config.rotary_size == 8
 
 
-@pytest.mark.parametrize(("name", "values", "types"), table(__file__, "window applies to the layers of the family"))
+@cases(__file__, "name", "values", "types")
 def test_window_applies_to_the_layers_of_the_family(name: str, values: dict[str, object], types: list[str]) -> None:
     found = getattr(llama, name).read({"num_hidden_layers": 2, **values})
     assert found.types == types

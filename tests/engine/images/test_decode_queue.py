@@ -14,7 +14,7 @@ from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavail
 from penstock.engine.protocol.params import CLIENT
 
 from ...clock import Clock
-from ...tables import table
+from ...tables import cases
 from ...waiting import loop_iterations
 
 
@@ -30,7 +30,7 @@ class _Threads:
         return self.running.setdefault(self.begun[-1], Future())
 
 
-@pytest.mark.parametrize(("num_threads", "events", "expected"), table(__file__, "images that begin after each event"))
+@cases(__file__, "num_threads", "events", "expected")
 async def test_images_begin_in_order(
     monkeypatch: pytest.MonkeyPatch, num_threads: int, events: str, expected: list[str]
 ) -> None:

@@ -18,7 +18,7 @@ from penstock.engine.images.header import ImageError
 from penstock.engine.images.preprocessing import preprocess, resize_part
 from penstock.engine.protocol.images import ImagePatches, ImageResize, ImageSpec
 
-from ...tables import table
+from ...tables import cases
 from .pictures import picture
 
 _SIZES = [(1, 1), (1, 9), (3, 5), (224, 224), (225, 223), (321, 240), (40, 700)]
@@ -121,9 +121,7 @@ def test_blocks_of_qwen_equal_processor() -> None:
         np.testing.assert_allclose(frames, expected["pixel_values"], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("size", "limit", "smallest", "message"), table(__file__, "image that a language model cannot read is rejected")
-)
+@cases(__file__, "size", "limit", "smallest", "message")
 def test_image_that_a_language_model_cannot_read_is_rejected(
     size: tuple[int, int], limit: int, smallest: int, message: str
 ) -> None:

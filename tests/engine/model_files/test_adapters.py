@@ -12,7 +12,7 @@ from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.tasks import PoolingType
 
-from ...tables import table
+from ...tables import cases
 from .folders import BERT, resolve, write
 
 JINA_TASKS = ("retrieval.query", "retrieval.passage", "separation", "classification", "text-matching")
@@ -65,7 +65,7 @@ def test_names_of_adapters_must_be_a_list(tmp_path: Path) -> None:
         resolve(write(tmp_path, {"config.json": BERT | {"lora_adaptations": "query"}}))
 
 
-@pytest.mark.parametrize(("places", "expected"), table(__file__, "folders of adapters are found"))
+@cases(__file__, "places", "expected")
 def test_folders_of_adapters_are_found(tmp_path: Path, places: list[str], expected: list[str]) -> None:
     files = {f"{place}adapter_config.json": ADAPTER for place in places}
     info = resolve(write(tmp_path, {"config.json": BERT, **files}))
@@ -73,7 +73,7 @@ def test_folders_of_adapters_are_found(tmp_path: Path, places: list[str], expect
     assert [adapter.name for adapter in info.task_adapters] == expected
 
 
-@pytest.mark.parametrize(("name", "read_shards", "expected"), table(__file__, "tensor names show adapters"))
+@cases(__file__, "name", "read_shards", "expected")
 def test_tensor_names_show_adapters(tmp_path: Path, name: str, read_shards: bool, expected: list[str]) -> None:
     index = {"weight_map": {"a": "1.safetensors", name: "2.safetensors"}}
     write(tmp_path, {"config.json": BERT} | ({"model.safetensors.index.json": index} if read_shards else {}))
@@ -126,7 +126,7 @@ def read(folder: Path, **values: Any) -> PeftConfig:
     return PeftConfig.read(write(folder, {"adapter_config.json": {"peft_type": "LORA", **values}}))
 
 
-@pytest.mark.parametrize(("values", "message"), table(__file__, "unusable option is rejected with its value"))
+@cases(__file__, "values", "message")
 def test_unusable_option_is_rejected_with_its_value(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=rf"adapter_config\.json: .*{message}"):
         read(tmp_path, **values)
@@ -141,7 +141,7 @@ def test_scale_depends_on_rank_and_patterns(tmp_path: Path) -> None:
     assert read(tmp_path).scale("k") == 1.0
 
 
-@pytest.mark.parametrize(("values", "targeted"), table(__file__, "modules of a layer are chosen"))
+@cases(__file__, "values", "targeted")
 def test_modules_of_a_layer_are_chosen(values: dict[str, Any], targeted: str, tmp_path: Path) -> None:
     config = read(tmp_path, **values)
     assert [name for name in ("q", "a.q", "a.qq", "a.k") if config.targets(name, 1)] == targeted.split()

@@ -12,7 +12,7 @@ from penstock.engine.model_files.model_folder import locate_model
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError, WeightError
 
 from ...gguf_files import write_gguf
-from ...tables import table
+from ...tables import cases
 from .folders import BERT, write
 
 VALUES = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
@@ -128,7 +128,7 @@ def test_folder_with_one_gguf_file_is_that_file(path, tmp_path):
         locate_model("none.gguf")
 
 
-@pytest.mark.parametrize(("changes", "message"), table(__file__, "unsupported gguf model is described"))
+@cases(__file__, "changes", "message")
 def test_unsupported_gguf_model_is_described(changes, message, path):
     write_gguf(path, METADATA | changes, TENSORS)
     with pytest.raises(UnsupportedModelError, match=message):

@@ -18,7 +18,7 @@ from penstock.engine.model_files.image_processor import read_area_spec, read_fil
 from penstock.engine.protocol.errors import UnsupportedModelError
 from penstock.engine.protocol.images import ImageResize, ImageSpec
 
-from ...tables import table
+from ...tables import cases, table
 
 _CLIP_CONFIG = {"model_type": "clip", "vision_config": {"image_size": 224, "patch_size": 32}}
 _SIGLIP_CONFIG = {"model_type": "siglip", "vision_config": {"image_size": 64, "patch_size": 16}}
@@ -32,7 +32,7 @@ def _read(
     return read_image_spec(folder, config, {})
 
 
-@pytest.mark.parametrize(("values", "config"), table(__file__, "file is read like transformers"))
+@cases(__file__, "values", "config")
 def test_file_is_read_like_transformers(tmp_path: Path, values: dict[str, Any], config: dict[str, Any]) -> None:
     spec = _read(tmp_path, values, config)
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -66,10 +66,7 @@ def test_processor_config_takes_precedence(tmp_path: Path) -> None:
     assert _read(tmp_path, {"size": 1}, _SIGLIP_CONFIG).size == (64, 64)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    table(__file__, "unsupported value is named")
-)  # fmt: skip
+@cases(__file__, "values", "message")  # fmt: skip
 def test_unsupported_value_is_named(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError) as error:
         _read(tmp_path, {"image_processor_type": "CLIPImageProcessor"} | values, _CLIP_CONFIG)
@@ -88,7 +85,7 @@ def test_missing_file_or_kind_is_named(tmp_path: Path) -> None:
 
 
 _QWEN_CONFIG = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2}}
-_QWEN_VALUES = table(__file__, "qwen values")
+_QWEN_VALUES = table(__file__, "qwen_values")
 _TILE_VALUES = {"size": {"longest_edge": 2_048}, "max_image_size": {"longest_edge": 512}}
 
 
@@ -138,13 +135,13 @@ def test_limits_of_patches_are_read(tmp_path: Path) -> None:
     assert (spec.max_patches, spec.merge_size, spec.size) == (280, 2, (0, 0))
     longest = {edge: _TILE_VALUES | {"size": {"longest_edge": edge}} for edge in (513, 4_096)}
     assert [_read_tiles(tmp_path, values).max_patches for values in longest.values()] == [5, 65]
-    for values, vision, message in table(__file__, "limits of patches are read"):
+    for values, vision, message in table(__file__, "test_limits_of_patches_are_read"):
         with pytest.raises(UnsupportedModelError) as error:
             _read_fill(tmp_path, values, vision)
         assert message in str(error.value)
 
 
-@pytest.mark.parametrize(("values", "overrides", "message"), table(__file__, "unsupported value of an area is named"))
+@cases(__file__, "values", "overrides", "message")
 def test_unsupported_value_of_an_area_is_named(
     tmp_path: Path, values: dict[str, Any], overrides: dict[str, Any], message: str
 ) -> None:
@@ -153,7 +150,7 @@ def test_unsupported_value_of_an_area_is_named(
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(("values", "message"), table(__file__, "tiles are read or the unsupported value is named"))
+@cases(__file__, "values", "message")
 def test_tiles_are_read_or_the_unsupported_value_is_named(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     assert _read_tiles(tmp_path, _TILE_VALUES).max_patches == 17
     with pytest.raises(UnsupportedModelError) as error:

@@ -11,7 +11,7 @@ from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError, WeightError
 
-from ...tables import table
+from ...tables import cases
 from .folders import BERT, MEAN, TRANSFORMER, resolve, write
 
 
@@ -69,7 +69,7 @@ def test_errors_of_broken_files_become_load_errors(error: Exception, message: st
         raise full
 
 
-@pytest.mark.parametrize(("file", "content", "reason"), table(__file__, "file without a json object is named"))
+@cases(__file__, "file", "content", "reason")
 def test_file_without_a_json_object_is_named(file: str, content: str | None, reason: str, tmp_path: Path) -> None:
     write(tmp_path, {"config.json": BERT})
     if content is None:

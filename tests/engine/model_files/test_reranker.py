@@ -12,7 +12,7 @@ from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
-from ...tables import table
+from ...tables import cases, table
 from .folders import TRANSFORMER, resolve as resolve_files, write as write_files
 
 VOCABULARY = ["no", "yes", "0", "1", "Yes", "<unk>"]
@@ -20,7 +20,7 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings":
 QWEN3 = SIZES | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 QWEN2 = SIZES | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 GEMMA = SIZES | {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}
-LOGIT_SCORE = table(__file__, "logit score")
+LOGIT_SCORE = table(__file__, "logit_score")
 PARTS = {"parts": ["a: {query}", "b: {document}"]}
 
 
@@ -63,7 +63,7 @@ def test_published_checkpoint_is_known_by_its_name(
     assert "{document}" in rows["score_template"]
 
 
-@pytest.mark.parametrize(("name", "config", "files"), table(__file__, "other models are not rerankers"))
+@cases(__file__, "name", "config", "files")
 def test_other_models_are_not_rerankers(
     name: str, config: dict[str, Any], files: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -82,9 +82,7 @@ def test_converted_checkpoint_gets_the_prompt_of_its_name(tmp_path: Path) -> Non
 ORIGINAL = {"is_original_qwen3_reranker": True}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected", "has_template"), table(__file__, "overrides make a reranker of a language model")
-)
+@cases(__file__, "overrides", "expected", "has_template")
 def test_overrides_make_a_reranker_of_a_language_model(
     overrides: dict[str, Any], expected: dict[str, Any], has_template: bool, tmp_path: Path
 ) -> None:
@@ -96,7 +94,7 @@ def test_overrides_make_a_reranker_of_a_language_model(
         assert info.sources["classifier_tokens"] == "--hf-overrides: classifier_from_token"
 
 
-@pytest.mark.parametrize(("overrides", "message"), table(__file__, "wrong overrides are rejected"))
+@cases(__file__, "overrides", "message")
 def test_wrong_overrides_are_rejected(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "model", QWEN3)
     with pytest.raises(ModelLoadError) as caught:

@@ -17,7 +17,7 @@ from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelErro
 from penstock.engine.protocol.model_info import Activation, AdapterSpec, DenseSpec, ModelInfo, ModelKind, PairChat
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
-from ...tables import table
+from ...tables import cases, table
 from .folders import BERT, MEAN, POOLING, TRANSFORMER, resolve, write
 
 NORMALIZE = {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
@@ -39,20 +39,21 @@ def test_plain_encoder_takes_sentence_transformers_defaults(tmp_path: Path) -> N
     assert (info.device, info.dtype) == ("auto", "auto")
 
 
-@pytest.mark.parametrize(("change", "is_causal"), table(__file__, "causal models pool the last token"))
+@cases(__file__, "change", "is_causal")
 def test_causal_models_pool_the_last_token(tmp_path: Path, change: dict[str, Any], is_causal: bool) -> None:
     info = resolve(write(tmp_path, {"config.json": BERT | change}))
     assert info.is_causal is is_causal
     assert info.sequence_pooling == ((PoolingType.LAST,) if is_causal else (PoolingType.MEAN,))
 
 
-@pytest.mark.parametrize(("change", "packed"), table(__file__, "known families are packed"))
+@cases(__file__, "change", "packed")
 def test_known_families_are_packed(tmp_path: Path, change: dict[str, Any], packed: bool) -> None:
     assert resolve(write(tmp_path, {"config.json": BERT | change})).packed is packed
 
 
 def test_transformer_and_dense_folders_are_read(tmp_path: Path) -> None:
-    folder = write(tmp_path, table(__file__, "model of three folders") | {"0_Transformer/config.json": BERT})
+    files = table(__file__, "test_transformer_and_dense_folders_are_read")
+    folder = write(tmp_path, files | {"0_Transformer/config.json": BERT})
     info = resolve(folder)
     assert Path(info.path) == (folder / "0_Transformer").resolve()
     assert info.folder == str(folder.resolve())
@@ -67,7 +68,7 @@ def test_transformer_and_dense_folders_are_read(tmp_path: Path) -> None:
 
 
 def test_legacy_pooling_keys_are_read_in_order(tmp_path: Path) -> None:
-    keys = table(__file__, "legacy pooling keys are read in order")
+    keys = table(__file__, "test_legacy_pooling_keys_are_read_in_order")
     files = {
         "config.json": BERT,
         "modules.json": [TRANSFORMER, POOLING],
@@ -100,7 +101,7 @@ def classifier(tmp_path: Path, **change: Any) -> ModelInfo:
     return resolve(write(tmp_path, {"config.json": CLASSIFIER | change}))
 
 
-@pytest.mark.parametrize(("change", "labels"), table(__file__, "labels are in column order"))
+@cases(__file__, "change", "labels")
 def test_labels_are_in_column_order(tmp_path: Path, change: dict[str, Any], labels: list[str]) -> None:
     info = classifier(tmp_path, **change)
     assert list(info.labels) == labels
@@ -110,7 +111,7 @@ def test_labels_are_in_column_order(tmp_path: Path, change: dict[str, Any], labe
     assert (info.sequence_pooling, info.embedding_size) == ((PoolingType.CLS,), 0)
 
 
-@pytest.mark.parametrize(("change", "activation", "source"), table(__file__, "activation of a classifier is read"))
+@cases(__file__, "change", "activation", "source")
 def test_activation_of_a_classifier_is_read(
     tmp_path: Path, change: dict[str, Any], activation: str, source: str
 ) -> None:
@@ -145,7 +146,7 @@ def test_pooler_config_task_leaves_one_task(tmp_path: Path) -> None:
         resolve(folder, pooler_config=PoolerConfig(task=PoolingTask.CLASSIFY))
 
 
-@pytest.mark.parametrize(("change", "expected"), table(__file__, "classifier pools the row of its family"))
+@cases(__file__, "change", "expected")
 def test_classifier_pools_the_row_of_its_family(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
     assert classifier(tmp_path, **change).sequence_pooling == (PoolingType(expected),)
 
@@ -153,9 +154,7 @@ def test_classifier_pools_the_row_of_its_family(tmp_path: Path, change: dict[str
 # Limits ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("config", "tokenizer", "sentence_bert", "expected"), table(__file__, "max model len is the smallest limit")
-)
+@cases(__file__, "config", "tokenizer", "sentence_bert", "expected")
 def test_max_model_len_is_the_smallest_limit(
     tmp_path: Path,
     config: dict[str, Any],
@@ -190,7 +189,7 @@ def test_max_model_len_flag_is_bounded_by_the_positions(tmp_path: Path) -> None:
     assert resolve(tmp_path, max_model_len=41, hf_overrides={"max_position_embeddings": 64}).max_model_len == 41
 
 
-@pytest.mark.parametrize(("change", "reach"), table(__file__, "scaled rotary positions raise the bound"))
+@cases(__file__, "change", "reach")
 def test_scaled_rotary_positions_raise_the_bound(tmp_path: Path, change: dict[str, Any], reach: int) -> None:
     folder = write(tmp_path, {"config.json": BERT | {"model_type": "llama"} | change})
     assert resolve(folder).max_model_len == 40
@@ -202,9 +201,7 @@ def test_scaled_rotary_positions_raise_the_bound(tmp_path: Path, change: dict[st
 # The operator ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("names", "change", "allows"), table(__file__, "known names and the operator allow shorter vectors")
-)
+@cases(__file__, "names", "change", "allows")
 def test_known_names_and_the_operator_allow_shorter_vectors(
     tmp_path: Path, names: dict[str, str], change: dict[str, Any], allows: bool
 ) -> None:
@@ -280,7 +277,7 @@ def test_table_shows_values_in_short_lines(tmp_path: Path) -> None:
     adapters = (AdapterSpec(name="law", index=0), AdapterSpec(name="code"), AdapterSpec(name="own", folder="/own"))
     changed = dataclasses.replace(changed, adapters=adapters, input_chat=PairChat())
     rows = {name: value for name, value, _ in resolved_table(changed)}
-    expected = table(__file__, "table shows values in short lines")
+    expected = table(__file__, "test_table_shows_values_in_short_lines")
     assert {name: rows[name] for name in expected} == expected
     assert not {"labels", "max_embed_len", "sources", "config"} & rows.keys()
 
@@ -291,10 +288,10 @@ def test_table_shows_values_in_short_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        *table(__file__, "unusable files are rejected with their value"),
+        *table(__file__, "test_unusable_files_are_rejected_with_their_value"),
         *(
             ({"config.json": BERT | change}, message)
-            for change, message in table(__file__, "unusable values of config.json")
+            for change, message in table(__file__, "unusable_values_of_config_json")
         ),
     ],
 )
@@ -305,7 +302,7 @@ def test_unusable_files_are_rejected_with_their_value(tmp_path: Path, files: dic
         resolve(tmp_path)
 
 
-@pytest.mark.parametrize(("change", "max_model_len"), table(__file__, "limits of values are accepted"))
+@cases(__file__, "change", "max_model_len")
 def test_limits_of_values_are_accepted(tmp_path: Path, change: dict[str, Any], max_model_len: int) -> None:
     assert resolve(write(tmp_path, {"config.json": BERT | change})).max_model_len == max_model_len
 
@@ -322,9 +319,7 @@ MAMBA = BERT | {"model_type": "mamba", "num_attention_heads": None}
 CONFIGS = {"bert": BERT, "mamba": MAMBA, "classifier": CLASSIFIER, "token classifier": TOKEN_CLASSIFIER}
 
 
-@pytest.mark.parametrize(
-    ("config", "pooler", "message"), table(__file__, "pooler config that does not fit is rejected")
-)
+@cases(__file__, "config", "pooler", "message")
 def test_pooler_config_that_does_not_fit_is_rejected(
     tmp_path: Path, config: str, pooler: dict[str, Any], message: str
 ) -> None:
@@ -336,7 +331,7 @@ def test_pooler_config_that_does_not_fit_is_rejected(
 TEXT_TOWER = {"hidden_size": 32, "vocab_size": 100, "num_attention_heads": 4}
 
 
-@pytest.mark.parametrize(("config", "inputs"), table(__file__, "model that reads no text is rejected"))
+@cases(__file__, "config", "inputs")
 def test_model_that_reads_no_text_is_rejected(config: dict[str, Any], inputs: str, tmp_path: Path) -> None:
     write(tmp_path, {"config.json": config})
     message = f"model_type '{config['model_type']}'\\) reads {inputs}; penstock reads images only with"
@@ -421,7 +416,7 @@ def test_images_and_texts_of_different_widths_are_rejected(tmp_path: Path) -> No
 
 # Language models that read images -------------------------------------------------------------------------------------
 
-QWEN3_VL = table(__file__, "qwen3 vl")
+QWEN3_VL = table(__file__, "qwen3_vl")
 AREA = {"patch_size": 16, "min_pixels": 4_096, "max_pixels": 100_000}
 
 
@@ -467,7 +462,7 @@ def test_setting_that_does_not_fit_images_is_rejected(
 
 def test_chat_of_sentence_transformers_files_has_precedence(tmp_path: Path) -> None:
     files = {"config.json": QWEN3_VL, "preprocessor_config.json": AREA}
-    files |= table(__file__, "chat of sentence-transformers")
+    files |= table(__file__, "test_chat_of_sentence_transformers_files_has_precedence")
     info = resolve(write(tmp_path, files))
     assert info.input_chat is not None
     assert (info.input_chat.is_structured, info.input_chat.arguments) == (False, {"add_generation_prompt": False})

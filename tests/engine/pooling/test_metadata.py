@@ -9,7 +9,7 @@ from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingType
 
-from ...tables import table
+from ...tables import cases
 from .conftest import make_metadata
 
 
@@ -41,7 +41,7 @@ def test_batch_of_chunks_records_their_spans() -> None:
         PoolingMetadata.for_batch(batch, params, seq_ids="abc", total_lens=[7])
 
 
-@pytest.mark.parametrize(("arguments", "message"), table(__file__, "lengths that do not fit are rejected"))
+@cases(__file__, "arguments", "message")
 def test_lengths_that_do_not_fit_are_rejected(arguments: dict[str, list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_metadata([2, 3], **arguments)

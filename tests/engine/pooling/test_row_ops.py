@@ -1,14 +1,12 @@
 """Transforms of rows, without arrays of rows."""
 
-import pytest
-
 from penstock.engine.pooling.row_ops import VectorTransform
 from penstock.engine.protocol.params import PoolingParams
 
-from ...tables import table
+from ...tables import cases
 
 
-@pytest.mark.parametrize(("dimensions", "normalize", "changes"), table(__file__, "transform changes rows"))
+@cases(__file__, "dimensions", "normalize", "changes")
 def test_transform_changes_rows_only_if_a_request_asks(
     dimensions: list[int | None], normalize: list[bool], changes: bool
 ) -> None:

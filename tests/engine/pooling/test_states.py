@@ -15,7 +15,7 @@ from penstock.engine.pooling.states import update_states
 from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.tasks import PoolingType
 
-from ...tables import table
+from ...tables import cases
 from .conftest import SEQUENCE_TYPES, make_metadata
 
 
@@ -138,7 +138,7 @@ def test_strategy_is_one_name_or_a_list(strategy: str | list[str]) -> None:
     assert PoolingStates.initialize(hidden_dim=12, strategy=["max", "first"]).finalize().tolist() == [0.0] * 24
 
 
-@pytest.mark.parametrize(("types", "message"), table(__file__, "types that cannot be combined are rejected"))
+@cases(__file__, "types", "message")
 def test_types_that_cannot_be_combined_are_rejected(types: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PoolingStates.initialize(12, types)

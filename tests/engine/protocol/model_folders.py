@@ -51,7 +51,7 @@ def write_backbone(folder: Path, class_name: str = "BertModel", **config: Any) -
     named = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = table(__file__, "sizes of the small model") | {"vocab_size": len(vocabulary)}
+    sizes = table(__file__, "sizes_of_the_small_model") | {"vocab_size": len(vocabulary)}
     model_class = getattr(transformers, class_name)
     model = model_class(model_class.config_class(**sizes | config)).eval()
     with torch.no_grad():

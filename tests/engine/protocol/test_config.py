@@ -6,10 +6,10 @@ import pytest
 
 from penstock.engine.protocol import config
 
-from ...tables import table
+from ...tables import cases
 
 
-@pytest.mark.parametrize(("kind", "name", "accepted", "rejected"), table(__file__, "bounds of settings"))
+@cases(__file__, "kind", "name", "accepted", "rejected")
 def test_value_outside_its_bounds_is_rejected(
     kind: str, name: str, accepted: list[Any], rejected: dict[str, Any]
 ) -> None:

@@ -20,7 +20,7 @@ from penstock.engine.protocol.multi_vector import MultiVector, QueryExpansion
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
 
-from ...tables import table
+from ...tables import cases, table
 from .model_folders import DOCUMENTS, QUERIES, change_json, start, write_backbone, write_json, write_modules
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -67,7 +67,7 @@ def write_pylate(folder: Path) -> Path:
     write_dense(folder / "1_Dense", activation_function=IDENTITY)
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 15, "do_lower_case": False})
     write_modules(folder, ("sentence_transformers.models.Transformer", ""), ("pylate.models.Dense.Dense", "1_Dense"))
-    settings = table(__file__, "write pylate")
+    settings = table(__file__, "write_pylate")
     write_json(folder / "config_sentence_transformers.json", settings)
     return folder
 
@@ -164,7 +164,7 @@ async def test_long_queries_are_cut_and_long_documents_rejected(engine: AsyncEng
 SETTINGS = "config_sentence_transformers.json"
 
 
-@pytest.mark.parametrize(("name", "change", "error", "message"), table(__file__, "wrong settings are rejected"))
+@cases(__file__, "name", "change", "error", "message")
 async def test_wrong_settings_are_rejected(
     tmp_path: Path, name: str, change: dict[str, Any], error: str, message: str
 ) -> None:
@@ -189,9 +189,7 @@ MASKED = MultiVector(document_length=20, expansion=QueryExpansion(length=14), sk
 BASES = {"pylate": PYLATE, "stanford": STANFORD, "masked": MASKED, "without query prefix": WITHOUT_QUERY_PREFIX}
 
 
-@pytest.mark.parametrize(
-    ("library", "name", "change", "base", "expected"), table(__file__, "settings of each library are read")
-)
+@cases(__file__, "library", "name", "change", "base", "expected")
 async def test_settings_of_each_library_are_read(
     tmp_path: Path, library: str, name: str, change: dict[str, Any], base: str, expected: dict[str, Any]
 ) -> None:

@@ -13,7 +13,7 @@ from penstock.engine.protocol.params import VALID_PARAMETERS, PoolingParams
 from penstock.engine.protocol.setting import json_object
 from penstock.engine.protocol.tasks import ChunkedProcessingMode, PoolingTask, PoolingType
 
-from ...tables import table
+from ...tables import cases, table
 from ..model_infos import make_info
 
 EMBED, TOKEN_EMBED, SCORE = PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE
@@ -42,14 +42,12 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(("name", "task", "fields"), table(__file__, "params of the task are accepted"))
+@cases(__file__, "name", "task", "fields")
 def test_params_of_the_task_are_accepted(name: str, task: str, fields: dict[str, Any]) -> None:
     PoolingParams(**fields).verify(task, MODELS[name])
 
 
-@pytest.mark.parametrize(
-    ("name", "task", "param", "value", "more", "message"), table(__file__, "wrong params are rejected")
-)
+@cases(__file__, "name", "task", "param", "value", "more", "message")
 def test_wrong_params_are_rejected(
     name: str, task: str, param: str, value: Any, more: dict[str, Any], message: str
 ) -> None:
@@ -103,7 +101,7 @@ def test_task_may_be_a_string() -> None:
 
 
 def test_pooler_config_is_read_from_json() -> None:
-    fields = table(__file__, "pooler config is read from json")
+    fields = table(__file__, "test_pooler_config_is_read_from_json")
     enums = {"pooling_type": PoolingType.MEAN, "chunked_processing_mode": ChunkedProcessingMode.WINDOWS}
     config = PoolerConfig.from_dict(json_object(json.dumps(fields)))
     assert config == PoolerConfig(**{**fields, **enums, "logit_mean": 1.0, "returned_token_ids": (1, 0)})
@@ -114,7 +112,7 @@ def test_pooler_config_is_read_from_json() -> None:
     assert PoolerConfig.from_dict(json_object('{"normalize": null}')) == PoolerConfig()
 
 
-@pytest.mark.parametrize(("text", "message"), table(__file__, "wrong pooler config is rejected"))
+@cases(__file__, "text", "message")
 def test_wrong_pooler_config_is_rejected(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PoolerConfig.from_dict(json_object(text))

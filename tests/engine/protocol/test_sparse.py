@@ -19,7 +19,7 @@ from penstock.engine.protocol.multi_vector import SparseKind, SparseVector
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
 
-from ...tables import table
+from ...tables import cases, table
 from .model_folders import DOCUMENTS, QUERIES, change_json, start, write_backbone, write_json, write_modules
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -53,7 +53,7 @@ def write_m3(folder: Path) -> Path:
     return folder
 
 
-SPLADE = table(__file__, "splade models")
+SPLADE = table(__file__, "splade_models")
 
 
 @pytest.fixture(scope="module", params=SPLADE)
@@ -153,7 +153,7 @@ async def test_missing_heads_remove_their_tasks(tmp_path: Path, m3: AsyncEngine)
     assert PoolingTask.SPARSE_EMBED not in info.tasks
 
 
-@pytest.mark.parametrize(("name", "change", "message"), table(__file__, "unsupported settings are rejected"))
+@cases(__file__, "name", "change", "message")
 async def test_unsupported_settings_are_rejected(
     tmp_path: Path, name: str, change: dict[str, str], message: str
 ) -> None:

@@ -19,12 +19,12 @@ from penstock.engine.protocol.templates import (
     split_at,
 )
 
-from ...tables import table
+from ...tables import cases
 
 Messages = list[dict[str, Any]]
 
 
-@pytest.mark.parametrize(("values", "message"), table(__file__, "wrong score template is rejected"))
+@cases(__file__, "values", "message")
 def test_wrong_score_template_is_rejected(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         ScoreTemplate.from_dict(values)

@@ -96,7 +96,7 @@ CONTINUED = {"continue_final_message": True}
         ("{{ messages[0].role }}", CHATS[0], CONTINUED, "continue_final_message", "leaves the last message out"),
         *(
             (source, CHATS[0], {}, "messages", part)
-            for source, part in table(__file__, "chat that cannot be rendered is rejected")
+            for source, part in table(__file__, "test_chat_that_cannot_be_rendered_is_rejected")
         ),
     ],
 )

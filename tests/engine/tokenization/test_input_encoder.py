@@ -21,7 +21,7 @@ from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.tokenization.input_encoder import InputEncoder, instructed_prompt, padded
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 
-from ...tables import table
+from ...tables import cases, table
 from ..model_infos import make_info
 
 END = 7
@@ -100,7 +100,7 @@ async def test_mixed_input_behind_an_image_is_named_by_its_place(pool: Tokenizer
         await encoder.encode([image, "a", MixedInput(("a", image))], PARAMS, OPTIONS)
 
 
-@pytest.mark.parametrize(("uri", "kind"), table(__file__, "data uri of an image is rejected"))
+@cases(__file__, "uri", "kind")
 async def test_data_uri_of_an_image_is_rejected(pool: TokenizerPool, uri: str, kind: str) -> None:
     encoder = encoder_of(pool)
     with pytest.raises(InvalidRequestError, match=r"^Input 1 is a data URI of .* only reads text"):
@@ -121,7 +121,7 @@ async def test_text_about_images_is_encoded(pool: TokenizerPool, text: str) -> N
 # The length limit ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fields", "auto_truncate", "cut"), table(__file__, "request overrides auto truncate"))
+@cases(__file__, "fields", "auto_truncate", "cut")
 async def test_request_overrides_auto_truncate(
     pool: TokenizerPool, fields: dict[str, Any], auto_truncate: bool, cut: bool
 ) -> None:

@@ -21,7 +21,7 @@ from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.tokenization.late_chunking import LateChunking, verify_late_chunking
 from penstock.engine.tokenization.model_tokenizer import SpecialTokens, Truncation
 
-from ...tables import table
+from ...tables import cases
 
 PARAMS = PoolingParams()
 CHUNKS = ["Berlin is the capital of Germany.", "The city has 3.85 million people.", "It lies on the Spree."]
@@ -46,9 +46,7 @@ NO_PROMPT = {"include_prompt": False}
 LEFT_CUT = {"may_truncate": True, "truncates_left": True, "max_num_tokens": 6, "include_prompt": False}
 
 
-@pytest.mark.parametrize(
-    ("changes", "lists", "prompt", "ids", "spans", "counts"), table(__file__, "joined inputs share the special tokens")
-)
+@cases(__file__, "changes", "lists", "prompt", "ids", "spans", "counts")
 def test_joined_inputs_share_the_special_tokens(
     changes: dict[str, Any],
     lists: list[list[int]],
@@ -72,7 +70,7 @@ def test_token_ids_get_no_special_tokens(is_text: list[bool], ids: list[int]) ->
     assert text.tokens.token_ids.tolist() == ids
 
 
-@pytest.mark.parametrize(("changes", "lists", "prompt", "message"), table(__file__, "input without tokens is rejected"))
+@cases(__file__, "changes", "lists", "prompt", "message")
 def test_input_without_tokens_is_rejected(
     changes: dict[str, Any], lists: list[list[int]], prompt: list[int], message: str
 ) -> None:

@@ -20,7 +20,7 @@ from penstock.engine.protocol.tasks import ChunkedProcessingMode
 from penstock.engine.tokenization.long_text import LongText, Windows
 from penstock.engine.tokenization.model_tokenizer import SpecialTokens
 
-from ...tables import table
+from ...tables import cases
 from ..engines import running
 
 PARAMS = PoolingParams()
@@ -247,7 +247,7 @@ async def test_length_limits_of_long_text_mode(tiny: Path) -> None:
             await engine.embed(["word " * 180], PARAMS)
 
 
-@pytest.mark.parametrize(("size", "pooler", "message"), table(__file__, "windows without room are rejected at start"))
+@cases(__file__, "size", "pooler", "message")
 async def test_windows_without_room_are_rejected_at_start(
     tiny: Path, size: int, pooler: dict[str, Any], message: str
 ) -> None:

@@ -12,7 +12,7 @@ from penstock.engine.tokenization.model_tokenizer import Truncation
 from penstock.engine.tokenization.pairs import ScoreTemplateEncoder
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 
-from ...tables import table
+from ...tables import cases
 
 JOINT = ScoreTemplate(parts=("sys", "{instruction} q {query} d {document} end", "suf"), instruction="find")
 SPLIT = ScoreTemplate(
@@ -53,9 +53,7 @@ def test_parts_are_joined_without_special_tokens(tokenizer: Tokenizer) -> None:
     assert ScoreTemplateEncoder(tokenizer, SPLIT).encode([], None) == []
 
 
-@pytest.mark.parametrize(
-    ("template", "limit", "left", "expected"), table(__file__, "document is truncated before the query")
-)
+@cases(__file__, "template", "limit", "left", "expected")
 def test_document_is_truncated_before_the_query(
     template: str, limit: int, left: bool, expected: str, tokenizer: Tokenizer
 ) -> None:
@@ -66,7 +64,7 @@ def test_document_is_truncated_before_the_query(
     assert encoder.truncate(pair, None, len(uncut), left=left) == uncut
 
 
-@pytest.mark.parametrize(("template", "limit", "expected"), table(__file__, "long query leaves room for the document"))
+@cases(__file__, "template", "limit", "expected")
 @pytest.mark.parametrize("left", [False, True])
 def test_long_query_leaves_room_for_the_document(
     template: str, limit: int, expected: str, left: bool, tokenizer: Tokenizer

@@ -13,7 +13,7 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.results import ScoreResult
 from penstock.engine.tokenization.long_text import MIN_PASSAGE_TOKENS, Passages, split_text
 
-from ...tables import table
+from ...tables import cases, table
 from ..engines import running
 
 
@@ -22,7 +22,7 @@ def offsets_of(text: str, pattern: str = r"\S+") -> list[tuple[int, int]]:
 
 
 # (text, pattern of a token, room, limit, pieces)
-SPLITS = table(__file__, "text is split between words")
+SPLITS = table(__file__, "text_is_split_between_words")
 
 
 @pytest.mark.parametrize(("text", "pattern", "room", "limit", "pieces"), SPLITS)
@@ -42,9 +42,7 @@ def test_best_passage_scores_for_its_document() -> None:
     assert joined.num_tokens == [3, 3, 9, 6]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "limit", "spare", "num_pieces", "truncated"), table(__file__, "documents with too many passages")
-)
+@cases(__file__, "lengths", "limit", "spare", "num_pieces", "truncated")
 def test_documents_above_the_passage_limit_are_named(
     lengths: list[int], limit: int, spare: int, num_pieces: int, truncated: list[int]
 ) -> None:

@@ -98,7 +98,7 @@ class Encoder:
 async def test_prompts_surround_texts_and_images() -> None:
     mixed = MixedInput(("d ", IMAGE, " e ", IMAGE))
     inputs = ["c", IMAGE, mixed, [3, 4]]
-    expected = table(__file__, "prompts surround texts and images")
+    expected = table(__file__, "test_prompts_surround_texts_and_images")
     found = await Encoder().encode(*inputs)
     assert shown(found) == [f"[C] {words} [S]" for words in expected[:3]] + expected[3:]
     assert [len(tokens.images) for tokens in found] == [0, 1, 2, 0]

@@ -33,7 +33,7 @@ DOCUMENTS = [
 ]
 INSTRUCTION = "Find the sentence about water."
 RAW = PoolingParams(use_activation=False)
-SMALL = table(__file__, "sizes of decoders")
+SMALL = table(__file__, "sizes_of_decoders")
 PROMPTS: dict[str, str] = json.loads(Path(__file__).with_name("published_prompts.json").read_text())
 """Prompts in the code of the publishers."""
 CHAT = (

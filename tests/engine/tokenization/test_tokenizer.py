@@ -23,7 +23,7 @@ from penstock.engine.protocol.model_info import TokenizerSpec
 from penstock.engine.tokenization.model_tokenizer import Truncation, truncate_chars
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 
-from ...tables import table
+from ...tables import cases
 
 TEXTS = ["", "a", "The quick brown fox.", "naïve café — 東京 🚀", "word " * 40, "\x00 odd \u200b input"]
 PAIRS = [("q", "d " * 50), ("long query " * 30, "short"), ("one two three " * 20, "four five " * 25), ("", "")]
@@ -91,7 +91,7 @@ async def test_truncated_pairs_equal_transformers(pool: TokenizerPool, reference
         assert types == [int(i >= item.type_boundary) for i in range(len(item))]
 
 
-@pytest.mark.parametrize(("limit", "expected"), table(__file__, "characters to tokenize of a text"))
+@cases(__file__, "limit", "expected")
 def test_characters_to_tokenize_grow_with_the_limit(limit: int, expected: list[int]) -> None:
     cut = Truncation(max_num_tokens=limit)
     assert [cut.first_chars, cut.max_chars, cut.max_truncated_chars] == expected
@@ -304,9 +304,7 @@ async def test_pair_of_few_tokens_may_have_many_characters(pool: TokenizerPool) 
     assert len(pair) == 5
 
 
-@pytest.mark.parametrize(
-    ("text", "num_chars", "keeps_end", "expected"), table(__file__, "bounded text ends at the nearest space")
-)
+@cases(__file__, "text", "num_chars", "keeps_end", "expected")
 def test_bounded_text_ends_at_the_nearest_space(text: str, num_chars: int, keeps_end: bool, expected: str) -> None:
     assert truncate_chars(text, num_chars, keeps_end=keeps_end) == expected
 
@@ -314,7 +312,7 @@ def test_bounded_text_ends_at_the_nearest_space(text: str, num_chars: int, keeps
 # Templates of decoders, which pool the last token -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("template", "side", "expected"), table(__file__, "truncated text keeps its special tokens"))
+@cases(__file__, "template", "side", "expected")
 async def test_truncated_text_keeps_its_special_tokens(
     reference: Any, template: str, side: str, expected: list[int]
 ) -> None:

@@ -83,7 +83,7 @@ def _shapes(name: str) -> tuple[Shape, ...]:
     return tuple(found)
 
 
-SHAPES, DECODERS = _shapes("shapes of encoders"), _shapes("shapes of decoders")
+SHAPES, DECODERS = _shapes("shapes_of_encoders"), _shapes("shapes_of_decoders")
 VOCABULARY = 50
 LONGEST = 513
 

@@ -10,7 +10,7 @@ from penstock.kernels.cpu import CpuKernelError, CpuLibrary, Format, build as bu
 from penstock.kernels.cpu._abi import digest
 from penstock.kernels.cpu.build import NoCompilerError, build, main
 
-from ...tables import table
+from ...tables import cases, table
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt-get install gcc")
 
@@ -34,7 +34,7 @@ def test_unsupported_machine_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         build(tmp_path / "library.so")
 
 
-@pytest.mark.parametrize(("compiler", "cause"), table(__file__, "failed build prints one line"))
+@cases(__file__, "compiler", "cause")
 def test_failed_build_prints_one_line(
     compiler: str, cause: str, tmp_path: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:
@@ -91,7 +91,7 @@ def test_missing_library_is_named(tmp_path: Path) -> None:
         CpuLibrary(1, path=tmp_path / "library.so")
 
 
-INSTRUCTION_SETS = table(__file__, "instruction sets")
+INSTRUCTION_SETS = table(__file__, "instruction_sets")
 FLAGS = {isa: set(flags) for isa, (flags, _) in INSTRUCTION_SETS.items()}
 FORMATS = {isa: {Format[name] for name in formats} for isa, (_, formats) in INSTRUCTION_SETS.items()}
 

@@ -22,7 +22,7 @@ CASES = Path(__file__).parents[2] / "engine" / "executors" / "families.py"  # no
 
 @models
 def test_family_of_a_model_is_compared_with_transformers(model) -> None:
-    names = ("encoders", "causal decoders") if model.family in FAMILIES else ("models without a family",)
+    names = ("encoders", "causal_decoders") if model.family in FAMILIES else ("models_without_a_family",)
     cases = [case for name in names for case in engine_table(CASES, name).values()]
     compared = {case[0].removesuffix("Model").removesuffix("Encoder").lower() for case in cases}
     if model.family in TWO_TOWER_TYPES:

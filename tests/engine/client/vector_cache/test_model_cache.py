@@ -33,7 +33,7 @@ from penstock.engine.protocol.tasks import PoolingTask
 from penstock.kernels.cpu import CpuLibrary, shared_library
 
 from ....clock import Clock
-from ....tables import table
+from ....tables import cases
 from ..word_model import WordCore, info as info_of, tokenizer_pool
 
 PARAMS = PoolingParams()
@@ -110,7 +110,7 @@ async def test_truncated_input_is_reported_on_a_hit(make: Make) -> None:
     assert (truncated, core.num_inputs) == ([2, 2], 1)
 
 
-@pytest.mark.parametrize(("params", "options", "is_hit"), table(__file__, "request is a hit"))
+@cases(__file__, "params", "options", "is_hit")
 async def test_request_is_a_hit_if_tokens_and_namespace_are_equal(
     make: Make, params: dict[str, Any], options: dict[str, Any], is_hit: bool
 ) -> None:

@@ -19,7 +19,7 @@ from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 
-from ....tables import table
+from ....tables import cases, table
 
 MIB = 1 << 20
 CUDA = torch.device("cuda")
@@ -93,12 +93,10 @@ def test_torch_errors_become_runner_errors() -> None:
 
 PYPI = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 """The targets of torch 2.13 from PyPI."""
-CODE = table(__file__, "code runs on compatible devices")
+CODE = table(__file__, "code_runs_on_compatible_devices")
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "has_bf16", "chosen", "dtype", "expected"), table(__file__, "auto takes cuda and its fastest dtype")
-)
+@cases(__file__, "num_devices", "has_bf16", "chosen", "dtype", "expected")
 def test_auto_takes_cuda_and_its_fastest_dtype(
     monkeypatch: pytest.MonkeyPatch, num_devices: int, has_bf16: bool, chosen: str, dtype: str, expected: list[str]
 ) -> None:
@@ -113,9 +111,7 @@ def test_auto_takes_cuda_and_its_fastest_dtype(
     assert resolve_device(EngineConfig(model="m", device=chosen, dtype=dtype)) == tuple(expected)
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "chosen", "remedy"), table(__file__, "missing device is rejected with a remedy")
-)
+@cases(__file__, "num_devices", "chosen", "remedy")
 def test_missing_device_is_rejected_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, num_devices: int, chosen: str, remedy: str
 ) -> None:

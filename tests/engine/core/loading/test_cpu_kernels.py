@@ -16,7 +16,7 @@ from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.kernels.cpu import CpuKernelError, CpuLibrary, Format
 
-from ....tables import table
+from ....tables import cases
 from ..conftest import SIZES, SaveFolder
 
 pytestmark = pytest.mark.usefixtures("three_lane_library")
@@ -132,7 +132,7 @@ def test_isa_with_wrong_products_is_not_used(
 # Type and arithmetic
 
 
-@pytest.mark.parametrize(("setting", "measured", "dtype"), table(__file__, "auto takes bfloat16 if it is faster"))
+@cases(__file__, "setting", "measured", "dtype")
 def test_auto_takes_bfloat16_if_it_is_faster(
     setting: str, measured: float, dtype: str, save_folder: SaveFolder, gain: list[float]
 ) -> None:
@@ -144,7 +144,7 @@ def test_auto_takes_bfloat16_if_it_is_faster(
     assert info.arithmetic == (None if dtype == "float32" else "float32")  # follows the other gain
 
 
-@pytest.mark.parametrize(("dtype", "measured", "arithmetic"), table(__file__, "arithmetic is bfloat16 if it is faster"))
+@cases(__file__, "dtype", "measured", "arithmetic")
 def test_arithmetic_is_bfloat16_if_it_is_faster(
     dtype: str, measured: float, arithmetic: str, save_folder: SaveFolder, gain: list[float]
 ) -> None:

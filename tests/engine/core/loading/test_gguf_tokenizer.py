@@ -15,7 +15,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import UnsupportedModelError
 
 from ....gguf_files import write_gguf
-from ....tables import table
+from ....tables import cases
 
 LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
 PIECES = [*"éÉﬁ中文\u0301\u200b😀▁\n\t AZ9", "[CLS]", "<s>", "<mask>", "<|endoftext|>", "<|im_end|>", "<think>", "the"]
@@ -99,7 +99,7 @@ def empty_charsmap():
     return (1024).to_bytes(4, "little") + bytes(1024)
 
 
-@pytest.mark.parametrize(("kind", "values", "message"), table(__file__, "tokenizer that cannot be built is described"))
+@cases(__file__, "kind", "values", "message")
 def test_tokenizer_that_cannot_be_built_is_described(kind, values, message, tmp_path):
     with pytest.raises(UnsupportedModelError, match=message):
         write(tmp_path / "m.gguf", kind, ["a", "b"], [NORMAL, NORMAL], **values)

@@ -44,7 +44,7 @@ def test_instruction_becomes_a_system_message_with_braces_kept() -> None:
 @pytest.mark.parametrize(
     ("source", "token_id", "message"),
     [
-        *table(__file__, "template that changes the texts or the system message is rejected"),
+        *table(__file__, "test_model_without_a_usable_template_or_token_is_rejected"),
         (QWEN3_VL_TEMPLATE, 7, "image_token_id in config.json is 7"),
     ],
 )

@@ -21,7 +21,7 @@ VALUE = "encoder.layer.0.attention.self.value.weight"
 INTERMEDIATE = "encoder.layer.0.intermediate.dense.weight"
 OUTPUT = "encoder.layer.0.output.dense.weight"
 
-SMALL, NOT_FINITE = table(__file__, "small"), table(__file__, "not finite weight is named")
+SMALL, NOT_FINITE = table(__file__, "small"), table(__file__, "not_finite_weight_is_named")
 
 
 def start(load: Load, folder: Path, dtype: str = "float32") -> None:
@@ -57,7 +57,7 @@ def set_last(folder: Path, name: str, value: float) -> None:
 
 @pytest.mark.parametrize(
     ("class_name", "key", "value"),
-    [*table(__file__, "impossible config value is named"), ("DistilBertModel", "hidden_dim", math.nan)],
+    [*table(__file__, "test_impossible_config_value_is_named"), ("DistilBertModel", "hidden_dim", math.nan)],
 )
 def test_impossible_config_value_is_named(
     class_name: str, key: str, value: Any, load: Load, save_folder: SaveFolder

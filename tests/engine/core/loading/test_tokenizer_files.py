@@ -22,7 +22,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.model_info import PairChat
 
-from ....tables import table
+from ....tables import cases, table
 
 Json = dict[str, Any]
 SIZES = {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 400, "num_hidden_layers": 1}
@@ -115,7 +115,7 @@ FILES: dict[str, tuple[list[tuple[str, str | None]], Callable[[], Tokenizer]]] =
 READERS = [(name, *reader) for name, (readers, _) in FILES.items() for reader in readers]
 BASE = {"model_max_length": 64, "clean_up_tokenization_spaces": True}
 # Contents of tokenizer_config.json.
-SETTINGS: list[Json] = table(__file__, "settings of tokenizer config.json")
+SETTINGS: list[Json] = table(__file__, "settings_of_tokenizer_config_json")
 
 
 def odd_texts(count: int) -> list[str]:
@@ -363,7 +363,7 @@ def test_unsupported_tokenizer_is_left_to_transformers(tmp_path: Path) -> None:
 
 
 # Model type, vocabulary, tokenizer_config.json, values in `model` of tokenizer.json, and the reason.
-OTHERS = table(__file__, "files of other forms are left to transformers")
+OTHERS = table(__file__, "files_of_other_forms_are_left_to_transformers")
 
 
 @pytest.mark.parametrize(("model_type", "vocabulary", "settings", "model", "reason"), OTHERS)
@@ -382,9 +382,7 @@ def test_files_of_other_forms_are_left_to_transformers(
         read_tokenizer(info, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "reason"), table(__file__, "unusual files beside the tokenizer are left to transformers")
-)
+@cases(__file__, "name", "content", "reason")
 def test_unusual_files_beside_the_tokenizer_are_left_to_transformers(
     name: str, content: Json, reason: str, tmp_path
 ) -> None:

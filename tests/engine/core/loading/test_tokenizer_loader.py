@@ -14,7 +14,7 @@ from penstock.engine.protocol.errors import UnsupportedModelError
 from penstock.engine.protocol.model_info import ModelKind, MultiVectorTokens, TokenizerSpec
 from penstock.engine.protocol.multi_vector import MultiVector, QueryExpansion
 
-from ....tables import cases, table
+from ....tables import cases
 
 WORDS = ["One", "short", "text", "to", "begin", "with", "."]
 
@@ -105,9 +105,7 @@ def test_mixed_token_types_are_rejected(has_types: bool, tmp_path: Path) -> None
         load(tmp_path, tokenizer, 10, model_input_names=names)
 
 
-@pytest.mark.parametrize(
-    ("settings", "vocab_size", "end_id"), table(__file__, "end token is the first with an embedding")
-)
+@cases(__file__, "settings", "vocab_size", "end_id")
 def test_end_token_is_the_first_with_an_embedding(
     settings, vocab_size: int, end_id: int | None, tmp_path: Path
 ) -> None:

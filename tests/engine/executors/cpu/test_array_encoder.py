@@ -12,7 +12,7 @@ from penstock.engine.protocol.tasks import PoolingType
 from ..families import DECODER_SIZES, ENCODER_SIZES, NOT_ON_CPU, chosen, models
 
 OTHERS = [
-    *models("left to torch"),
+    *models("left_to_torch"),
     *((f"{case.values[0]}Model", case.values[1]) for case in chosen(*sorted(NOT_ON_CPU))),
 ]
 

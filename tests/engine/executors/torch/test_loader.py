@@ -19,7 +19,7 @@ from penstock.engine.protocol.model_info import DenseSpec
 from ....tables import table
 from ..families import assert_close, rows_of
 
-SIZES = table(__file__, "sizes of loaded models")
+SIZES = table(__file__, "sizes_of_loaded_models")
 SEQUENCES = [[5, 6, 7], [8, 9, 10, 11, 12]]
 INDEX = "model.safetensors.index.json"
 

@@ -80,7 +80,7 @@ def test_older_name_of_the_embedding_loads(save_recurrent, resolve, pack, sequen
 
 
 @pytest.mark.parametrize(
-    ("class_name", "config", "overrides", "error", "message"), models("invalid config value is named")
+    ("class_name", "config", "overrides", "error", "message"), models("invalid_config_value_is_named")
 )
 def test_invalid_config_value_is_named(class_name, config, overrides, error, message, save_recurrent, resolve):
     folder, _ = save_recurrent(class_name, **config)

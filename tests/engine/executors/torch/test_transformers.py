@@ -17,7 +17,7 @@ from ..families import BASES, assert_close, logits_of, models, relative_error, r
 
 SIZES, ALBERT, HELIUM, CONVBERT = (BASES[name] for name in ("unpacked", "albert", "helium", "convbert"))
 GPT2, T5, DEBERTA = (BASES[name] for name in ("gpt2", "t5", "unpacked deberta"))
-EMBEDDERS = models("models without a family")
+EMBEDDERS = models("models_without_a_family")
 
 
 @pytest.mark.parametrize(("class_name", "config", "is_packed"), EMBEDDERS)
@@ -40,7 +40,7 @@ def test_hidden_states_equal_transformers(class_name, config, is_packed, save_mo
 EQUAL, ALONE = "only sequences of equal length share a forward", "each sequence runs alone"
 
 
-@pytest.mark.parametrize(("class_name", "config", "note"), models("rows do not depend on the batch"))
+@pytest.mark.parametrize(("class_name", "config", "note"), models("rows_do_not_depend_on_the_batch"))
 def test_rows_do_not_depend_on_the_batch(class_name, config, note, save_model, resolve, pack, caplog):
     folder, _ = save_model(class_name, **config)
     model = load_model(resolve(folder))
@@ -124,7 +124,7 @@ def test_missing_weight_is_named(save_model, resolve):
         load_model(resolve(folder))
 
 
-@pytest.mark.parametrize(("class_name", "config", "change", "message"), models("unsupported model is rejected"))
+@pytest.mark.parametrize(("class_name", "config", "change", "message"), models("unsupported_model_is_rejected"))
 def test_unsupported_model_is_rejected(class_name, config, change, message, save_model, resolve):
     folder, _ = save_model(class_name, **config)
     values = json.loads((folder / "config.json").read_text())
