@@ -198,7 +198,8 @@ class LLM:
 
         async def call(params: PoolingParams, inputs: list[Input]) -> list[PoolingRequestOutput[PoolingOutput]]:
             rows: Iterable[NDArray[np.float32]]
-            task, params = self._task(pooling_task or params.task), params.clone(task=None)
+            task = self._task(pooling_task or params.task)
+            params = params.clone(task=None)
             if task is PoolingTask.EMBED:
                 embedded = await self._engine.embed(inputs, params)
                 rows, num_tokens = embedded.embeddings, embedded.num_tokens

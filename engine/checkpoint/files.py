@@ -340,7 +340,9 @@ def _entries(text: bytes, begin: int) -> dict[str, TensorEntry]:
 
 def _entry(name: str, value: Any, begin: int) -> TensorEntry:
     try:
-        type_name, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
+        type_name = value["dtype"]
+        shape = value["shape"]
+        start, stop = value["data_offsets"]
     except (IndexError, KeyError, TypeError, ValueError):
         raise ValueError(f"its header does not have dtype, shape and data_offsets of {name!r}") from None
     is_list = isinstance(shape, list) and isinstance(type_name, str)

@@ -402,9 +402,16 @@ class Replica:
             run.num_tokens = list(map(len, inputs))
             self.stats.enter(sum(run.num_tokens))
         self._runs[run.request_id] = run
-        client = options.client, options.namespace
         self._next_message().requests.append(
-            SubmitRequest(run.request_id, params, inputs, options.priority, remaining_s, *client)
+            SubmitRequest(
+                request_id=run.request_id,
+                params=params,
+                inputs=inputs,
+                priority=options.priority,
+                timeout_s=remaining_s,
+                client=options.client,
+                namespace=options.namespace,
+            )
         )
         return run
 
@@ -456,9 +463,9 @@ class Replica:
             self.rate.record(message.num_tokens, message.step_s)
         arrays = unpack_results(message, frames)
         # 2. Store the times of finished runs.
-        for request_id, *seconds in message.finished:
+        for request_id, queue_s, inference_s in message.finished:
             if (run := self._runs.get(request_id)) is not None:
-                run.timing = Timing(*seconds)
+                run.timing = Timing(queue_s, inference_s)
         # 3. Store the rows of each input, and count its last row once.
         done: list[ReplicaRun] = []
         seen: set[tuple[int, int]] = set()  # complete inputs, which may be in several arrays

@@ -189,8 +189,9 @@ class EngineCore:
         self._send(ModelReady(info, self._runner.tokenizer), [])
         if not sequence_pool.is_empty:
             # The metrics of the pool are available from the start.
-            metrics = self._scheduler.pool_stats(Batch()), self._scheduler.stats(0, 0)
-            self._send(StepResults([], 0, 0.0, *metrics), [])
+            pool_stats = self._scheduler.pool_stats(Batch())
+            scheduler_stats = self._scheduler.stats(num_seqs=0, num_deferred=0)
+            self._send(StepResults([], 0, 0.0, pool_stats, scheduler_stats), [])
 
     def step(self) -> bool:
         """Waits for work, starts a batch if the device has capacity, and sends finished results.

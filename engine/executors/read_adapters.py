@@ -115,7 +115,8 @@ def _joined(parts: Sequence[tuple[_Map, Floats, Floats]]) -> LowRankWeights:
     """Joins the terms of the parts of a map, such as q, k and v: A on top of each other, B as blocks."""
     linear = parts[0][0].linear
     down_RD = np.concatenate([down for _, down, _ in parts])
-    up_NR, column = np.zeros((linear.out_features, len(down_RD)), np.float32), 0
+    up_NR = np.zeros((linear.out_features, len(down_RD)), np.float32)
+    column = 0
     for part, down, up in parts:
         up_NR[part.first_row : part.first_row + part.num_rows, column : column + len(down)] = up
         column += len(down)
@@ -133,7 +134,8 @@ def _read_folder(info: ModelInfo, spec: ModelSpec, folder: Path) -> AdapterWeigh
     check_file(file)
     names = dict.fromkeys(ArrayFile(file).keys(), file)
     view = ArrayWeights(Checkpoint(names, ArrayFile))
-    modules, terms = _modules(names, info), _Terms(spec)
+    modules = _modules(names, info)
+    terms = _Terms(spec)
     known = max(_namings(spec), key=lambda naming: len(naming.keys() & modules.keys()))
     if unknown := sorted(modules.keys() - known.keys()):
         raise UnsupportedModelError(
@@ -150,7 +152,9 @@ def _read_folder(info: ModelInfo, spec: ModelSpec, folder: Path) -> AdapterWeigh
         what = f"of {quoted_names(missing, _MAX_NAMED)}, which target_modules names" if missing else "of any map"
         raise WeightError(f"{file} has no weights {what}; save the adapter again.")
     for module, prefix in modules.items():
-        part, rank, scale = known[module], config.rank(module), np.float32(config.scale(module))
+        part = known[module]
+        rank = config.rank(module)
+        scale = np.float32(config.scale(module))
         if isinstance(part, _Table):
             down_RV = view.floats(f"{prefix}embedding_A", rank, part.num_rows)
             terms.add_table(part, down_RV, view.floats(f"{prefix}embedding_B", spec.embedding.size, rank) * scale)
@@ -219,7 +223,9 @@ def _read_stacked(info: ModelInfo, spec: ModelSpec, weights: ArrayWeights, adapt
     rank, alpha = info.config.get("lora_rank", 4), info.config.get("lora_alpha", 1)
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
         raise ModelLoadError(f"config.json: lora_rank is {rank!r} and lora_alpha is {alpha!r}; they must be numbers.")
-    scale, index, terms = np.float32(alpha / rank), adapter.index, _Terms(spec)
+    scale = np.float32(alpha / rank)
+    index = adapter.index
+    terms = _Terms(spec)
     count = sum(other.index is not None for other in info.adapters)
     base = weights.scope_of(spec.embedding.word_embeddings, spec.prefixes)
 

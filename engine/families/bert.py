@@ -221,7 +221,8 @@ def bert_spec(config: BertConfig, info: ModelInfo, relative_bias: RelativeBiasSp
             "penstock and transformers 5 support only 'absolute'."
         )
     D, E, I = config.hidden_size, config.embedding_width, config.intermediate_size  # noqa: E741
-    names, head_size = config.block_names, D // config.num_attention_heads
+    names = config.block_names
+    head_size = D // config.num_attention_heads
     norm = partial(NormSpec, eps=config.layer_norm_eps, bias=Bias.REQUIRED)
     layers = tuple(
         LayerSpec(
@@ -280,7 +281,8 @@ def _head(config: BertConfig, info: ModelInfo) -> HeadSpec | None:
 
 
 def _vocabulary(config: BertConfig, info: ModelInfo) -> VocabularySpec | None:
-    names, E = config.vocabulary_names, config.embedding_width
+    names = config.vocabulary_names
+    E = config.embedding_width
     if names is None:
         return None
     return VocabularySpec(

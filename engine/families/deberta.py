@@ -85,7 +85,8 @@ def distance_buckets(distances: NDArray[np.int64], num_buckets: int, reach: int)
 
 def _spec(info: ModelInfo) -> ModelSpec:
     config = DebertaV2Config.read(info.config)
-    D, head_size = config.hidden_size, config.hidden_size // config.num_attention_heads
+    D = config.hidden_size
+    head_size = D // config.num_attention_heads
     if not set(config.terms) <= {"c2p", "p2c"} or not 2 <= config.num_distances <= 2**20:
         raise UnsupportedModelError(
             f"config.json: pos_att_type is {config.pos_att_type!r} with {config.num_distances} distances; penstock "

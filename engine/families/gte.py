@@ -57,7 +57,8 @@ class GteConfig(RotaryEncoderConfig):
         Raises:
             UnsupportedModelError: The scaling is not known.
         """
-        theta, values = self.rope_theta or self.theta, self.rope_scaling or self.rope_parameters or {}
+        theta = self.rope_theta or self.theta
+        values = self.rope_scaling or self.rope_parameters or {}
         if (values.get("type") or values.get("rope_type")) != "ntk":
             return self.rope_spec(values, theta, max_len)
         factor = values.get("factor")
@@ -85,7 +86,8 @@ class NewConfig(GteConfig):
 def _reader(config_class: type[GteConfig]) -> Callable[[ModelInfo], ModelSpec]:
     def read(info: ModelInfo) -> ModelSpec:
         config = config_class.read(info.config)
-        rope, prefixes = config.rope(info.max_model_len), ("new", "gte", "")
+        rope = config.rope(info.max_model_len)
+        prefixes = ("new", "gte", "")
         other = rotary_encoder_spec(config, info, rope, TRANSFORMERS_NAMES, prefixes)
         names = _HUB if config.pack_qkv else _UNPACKED
         return replace(rotary_encoder_spec(config, info, rope, names, prefixes), other_names=other)

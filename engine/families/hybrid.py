@@ -190,7 +190,8 @@ class Mamba2HybridConfig(HybridConfig):
         Raises:
             ModelLoadError: The sizes are inconsistent.
         """
-        inner_size, heads = self.mamba_expand * self.hidden_size, self.mamba_n_heads
+        inner_size = self.mamba_expand * self.hidden_size
+        heads = self.mamba_n_heads
         head_size = inner_size // heads if isinstance(self.mamba_d_head, str) else self.mamba_d_head
         if heads * head_size != inner_size:
             raise ModelLoadError(

@@ -70,7 +70,8 @@ class Lfm2Config(DecoderConfig):
         Raises:
             UnsupportedModelError: layer_types has another length or kind, or no attention.
         """
-        count, full = self.num_hidden_layers, self.full_attn_idxs
+        count = self.num_hidden_layers
+        full = self.full_attn_idxs
         default = [FULL if full is None or i in full else _CONVOLUTION for i in range(count)]
         types = default if self.layer_types is None else self.layer_types
         check_layer_types(types, count, (FULL, _CONVOLUTION))

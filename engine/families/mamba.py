@@ -138,7 +138,8 @@ def ssm_reader(config_class: type[SsmConfig]) -> Callable[[ModelInfo], ModelSpec
 
 def _spec(config: SsmConfig, info: ModelInfo) -> ModelSpec:
     require_causal(info)
-    D, mixer = config.hidden_size, config.mixer
+    D = config.hidden_size
+    mixer = config.mixer
 
     def norm(name: str) -> NormSpec:
         return NormSpec(name=name, size=D, eps=config.layer_norm_epsilon, is_rms=True)

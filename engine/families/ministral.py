@@ -51,7 +51,8 @@ class Ministral3Config(DecoderConfig):
 
 def _spec(info: ModelInfo) -> ModelSpec:
     config = Ministral3Config.read(info.config)
-    spec, rope = decoder_spec(config, info), config.rope("")
+    spec = decoder_spec(config, info)
+    rope = config.rope("")
     assert spec.attention is not None
     growth = rope.optional("llama_4_scaling_beta")
     if not growth or info.max_model_len <= rope.original_positions:

@@ -137,7 +137,8 @@ def _linear(spec: RopeSpec, length: int) -> tuple[Floats, float]:
 
 def _dynamic(spec: RopeSpec, length: int) -> tuple[Floats, float]:
     """Increases the base for texts longer than in training, so that the slowest pair does not rotate further."""
-    factor, ratio = spec.option("factor"), max(length, spec.max_positions) / spec.max_positions
+    factor = spec.option("factor")
+    ratio = max(length, spec.max_positions) / spec.max_positions
     theta = spec.theta * (factor * ratio - (factor - 1)) ** (spec.size / (spec.size - 2))
     return _plain(spec, theta), 1.0
 

@@ -140,7 +140,8 @@ class ClipVisionConfig(SiglipVisionConfig):
 
 def _read_text(config_class: type[SiglipTextConfig], info: ModelInfo) -> ModelSpec:
     config = read_config(config_class, info.config)
-    D, norm = config.hidden_size, _norm(config)
+    D = config.hidden_size
+    norm = _norm(config)
     return ModelSpec(
         hidden_size=D,
         prefixes=("text_model", ""),

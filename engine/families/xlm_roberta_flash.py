@@ -89,7 +89,8 @@ def _reader(config_class: type[FlashConfig]) -> Callable[[ModelInfo], ModelSpec]
 
 def _with_hub_names(spec: ModelSpec, config: FlashConfig) -> ModelSpec:
     """Returns the spec with the weight names of jinaai/xlm-roberta-flash-implementation."""
-    D, norm = config.hidden_size, spec.embedding.norm
+    D = config.hidden_size
+    norm = spec.embedding.norm
     assert norm is not None
     layers = []
     for index, layer in enumerate(spec.layers):

@@ -141,7 +141,9 @@ def _read_png(data: bytes) -> Header:
         raise ImageError("is a corrupt PNG file: it does not begin with IHDR")
     view = memoryview(data)
     kept, exif, xmp = [view[:8]], b"", b""
-    start, is_after_pixels, has_pixels = 8, False, False
+    start = 8
+    is_after_pixels = False
+    has_pixels = False
     for _ in range(_MAX_CHUNKS):
         if start + 8 > len(data):
             break
@@ -209,7 +211,8 @@ def _read_webp(data: bytes) -> Header:
         raise ImageError("is a corrupt WebP file: it contains no image")
     view = memoryview(data)
     kept, exif, xmp = list[memoryview](), b"", b""
-    start, num_frames = 12, 0
+    start = 12
+    num_frames = 0
     for _ in range(_MAX_CHUNKS):
         if start + 8 > len(data):
             break

@@ -97,7 +97,8 @@ def area_size(height: int, width: int, spec: ImageSpec) -> tuple[int, int]:
         rows, columns = (math.ceil(edge * scale / block) * block for edge in (height, width))
     if not rows * columns:
         raise ImageError(f"has {width} x {height} pixels; the model reads blocks of {block} x {block}")
-    num_blocks, limit = rows * columns // block**2, spec.max_patches // spec.merge_size**2
+    num_blocks = rows * columns // block**2
+    limit = spec.max_patches // spec.merge_size**2
     if num_blocks > limit:
         raise ImageError(f"has {num_blocks} tokens; the model reads up to {limit}. Send a smaller image")
     return rows, columns
@@ -105,7 +106,8 @@ def area_size(height: int, width: int, spec: ImageSpec) -> tuple[int, int]:
 
 def fill_size(height: int, width: int, spec: ImageSpec) -> tuple[int, int]:
     """Returns the height and width in pixels that fill the patches: `get_aspect_ratio_preserving_size` of Gemma 4."""
-    block, area = spec.patch_size * spec.merge_size, spec.max_patches * spec.patch_size**2
+    block = spec.patch_size * spec.merge_size
+    area = spec.max_patches * spec.patch_size**2
     scale = math.sqrt(area / (height * width))
     rows, columns = (math.floor(scale * edge / block) * block for edge in (height, width))
     longest = spec.max_patches // spec.merge_size**2 * block
@@ -118,7 +120,8 @@ def fill_size(height: int, width: int, spec: ImageSpec) -> tuple[int, int]:
 
 def _tiles(image: Image.Image, spec: ImageSpec) -> ImagePatches:
     """Returns the tiles of an image, and the whole image as the last one (Idefics3)."""
-    tile, resample = spec.patch_size, Image.Resampling(spec.resample)
+    tile = spec.patch_size
+    resample = Image.Resampling(spec.resample)
     height, width = longest_edge_size(image.height, image.width, spec.size[0])
     resized = image.resize((width, height), resample)
     # transformers computes the other edge from the rounded one.
@@ -196,7 +199,8 @@ def _bilinear(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _bicubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    a, x = -0.5, np.abs(x)
+    a = -0.5
+    x = np.abs(x)
     return np.where(x < 1, ((a + 2) * x - (a + 3)) * x * x + 1, np.where(x < 2, (((x - 5) * x + 8) * x - 4) * a, 0))
 
 

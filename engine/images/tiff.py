@@ -161,7 +161,8 @@ def _check_layout(tags: Mapping[int, _Tag], order: str, width: int, height: int,
         raise ImageError("is a corrupt TIFF file: its strips or tiles have no size, or are larger than the file")
     num_scans = num_tiles
     if compression == _JPEG:  # the sizes limit the work although several strips may have one offset
-        num_scans, max_markers = 0, MAX_MARKERS
+        num_scans = 0
+        max_markers = MAX_MARKERS
         for start, size in zip(starts, sizes, strict=True):
             scans = find_scans(data, start, start + size, max_markers)
             num_scans += scans.num_scans

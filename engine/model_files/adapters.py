@@ -60,7 +60,8 @@ def resolve_adapters(draft: ModelDraft, root: Path) -> None:
 
 
 def _own_adapters(draft: ModelDraft, root: Path) -> tuple[tuple[AdapterSpec, ...], str]:
-    path, model_type = Path(draft.fields["path"]), draft.fields["model_type"]
+    path = Path(draft.fields["path"])
+    model_type = draft.fields["model_type"]
     named = draft.config.get(_CONFIG_KEY)
     if named is not None:
         source = draft.source_of(_CONFIG_KEY)

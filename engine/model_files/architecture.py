@@ -117,7 +117,8 @@ def _resolve_sizes(draft: ModelDraft, model_type: str) -> None:
     _resolve_page_width(draft)
     _check_layers(draft)
     heads, source = draft.lookup("num_attention_heads")
-    packed, width = draft.fields["packed"], draft.fields["hidden_size"]
+    packed = draft.fields["packed"]
+    width = draft.fields["hidden_size"]
     if packed and heads is not None and (type(heads) is not int or heads < 1):
         raise ModelLoadError(f"{source} of {draft.name} is {heads!r}; it must be a positive integer.")
     # The heads of decoders may have any width, which is checked when the weights are loaded.
@@ -209,7 +210,8 @@ def _labels(draft: ModelDraft) -> tuple[tuple[str, ...], str]:
     """Returns the class names in the order of the columns, and the source."""
     if draft.answers is not None:
         return draft.answers.labels, draft.answers.source
-    config, overrides = draft.config, draft.engine.hf_overrides
+    config = draft.config
+    overrides = draft.engine.hf_overrides
     id2label = config.get("id2label")
     if isinstance(id2label, dict) and id2label and ("num_labels" not in overrides or "id2label" in overrides):
         if not all(str(column).isdecimal() and len(str(column)) < len(str(_MAX_LABELS)) for column in id2label):

@@ -164,7 +164,9 @@ class _Cursor:
 
     def strings(self, count: int) -> list[str]:
         """Returns the next strings. Few calls for each, because a vocabulary and its merges have 300,000."""
-        found, memory, end = [], self._memory, self.position
+        found = []
+        memory = self._memory
+        end = self.position
         for _ in range(count):
             begin = end + 8
             end = begin + int.from_bytes(memory[end:begin], "little")
@@ -333,7 +335,8 @@ class GgufModel:
         """
         header = read_gguf(path)
         metadata = header.metadata
-        architecture, kind = metadata.get("general.architecture"), metadata.get("general.type", "model")
+        architecture = metadata.get("general.architecture")
+        kind = metadata.get("general.type", "model")
         if architecture not in _ARCHITECTURES or kind != "model":
             raise UnsupportedModelError(
                 f"{path} has the type {kind!r} and the architecture {architecture!r}; in GGUF, penstock reads the type "
@@ -351,7 +354,8 @@ class GgufModel:
         Raises:
             UnsupportedModelError: A value is missing, or selects a variant that is not supported.
         """
-        known, tensors = _ARCHITECTURES[self.architecture], self.header.tensors
+        known = _ARCHITECTURES[self.architecture]
+        tensors = self.header.tensors
         if missing := sorted(key for key in known.keys.values() if self._value(key) is None):
             raise UnsupportedModelError(f"{self.path} has no {self.architecture}.{missing[0]} in its metadata.")
         if "token_embd.weight" not in tensors:
@@ -395,7 +399,8 @@ class GgufModel:
         Raises:
             UnsupportedModelError: The file has a tensor that the architecture does not have.
         """
-        known, names = _ARCHITECTURES[self.architecture], {}
+        known = _ARCHITECTURES[self.architecture]
+        names = {}
         for name in self.header.tensors:
             module, _, kind = name.rpartition(".")
             prefix = ""
@@ -414,7 +419,8 @@ class GgufModel:
         return self.header.metadata.get(f"{self.architecture}.{key}")
 
     def _rope(self) -> dict[str, Any]:
-        theta, scaling = self._value("rope.freq_base"), self._value("rope.scaling.type")
+        theta = self._value("rope.freq_base")
+        scaling = self._value("rope.scaling.type")
         values = {"rope_type": "default", "rope_theta": 10_000.0 if theta is None else theta}
         if scaling in (None, "none"):
             return values

@@ -128,7 +128,8 @@ def resolve_vision_language(draft: ModelDraft, folder: Path) -> None:
 
 
 def _image_spec(processor: ImageProcessor, folder: Path, draft: ModelDraft) -> ImageSpec:
-    part, overrides = vision_part(draft.config), draft.engine.mm_processor_kwargs
+    part = vision_part(draft.config)
+    overrides = draft.engine.mm_processor_kwargs
     match processor:
         case ImageProcessor.QWEN2_VL:
             return read_area_spec(folder, part, overrides, draft.fields["max_model_len"])

@@ -142,7 +142,8 @@ def _own_limit(
 ) -> tuple[int, str] | None:
     """Returns the limit that sentence-transformers uses, or model2vec; and the source. None if no file has one."""
     if config.get("model_type") in (STATIC, MODEL2VEC):  # their libraries ignore tokenizer_config.json
-        is_model2vec, limit = config["model_type"] == MODEL2VEC, _as_limit(config.get("max_length", _MODEL2VEC_LENGTH))
+        is_model2vec = config["model_type"] == MODEL2VEC
+        limit = _as_limit(config.get("max_length", _MODEL2VEC_LENGTH))
         return (limit, "config.json: max_length") if is_model2vec and limit is not None else None
     if files is not None:
         for value, key in ((files.tokenizer_max_length, "model_max_length"), (files.max_seq_length, "max_seq_length")):

@@ -62,7 +62,8 @@ def _problem(found: Any) -> str:
         if value and value.get("format", part) != "dense":
             return f"{_METHOD} with {part}"
     for group in groups.values():
-        layout, weights = group.get("format") or found.get("format"), group.get("weights") or {}
+        layout = group.get("format") or found.get("format")
+        weights = group.get("weights") or {}
         if layout not in _FORMATS:
             return f"{_METHOD} in the format {layout!r}"
         for key, allowed in (("num_bits", (8,)), ("type", ("int",)), ("symmetric", (True,)), ("strategy", _STRATEGIES)):

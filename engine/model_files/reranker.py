@@ -174,7 +174,8 @@ def find_answers(draft: ModelDraft, architecture: str) -> AnswerTokens | None:
     Raises:
         ModelLoadError: A setting is wrong.
     """
-    config, files = draft.config, draft.files
+    config = draft.config
+    files = draft.files
     reads_images = draft.fields["model_type"] in VISION_LANGUAGE and architecture.endswith(_VISION_HEAD)
     if not architecture.endswith(_HEADS) and not reads_images:
         if config.get(_TOKENS_KEY) is not None:
@@ -224,7 +225,8 @@ def resolve_score_template(draft: ModelDraft, *, is_pair_model: bool) -> None:
     Raises:
         ModelLoadError: The operator's template is wrong.
     """
-    files, config = draft.files, draft.config
+    files = draft.files
+    config = draft.config
     draft.set("score_template", None, "default")
     draft.set("pair_chat", None, "default")
     if not is_pair_model:
@@ -251,7 +253,8 @@ def _listed_tokens(draft: ModelDraft) -> tuple[str | int, ...]:
 
 def _method(draft: ModelDraft, num_tokens: int) -> ClassifierMethod:
     """Returns the method for classifier_from_token. By default two tokens are false and true."""
-    named, is_qwen3 = draft.config.get(_METHOD_KEY), draft.config.get(_QWEN3_KEY) is True
+    named = draft.config.get(_METHOD_KEY)
+    is_qwen3 = draft.config.get(_QWEN3_KEY) is True
     if named is None:
         pair = is_qwen3 or num_tokens == 2
         method = ClassifierMethod.FROM_2_WAY_SOFTMAX if pair else ClassifierMethod.NO_POST_PROCESSING

@@ -199,7 +199,8 @@ def format_table(rows: Iterable[tuple[str, str, str]]) -> str:
 
 def _resolve_task(draft: ModelDraft) -> None:
     """Restricts the tasks to the operator's task, and to scoring if it uses the task."""
-    task, tasks = draft.engine.pooler_config.task, draft.fields["tasks"]
+    task = draft.engine.pooler_config.task
+    tasks = draft.fields["tasks"]
     if task is None:
         return
     if task not in tasks:
@@ -213,7 +214,8 @@ def _resolve_task(draft: ModelDraft) -> None:
 
 
 def _resolve_pooling(draft: ModelDraft) -> None:
-    pooler, files = draft.engine.pooler_config, draft.files
+    pooler = draft.engine.pooler_config
+    files = draft.files
     draft.set("sequence_pooling", *_model_pooling(draft))
     draft.set("token_pooling", PoolingType.ALL, "default")
     if pooler.tok_pooling_type is not None:
@@ -248,7 +250,9 @@ def _resolve_pooling(draft: ModelDraft) -> None:
 
 def _model_pooling(draft: ModelDraft) -> tuple[tuple[PoolingType, ...], str]:
     """Returns the sequence pooling types in the model's files, and the source."""
-    kind, is_causal, files = draft.fields["kind"], draft.fields["is_causal"], draft.files
+    kind = draft.fields["kind"]
+    is_causal = draft.fields["is_causal"]
+    files = draft.files
     if kind is ModelKind.TOKEN_CLASSIFIER:
         return (), "kind"
     if kind is not ModelKind.EMBEDDING:
@@ -284,7 +288,8 @@ def _classifier_pooling(draft: ModelDraft) -> PoolingType:
 
 
 def _resolve_embedding(draft: ModelDraft) -> None:
-    pooler, files = draft.engine.pooler_config, draft.files
+    pooler = draft.engine.pooler_config
+    files = draft.files
     is_embedding = draft.fields["kind"] is ModelKind.EMBEDDING
     family = FAMILIES.get(draft.fields["model_type"])
     family_dense = family.dense(draft.config) if family is not None and is_embedding else ()
@@ -332,7 +337,9 @@ def _resolve_operator_settings(draft: ModelDraft) -> None:
 
 def _resolve_text(draft: ModelDraft) -> None:
     files = draft.files or SentenceTransformersFiles()
-    prompts, name, source = dict(files.prompts), files.default_prompt_name, SETTINGS_FILE
+    prompts = dict(files.prompts)
+    name = files.default_prompt_name
+    source = SETTINGS_FILE
     if draft.engine.default_prompt is not None:
         name = source = "--default-prompt"
         prompts[name] = draft.engine.default_prompt

@@ -171,7 +171,8 @@ def _read_chain(root: Path, entries: list[dict[str, Any]]) -> SentenceTransforme
                 f"the class computes the same as a class of sentence_transformers ({_KNOWN_MODULES}), write the path "
                 "of that class into modules.json",
             )
-        kind, folder = _kind(entry), _checked_folder(root, entry.get("path", ""))
+        kind = _kind(entry)
+        folder = _checked_folder(root, entry.get("path", ""))
         if position == 0 and kind in _STATIC_KINDS:
             files.transformer_folder = folder
             files.static_kind = _STATIC_KINDS[kind]

@@ -119,7 +119,8 @@ def _read(draft: ModelDraft, root: Path, files: SentenceTransformersFiles) -> tu
         return multi_vector, prompts, METADATA_FILE
     settings, module = files.settings, files.transformer_config
     source = files.transformer_source or SETTINGS_FILE
-    multi_vector, prompts = MultiVector(), {}
+    multi_vector = MultiVector()
+    prompts = {}
     if _PYLATE_KEYS & settings.keys():
         multi_vector, prompts = _read_pylate(settings, files)
         source = SETTINGS_FILE
@@ -247,7 +248,8 @@ def resolve_sparse(draft: ModelDraft, root: Path) -> None:
 
 def _resolve_splade(draft: ModelDraft, path: Path, settings: dict[str, Any]) -> None:
     config = read_object(path)
-    pooling, activation = config.get("pooling_strategy", "max"), config.get("activation_function", "relu")
+    pooling = config.get("pooling_strategy", "max")
+    activation = config.get("activation_function", "relu")
     if pooling not in ("max", "sum") or activation not in ("relu", "log1p_relu"):
         raise UnsupportedModelError(
             f"{path} has pooling_strategy {pooling!r} and activation_function {activation!r}; penstock supports 'max' "
@@ -295,7 +297,10 @@ _WORD: Final = "matryoshka"
 
 def resolve_matryoshka(draft: ModelDraft) -> None:
     """Resolves the widths that embeddings may be truncated to."""
-    pooler, files, config, width = draft.engine.pooler_config, draft.files, draft.config, draft.fields["embedding_size"]
+    pooler = draft.engine.pooler_config
+    files = draft.files
+    config = draft.config
+    width = draft.fields["embedding_size"]
     declared = config.get("matryoshka_dimensions") or ()
     if not isinstance(declared, list | tuple) or not all(type(d) is int and d > 0 for d in declared):
         raise ModelLoadError(

@@ -54,7 +54,8 @@ class ArrayOps:
         weights: Floats | None = None,
     ) -> Floats:
         bounds = np.asarray(metadata.cu_seqlens)
-        code, skips = _POOLINGS[pooling_type], metadata.skip_tokens
+        code = _POOLINGS[pooling_type]
+        skips = metadata.skip_tokens
         return self._pool(hidden_states, bounds[:-1], np.diff(bounds), code, transform, skips, weights)
 
     def transform(self, rows: Floats, transform: VectorTransform) -> Floats:

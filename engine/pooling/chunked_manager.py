@@ -100,7 +100,8 @@ class ChunkedPoolingManager(Generic[R]):
         chunks = metadata.chunks
         if chunks is None:
             return metadata
-        bounds, num_pooled = prefix_sums(metadata.seq_lens), np.zeros(metadata.num_seqs, np.int64)
+        bounds = prefix_sums(metadata.seq_lens)
+        num_pooled = np.zeros(metadata.num_seqs, np.int64)
         is_part = (chunks.starts > 0) | (chunks.ends < chunks.total_lens)
         cursors = {}
         for index, seq_id in enumerate(chunks.seq_ids):
@@ -328,7 +329,8 @@ class ChunkedPoolingManager(Generic[R]):
 
     def _updated(self, states: PoolingStates[R], rows: R, weights: R | None) -> PoolingStates[R]:
         """Returns a copy of `states` with the rows of a chunk, at most `max_chunk_size` at once."""
-        states, num_rows = states.copy(), rows.shape[0]
+        states = states.copy()
+        num_rows = rows.shape[0]
         end = states.num_tokens + num_rows
         step = self._max_chunk_size or max(num_rows, 1)
         for first in range(0, max(num_rows, 1), step):

@@ -271,7 +271,8 @@ class SparsePooler(Generic[R]):
 
     def _pool_logits(self, hidden_states: R, bounds: IntArray) -> R:
         """Returns [N, V] float32 of the sequences between `bounds`."""
-        sparse, ops = self._sparse, self._ops
+        sparse = self._sparse
+        ops = self._ops
         pooling_type = PoolingType.MEAN if sparse.is_sum else PoolingType.MAX
         pooled: Any = ops.rows_of(np.zeros((len(bounds) - 1, self._vocab_size), np.float32))
         for start in range(int(bounds[0]), int(bounds[-1]), self._block_rows):

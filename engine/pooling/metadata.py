@@ -263,11 +263,13 @@ class PoolingMetadata:
             indices: The sequences, ascending.
             new_only: Leave out rows that were pooled before.
         """
-        bounds, picked = prefix_sums(self.seq_lens), np.asarray(indices, np.int64)
+        bounds = prefix_sums(self.seq_lens)
+        picked = np.asarray(indices, np.int64)
         firsts, ends = bounds[picked], bounds[picked + 1]
         if new_only and self.chunks is not None:
             firsts = firsts + self.chunks.num_repeated[picked]
-        rows, lengths = rows_between(firsts, ends), ends - firsts
+        rows = rows_between(firsts, ends)
+        lengths = ends - firsts
         return rows, PoolingMetadata(
             params=[self.params[i] for i in indices],
             seq_lens=tuple(lengths.tolist()),

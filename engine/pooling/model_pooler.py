@@ -162,7 +162,8 @@ class TokenHeads(Generic[R]):
             tokenizer: Its tokenizer.
             load: Reads the head in a file (None: no head), which maps rows to the given number of columns.
         """
-        tokens, heads = tokenizer.multi_vector_tokens, info.token_heads
+        tokens = tokenizer.multi_vector_tokens
+        heads = info.token_heads
         if heads is None:
             return cls(skip_ids=tokens.skip_ids)
         vectors, weights = load(heads.vectors_file, info.hidden_size), load(heads.weights_file, 1)
@@ -408,7 +409,9 @@ class ModelPooler(Generic[R]):
         metadata: PoolingMetadata,
     ) -> list[OutputArray[R]]:
         """Runs the heads for complete sequences. `states`: their states by index."""
-        arrays, done, rows = [], list(states), finalize_states(list(states.values()))
+        arrays = []
+        done = list(states)
+        rows = finalize_states(list(states.values()))
         for group, members in groups.items():
             positions = [position for position, i in enumerate(done) if members is None or i in members]
             if positions and not group.is_token_level:

@@ -159,7 +159,8 @@ class PoolingStates(Generic[R]):
             ValueError: Rows before the chunk are missing, or the weights have another shape.
         """
         rows = self.ops.rows_of(hidden_states)
-        num_rows, start = rows.shape[0], self.num_tokens if chunk_start is None else chunk_start
+        num_rows = rows.shape[0]
+        start = self.num_tokens if chunk_start is None else chunk_start
         weights = None
         if attention_weights is not None:
             weights = self.ops.to_float32(self.ops.rows_of(attention_weights))
@@ -210,7 +211,8 @@ def update_states(
         check_gap(types, start, num_tokens)
     num_repeated = (num_pooled - chunk_starts).clip(0, end_rows - first_rows)
     first_rows, positions = first_rows + num_repeated, chunk_starts + num_repeated
-    lengths, skips = end_rows - first_rows, (skip_tokens - positions).clip(0)
+    lengths = end_rows - first_rows
+    skips = (skip_tokens - positions).clip(0)
     rows = ops.pick(hidden_states, rows_between(first_rows, end_rows))
     metadata = PoolingMetadata.of_rows(lengths, skips=skips)
     for pooling_type in types:

@@ -53,7 +53,8 @@ def drop_tracebacks(error: BaseException) -> None:
     Frames refer to local variables, such as the body of a request. A failed future among them forms a reference cycle
     with the error. Only the garbage collector would free the cycle, and it hardly ever runs in a serving process.
     """
-    left, seen = [error], set[int]()
+    left = [error]
+    seen = set[int]()
     while left:
         found = left.pop()
         if id(found) in seen:

@@ -139,7 +139,9 @@ class MessageConnection:
 
     def _extract_messages(self, messages: list[Message]) -> None:
         """Moves complete messages out of the buffer. Keeps the rest in a buffer large enough for its message."""
-        data, begin, end = memoryview(self._buffer), 0, self._num_held
+        data = memoryview(self._buffer)
+        begin = 0
+        end = self._num_held
         num_bytes, parts = layout(data[:end])
         while num_bytes <= end - begin:
             has_own_buffer = num_bytes > _BUFFER_BYTES

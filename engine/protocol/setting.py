@@ -98,7 +98,8 @@ def setting_of(field: dataclasses.Field[Any]) -> Setting | None:
 def check_settings(config: Any) -> None:
     """Raises ValueError for the first field with an invalid value. The message names the field and a public value."""
     for field in dataclasses.fields(config):
-        declared, value = setting_of(field), getattr(config, field.name)
+        declared = setting_of(field)
+        value = getattr(config, field.name)
         if declared is not None and (broken_rule := declared.broken_rule(value)) is not None:
             shown = repr(value) if field.repr else "invalid"  # the values of secrets are not in the repr
             raise ValueError(f"{field.name} is {shown}; it {broken_rule}.")

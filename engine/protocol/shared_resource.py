@@ -104,7 +104,8 @@ class SharedResource:
                 fits while the total is below the limit.
             held: Amount that the request already holds.
         """
-        others, needed = self.used - held, max(amount, 1)
+        others = self.used - held
+        needed = max(amount, 1)
         excess = others + needed - self.limit
         is_full = others > 0 and excess > 0
         if not is_full and self._max_share is None:

@@ -240,10 +240,8 @@ class FairQueue:
         start = class_start = self._virtual_time
         if client is not None:
             size_class = client.classes.get(request.size_class)
-            start, class_start = (
-                client.virtual_start,
-                client.virtual_time if size_class is None else size_class.virtual_start,
-            )
+            start = client.virtual_start
+            class_start = client.virtual_time if size_class is None else size_class.virtual_start
         return (start, class_start - request.priority_tokens, request.size_class, *_sort_key(sequence))
 
     def next_sequences(self, max_tokens: int, max_seqs: int, *, is_long: bool = False) -> list[InputSequence]:

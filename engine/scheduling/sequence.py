@@ -240,28 +240,35 @@ class RequestBuilder:
 
     def build(self, submitted: SubmitRequest, now_s: float) -> Request:
         """Returns the request, with one sequence per input. `now_s`: seconds, monotonic time of its arrival."""
-        request_id, params, inputs, priority, timeout_s, client, namespace = submitted
-        deadline_s = None if timeout_s is None else now_s + timeout_s
+        params = submitted.params
         # If only the last row is pooled, the prefix cache may replace the rows before it.
         needs_last_row = self._pools_last_row and params.task not in (
             PoolingTask.TOKEN_EMBED,
             PoolingTask.TOKEN_CLASSIFY,
         )
-        request = Request(request_id, params, now_s, priority, deadline_s, client, needs_last_row)
+        request = Request(
+            request_id=submitted.request_id,
+            params=params,
+            arrival_s=now_s,
+            priority=submitted.priority,
+            deadline_s=None if submitted.timeout_s is None else now_s + submitted.timeout_s,
+            client=submitted.client,
+            needs_last_row=needs_last_row,
+        )
         # Neither the path of a model nor the name of an adapter has these bytes.
         seed = self._seed if params.adapter is None else self._seed + b"\1" + params.adapter.encode()
-        seed = seed + b"\0" + namespace.encode() if namespace else seed
+        seed = seed + b"\0" + submitted.namespace.encode() if submitted.namespace else seed
         block_size = self._block_size
         request.sequences = [
             InputSequence(
-                sequence_id=(request_id, index),
+                sequence_id=(request.request_id, index),
                 tokens=tokens,
                 num_tokens=len(tokens.token_ids),
                 request=request,
                 index=index,
                 block_keys=() if block_size is None else block_keys(tokens.token_ids, block_size, seed),
             )
-            for index, tokens in enumerate(inputs)
+            for index, tokens in enumerate(submitted.inputs)
         ]
         return request
 

@@ -108,7 +108,8 @@ class InputEncoder:
             add_special_tokens=options.add_special_tokens,
         )
         self._report_truncated(tokenized, options)
-        multi_vector, token_id = self._info.multi_vector, self._tokenizer.multi_vector_tokens.expansion_id
+        multi_vector = self._info.multi_vector
+        token_id = self._tokenizer.multi_vector_tokens.expansion_id
         if multi_vector is not None and multi_vector.expansion is not None and token_id is not None and params.is_query:
             tokenized = [
                 expanded_query(tokens, multi_vector.expansion, token_id) if isinstance(item, str) else tokens
@@ -223,7 +224,8 @@ class InputEncoder:
         too_long = next(iter((*passages.truncated_documents, *unread)), None)
         if params.reject_too_long and too_long is not None:
             is_read = read[too_long] is documents[too_long]
-            num_tokens, size = len(offsets[too_long]), sizes[too_long] - spare
+            num_tokens = len(offsets[too_long])
+            size = sizes[too_long] - spare
             raise _document_too_long(too_long, num_tokens, size, options.max_passages, is_read=is_read)
         unsplit = [i for i, size in enumerate(sizes) if size < MIN_PASSAGE_TOKENS and len(offsets[i]) > size]
         options.report_truncated(len({*passages.truncated_documents, *unread, *unsplit}) + num_queries)

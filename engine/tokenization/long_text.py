@@ -150,11 +150,13 @@ class LongText:
         self, tokens: TokenizedInput, prompt_ids: Sequence[int]
     ) -> tuple[list[TokenizedInput], NDArray[np.float32]]:
         """Splits a text into windows with special tokens and prompt. Returns windows and weights."""
-        num_leading, end = len(self.special.leading), len(tokens) - len(self.special.trailing)
+        num_leading = len(self.special.leading)
+        end = len(tokens) - len(self.special.trailing)
         body = tokens.token_ids[num_leading:end]
         # Truncation on the left removes the prompt. The last token of the prompt may have merged with the text.
         num_prompt = count_prompt(body, prompt_ids)
-        head, text = tokens.token_ids[: num_leading + num_prompt], body[num_prompt:]
+        head = tokens.token_ids[: num_leading + num_prompt]
+        text = body[num_prompt:]
         num_text = self.size - len(self.special) - num_prompt
         if num_text <= self.overlap:
             raise InvalidRequestError(

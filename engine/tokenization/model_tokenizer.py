@@ -121,7 +121,8 @@ class Truncation:
 
     def without(self, num_tokens: int) -> Truncation:
         """Returns the truncation of an input if the caller adds `num_tokens` tokens later."""
-        limit, reserved = self.max_num_tokens - num_tokens, self.num_reserved + num_tokens
+        limit = self.max_num_tokens - num_tokens
+        reserved = self.num_reserved + num_tokens
         return replace(self, max_num_tokens=limit, num_reserved=reserved)
 
     def position(self, index: int) -> int:

@@ -85,7 +85,8 @@ class PairEncoder:
         first: int,
     ) -> list[TokenizedInput]:
         """Encodes pairs with the model's prompt. `first`: index of the first pair in the request."""
-        limit, left = truncation.max_num_tokens, self._tokenizer.truncates_left(truncation)
+        limit = truncation.max_num_tokens
+        left = self._tokenizer.truncates_left(truncation)
         tokenized = []
         for i, ids in enumerate(encoder.encode(pairs, instruction)):
             is_truncated = len(ids) > limit
@@ -103,7 +104,8 @@ class PairEncoder:
         is_truncated = len(encoding) > truncation.max_num_tokens
         if is_truncated:
             truncation.reject_length_unless_truncated(len(encoding), index)
-            backend, side = self._tokenizer.backend, self._tokenizer.side(truncation)
+            backend = self._tokenizer.backend
+            side = self._tokenizer.side(truncation)
             first, second = backend.encode_batch(list(pair), add_special_tokens=False)
             max_text = self._tokenizer.max_text_tokens(truncation, is_pair=True)
             keep_first, keep_second = _longest_first(len(first), len(second), max_text)
@@ -187,7 +189,8 @@ class ScoreTemplateEncoder:
 
     def encode(self, pairs: Sequence[Pair], instruction: str | None) -> list[list[int]]:
         """Returns the ids of each pair without truncation. `instruction`: None takes the template's own."""
-        filled, parts = self.template.filled, [part.text for part in self._parts if part.fields]
+        filled = self.template.filled
+        parts = [part.text for part in self._parts if part.fields]
         texts = [[filled(part, *pair, instruction) for part in parts] for pair in pairs]
         different = list(dict.fromkeys(text for row in texts for text in row))
         known = dict(zip(different, self._ids(different), strict=True))

@@ -494,7 +494,8 @@ def _results(jobs: Sequence[_Job]) -> list[_Result]:
 
 def _count_chars(values: Sequence[object]) -> int:
     """Counts the characters of texts in lists and objects of JSON."""
-    num_chars, left = 0, list(values)
+    num_chars = 0
+    left = list(values)
     while left:
         value = left.pop()
         if isinstance(value, str):

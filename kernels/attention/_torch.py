@@ -69,7 +69,8 @@ def attention_paged_sdpa(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     start = 0
     for blocks_M, length, context_len in zip(tables_NM, seq_lens, context_lens, strict=True):
-        rows, num_keys = slice(start, start + length), context_len + length
+        rows = slice(start, start + length)
+        num_keys = context_len + length
         if length:
             blocks = blocks_M[: -(-num_keys // block_size)]
             k, v = (cache.index_select(0, blocks).flatten(0, 1)[:num_keys] for cache in (k_cache, v_cache))

@@ -120,7 +120,8 @@ class Batch(Structure):
     ]
 
 
-_PRODUCT, _MACHINE = POINTER(Product), c_void_p
+_PRODUCT = POINTER(Product)
+_MACHINE = c_void_p
 # Name -> (result, arguments).
 _FUNCTIONS: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "penstock_sources": (c_char_p, ()),

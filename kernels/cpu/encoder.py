@@ -211,7 +211,8 @@ class CpuEncoder:
         do not depend on it. Takes the time of a few hundred tokens.
         """
         self._struct.min_part_tokens = 1
-        lanes, length = self._library.num_lanes, int(min(_CALIBRATION_TOKENS, self._max_length))
+        lanes = self._library.num_lanes
+        length = int(min(_CALIBRATION_TOKENS, self._max_length))
         one_s, all_s = (self._time(lanes, num_tokens) for num_tokens in (1, length))
         self._struct.min_part_tokens = round(float(np.clip(length * one_s / all_s, *_PART_TOKENS_RANGE)))
 
@@ -281,7 +282,8 @@ class CpuEncoder:
 
     def _check(self, batch: EncoderInput) -> None:
         """Raises ValueError for arrays that do not fit the weights or each other."""
-        num_tokens, cu_seqlens = len(batch.token_ids), batch.cu_seqlens
+        num_tokens = len(batch.token_ids)
+        cu_seqlens = batch.cu_seqlens
         lengths_N = cu_seqlens[1:] - cu_seqlens[:-1]
         if num_tokens == 0 or cu_seqlens[0] != 0 or cu_seqlens[-1] != num_tokens or lengths_N.min() <= 0:
             raise ValueError("cu_seqlens must rise from 0 to the number of tokens")
@@ -290,7 +292,8 @@ class CpuEncoder:
             _check_rows("positions", batch.positions, num_tokens, self._num_positions)
         if batch.kv_blocks is not None:
             self._check_blocks(batch.kv_blocks, len(lengths_N), num_tokens)
-        embeddings, width = batch.embeddings, self._struct.embedding_width
+        embeddings = batch.embeddings
+        width = self._struct.embedding_width
         if embeddings is not None and embeddings.shape != (num_tokens, width):
             raise ValueError(f"embeddings must be [{num_tokens}, {width}], got {embeddings.shape}")
         ends_N = lengths_N if batch.kv_blocks is None else lengths_N + batch.kv_blocks.context_lens
@@ -340,7 +343,8 @@ class CpuEncoder:
         )
 
     def _check_blocks(self, blocks: BatchBlocks, num_seqs: int, num_tokens: int) -> None:
-        struct, cache = self._struct, blocks.cache
+        struct = self._struct
+        cache = blocks.cache
         expected = (struct.num_layers, struct.num_kv_heads, struct.head_size, self.kv_itemsize)
         if not struct.is_decoder or expected != (cache.num_layers, cache.num_kv_heads, cache.head_size, cache.itemsize):
             raise ValueError("the KV cache does not fit this model")
@@ -366,7 +370,8 @@ class CpuEncoder:
                 if name in weights:
                     terms[index * len(ADAPTED_LINEARS) + number] = self._low_rank(weights[name], getattr(layer, name))
         self._references.arrays.append(terms)
-        embedding, add = adapter.embedding, self._references.add
+        embedding = adapter.embedding
+        add = self._references.add
         if embedding is None:
             return _abi.Adapter(terms=ctypes.addressof(terms))
         return _abi.Adapter(

@@ -190,7 +190,8 @@ def selective_scan_triton(scan: Recurrence) -> tuple[Tensor, Tensor | None]:
     channels, state_size = a.shape
     num_seqs = cu_seqlens.shape[0] - 1
     x, dt, b, c = (v if v.stride(1) == 1 else v.contiguous() for v in (x, dt, b, c))
-    a, cu_seqlens = a.contiguous(), cu_seqlens.contiguous()
+    a = a.contiguous()
+    cu_seqlens = cu_seqlens.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = torch.empty(num_seqs, channels, state_size, device=x.device) if return_final_states else None
     if num_seqs == 0 or a.numel() == 0:

@@ -221,7 +221,8 @@ def ssd_triton(scan: Recurrence, chunk_size: int | None) -> tuple[Tensor, Tensor
     num_seqs = cu_seqlens.shape[0] - 1
     x, b, c = (v if v.stride(2) == 1 else v.contiguous() for v in (x, b, c))
     dt = dt if dt.stride(1) == 1 else dt.contiguous()
-    a, cu_seqlens = a.contiguous(), cu_seqlens.contiguous()
+    a = a.contiguous()
+    cu_seqlens = cu_seqlens.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = None
     if return_final_states:

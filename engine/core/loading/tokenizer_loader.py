@@ -215,7 +215,8 @@ def _has_add_eos_token(info: ModelInfo) -> bool:
 
 def _score_template(tokenizer: LoadedTokenizer, info: ModelInfo, chat_template: str | None) -> ScoreTemplate | None:
     """Returns the prompt around a pair: that of the model info, or one derived from the chat template."""
-    chat, render = info.pair_chat, tokenizer.render
+    chat = info.pair_chat
+    render = tokenizer.render
     if chat is None or render is None:
         if info.score_template is None and info.classifier_tokens and info.kind is ModelKind.CROSS_ENCODER:
             logger.warning(

@@ -124,7 +124,8 @@ class PackedArrays:
 
     def pooled(self) -> PackedArrays:
         """Returns the batch after a step that pools each sequence to one row."""
-        num_seqs, firsts = len(self.seq_lens), self.cu_seqlens[:-1]
+        num_seqs = len(self.seq_lens)
+        firsts = self.cu_seqlens[:-1]
         return replace(
             self,
             token_ids=self.token_ids[firsts],
@@ -302,7 +303,8 @@ def padding_aware_positions(batch: PackedArrays, padding_id: int) -> NDArray[np.
 
     As in transformers, a padding token within a text has the position padding_id and is not counted.
     """
-    is_text_T, firsts_N = batch.token_ids != padding_id, batch.cu_seqlens[:-1]
+    is_text_T = batch.token_ids != padding_id
+    firsts_N = batch.cu_seqlens[:-1]
     running_T = is_text_T.cumsum()
     before_N = running_T[firsts_N] - is_text_T[firsts_N]
     positions_T: NDArray[np.int64] = (running_T - np.repeat(before_N, batch.seq_lens)) * is_text_T + padding_id

@@ -64,7 +64,8 @@ def has_kernels(spec: ModelSpec, info: ModelInfo) -> bool:
         return True
     if spec.attention is None or any(layer.mixer is not None or layer.experts is not None for layer in spec.layers):
         return False
-    size, ropes = spec.attention.head_size, [kind.rope for kind in spec.kinds.values() if kind.rope is not None]
+    size = spec.attention.head_size
+    ropes = [kind.rope for kind in spec.kinds.values() if kind.rope is not None]
     if not 1 <= size <= _MAX_HEAD_SIZE or spec.attention.query_growth is not None:
         return False
     if any(rope.size != size or size % 2 or rope.depends_on_length for rope in ropes):
@@ -94,12 +95,15 @@ def read_encoder(
     Raises:
         WeightError: A tensor is missing, has another shape, or contains NaN or inf.
     """
-    base, embedding, attention = _base(spec, weights), spec.embedding, spec.attention
+    base = _base(spec, weights)
+    embedding = spec.embedding
+    attention = spec.attention
     table_VE = cast_table(_word_table(base, embedding), info.dtype)
     if embedding.is_scaled:
         _scale(table_VE, info.dtype)
     tables = {name: kind.rope.table(info.max_model_len) for name, kind in spec.kinds.items() if kind.rope is not None}
-    bias, distances = _relative_bias(spec, base, info.max_model_len), _Distances.read(spec, base, info.max_model_len)
+    bias = _relative_bias(spec, base, info.max_model_len)
+    distances = _Distances.read(spec, base, info.max_model_len)
     return library.EncoderWeights(
         num_heads=0 if attention is None else attention.num_heads,
         num_kv_heads=None if attention is None else attention.num_kv_heads,
@@ -119,11 +123,13 @@ def read_patches(
     spec: ModelSpec, info: ModelInfo, weights: ArrayWeights, machine: CpuLibrary, form: Format
 ) -> PatchEmbedding | None:
     """Reads the first step of an encoder of images; None in an encoder of texts. See `read_encoder`."""
-    patches, width = spec.embedding.patches, spec.hidden_size
+    patches = spec.embedding.patches
+    width = spec.hidden_size
     if patches is None:
         return None
     assert info.image_spec is not None, "with_image sets it"
-    base, side = _base(spec, weights), info.image_spec.patch_size
+    base = _base(spec, weights)
+    side = info.image_spec.patch_size
     if patches.is_linear:
         weight_DB = base.floats(f"{patches.name}.weight", width, 3 * side * side)
     else:
@@ -132,7 +138,8 @@ def read_patches(
     positions_PD = base.floats(patches.positions, patches.num_positions, width)
     class_row = None
     if patches.class_row is not None:
-        class_row, positions_PD = base.floats(patches.class_row, width) + positions_PD[0], positions_PD[1:].copy()
+        class_row = base.floats(patches.class_row, width) + positions_PD[0]
+        positions_PD = positions_PD[1:].copy()
     return PatchEmbedding(
         machine,
         info.image_spec,
@@ -147,12 +154,14 @@ def read_patches(
 
 def read_attention_pool(spec: ModelSpec, weights: ArrayWeights, machine: CpuLibrary) -> AttentionPool | None:
     """Reads the attention pooling; None in a model without it. See `read_encoder`."""
-    pool, width = spec.attention_pool, spec.hidden_size
+    pool = spec.attention_pool
+    width = spec.hidden_size
     if pool is None:
         return None
     assert spec.attention is not None
     base = _base(spec, weights)
-    scope, norm = base.scope(pool.prefix), _norm(base, pool.norm)
+    scope = base.scope(pool.prefix)
+    norm = _norm(base, pool.norm)
     assert norm is not None
     return AttentionPool(
         machine,
@@ -239,7 +248,8 @@ class _Distances:
 
     @classmethod
     def read(cls, spec: ModelSpec, base: ArrayWeights, max_len: int) -> _Distances | None:
-        distances, attention = spec.disentangled, spec.attention
+        distances = spec.disentangled
+        attention = spec.attention
         if distances is None:
             return None
         assert attention is not None
@@ -283,14 +293,16 @@ def _layer(
     bias: Floats | None,
     distances: _Distances | None,
 ) -> library.LayerWeights:
-    attention, scope = spec.attention, base.scope(layer.prefix)
+    attention = spec.attention
+    scope = base.scope(layer.prefix)
     assert attention is not None
     assert layer.qkv is not None
     assert layer.attention_out is not None
     assert layer.mlp_in is not None
     assert layer.mlp_out is not None
     scale = np.float32(attention.scale)
-    qkv, query_norm = _linear(scope, layer.qkv), _norm(scope, layer.query_norm)
+    qkv = _linear(scope, layer.qkv)
+    query_norm = _norm(scope, layer.query_norm)
     # The library expects q multiplied with the scale of the scores: the norm of q, if it has one, else its projection.
     if query_norm is not None:
         query_norm.weight[:] *= scale
@@ -322,7 +334,9 @@ def _layer(
 
 def _position_table(spec: ModelSpec, base: ArrayWeights) -> Floats | None:
     """Returns the sums of all pairs of position and token type rows, [Y * P, E]; without positions, P is 1."""
-    embedding, types_YE, positions_PE = spec.embedding, None, None
+    embedding = spec.embedding
+    types_YE = None
+    positions_PE = None
     if embedding.token_types is not None:
         types_YE = as_floats(base.table(embedding.token_types, embedding.num_token_types, embedding.size))
     if embedding.positions is not None:
@@ -383,7 +397,8 @@ def _with_scaled_queries(spec: ModelSpec, adapter: library.AdapterWeights) -> li
     layers = []
     for layer, terms in zip(spec.layers, adapter.layers, strict=True):
         if "qkv" in terms and layer.query_norm is None:
-            term, up_NR = terms["qkv"], terms["qkv"].up.copy()
+            term = terms["qkv"]
+            up_NR = term.up.copy()
             up_NR[: attention.num_heads * attention.head_size] *= np.float32(attention.scale)
             terms = {**terms, "qkv": replace(term, up=up_NR)}
         layers.append(terms)

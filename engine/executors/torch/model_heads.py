@@ -113,7 +113,8 @@ class AnswerHead:
 
     def logits(self, x_RD: Tensor) -> Tensor:
         """Returns the next-token logits of the answer tokens, [R, C]."""
-        logits_RC, cap = self._out(x_RD.float()) * self._spec.scale, self._spec.softcap
+        logits_RC = self._out(x_RD.float()) * self._spec.scale
+        cap = self._spec.softcap
         return logits_RC if cap is None else torch.tanh(logits_RC / cap) * cap
 
 
@@ -129,7 +130,8 @@ class VocabularyHead:
     """
 
     def __init__(self, weights: Weights, model: ModelSpec, info: ModelInfo) -> None:
-        spec, word_embeddings = model.vocabulary, model.embedding.word_embeddings
+        spec = model.vocabulary
+        word_embeddings = model.embedding.word_embeddings
         if spec is None or not weights.has(f"{spec.dense.names[0]}.weight"):
             raise no_vocabulary_head(info)
         on_host = weights.device.type == "cpu"

@@ -181,7 +181,8 @@ class AdapterRows:
         """Groups the rows of sequences by adapter, on the host. Arguments: [N]; -1: no adapter."""
         if adapters is None:
             return []
-        numbers_T, numbers = adapters.repeat(lengths), [int(number) for number in np.unique(adapters) if number >= 0]
+        numbers_T = adapters.repeat(lengths)
+        numbers = [int(number) for number in np.unique(adapters) if number >= 0]
         if len(numbers) == 1 and adapters.min() >= 0:
             return [cls(numbers[0], None)]
         return [cls(number, torch.from_numpy(np.flatnonzero(numbers_T == number))) for number in numbers]

@@ -82,11 +82,14 @@ class Embedding:
         return embedded_TE if self._projection is None else self._projection(embedded_TE)
 
     def _embed(self, batch: PackedBatch) -> Tensor:
-        spec, norm = self._spec, self._norm
-        ids_T, tables = batch.input_ids, self._tables
+        spec = self._spec
+        norm = self._norm
+        ids_T = batch.input_ids
+        tables = self._tables
         if self._adapters is not None and self._adapters.are_used:
             words_TE = self._adapters.add_embeddings(F.embedding(ids_T, self.word_embeddings_VE), ids_T)
-            ids_T, tables = torch.arange(len(ids_T), device=ids_T.device), tables._replace(word=words_TE)
+            ids_T = torch.arange(len(ids_T), device=ids_T.device)
+            tables = tables._replace(word=words_TE)
         if norm is None:
             return F.embedding(ids_T, tables.word)
         positions_T = None
@@ -276,7 +279,8 @@ class SpecModel(PackedModel):
         stream = Residual(self.embedding(batch).to(self.sum_dtype), is_fused=self.is_fused)
         weights_TH = None
         for layer in self.layers:
-            layer_input, rotation = stream, rotations.get(layer.kind)
+            layer_input = stream
+            rotation = rotations.get(layer.kind)
             stream = layer(stream, batch, metadata.get(layer.kind), rotation, self.relative_bias)
             if need_attention and layer is self.last_attention and layer.attention is not None:
                 x_TD, _ = layer.attention_input(layer_input)

@@ -218,7 +218,8 @@ class Attention:
         spec = self.spec
         q_THK, k_TGK, _ = self._project(hidden_TD, batch.positions, rotation)
         if batch.cache is None:
-            lengths_N, positions_T = batch.cu_seqlens.diff().long(), batch.positions
+            lengths_N = batch.cu_seqlens.diff().long()
+            positions_T = batch.positions
         else:
             k_TGK, lengths_N, positions_T = self._keys_of_chunks(k_TGK, batch, batch.cache)
         num_keys = len(k_TGK)
@@ -249,7 +250,8 @@ class Attention:
             part_LGK = k_TGK[start:end]
             if n >= cache.num_new_seqs:
                 kv, block_tables = _paged(cache)
-                table, num_keys = block_tables[n - cache.num_new_seqs], cache.context_lens[n] + length
+                table = block_tables[n - cache.num_new_seqs]
+                num_keys = cache.context_lens[n] + length
                 num_blocks = -(-num_keys // kv.block_size)
                 part_LGK = kv.k[self.kv_index].index_select(0, table[:num_blocks]).flatten(0, 1)[:num_keys]
             keys.append(part_LGK)
@@ -284,14 +286,16 @@ class Attention:
         attended_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
         start = 0
         for length, run in groupby(seq_lens):
-            max_count, rest = max(1, _MAX_SCORES // (self.spec.num_heads * length**2)), sum(1 for _ in run)
+            max_count = max(1, _MAX_SCORES // (self.spec.num_heads * length**2))
+            rest = sum(1 for _ in run)
             while rest:
                 count = min(rest, max_count)
                 rows = slice(start, start + count * length)
                 q, k, v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q_THK, k_TGK, v_TGK))
                 block = F.scaled_dot_product_attention(q, k, v, attn_mask=terms(q, k), scale=self.spec.scale)
                 attended_THK[rows] = block.transpose(1, 2).flatten(0, 1)
-                start, rest = rows.stop, rest - count
+                start = rows.stop
+                rest -= count
         return attended_THK
 
     def _project(

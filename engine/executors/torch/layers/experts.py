@@ -126,7 +126,8 @@ class SparseExperts:
         else:
             scopes = (scope.scope(str(index)) for index in range(X))
             experts = ((scope.linear(spec.up)[0], scope.linear(spec.down)[0]) for scope in scopes)
-        activation, top_k = spec.up.activation, spec.top_k
+        activation = spec.up.activation
+        top_k = spec.top_k
         return cls(router_XD, experts, activation, top_k, renormalise=spec.renormalise, mlp=mlp, fusion=weights.fusion)
 
     def __call__(self, x_TD: Tensor, *, add: Tensor | None = None) -> Tensor:

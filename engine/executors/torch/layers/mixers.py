@@ -258,7 +258,8 @@ class ShortConvMixer:
     """out(c * conv(b * x)), with b, c and x from one product. The convolution is centred and summed in float32."""
 
     def __init__(self, weights: Weights, spec: ShortConvSpec, hidden_size: int) -> None:
-        D, scope = hidden_size, weights.scope("conv")
+        D = hidden_size
+        scope = weights.scope("conv")
         self.in_proj = Linear.load(weights, linear("in_proj", D, D, D, D, bias=Bias.of(spec.bias)))
         self._weight_WD = scope.tensor("weight", D, 1, spec.width, dtype=torch.float32)[:, 0].t().contiguous()
         self._bias_D = scope.tensor("bias", D, dtype=torch.float32) if spec.bias else None
@@ -273,7 +274,8 @@ class ShortConvMixer:
 
     def _convolve(self, x_TD: Tensor, batch: PackedBatch) -> Tensor:
         """Returns [T, D] in the type of x. Rows of other sequences count as zeros."""
-        num_tokens, positions_T = len(x_TD), batch.positions
+        num_tokens = len(x_TD)
+        positions_T = batch.positions
         lengths_T = torch.repeat_interleave(batch.cu_seqlens.diff(), batch.cu_seqlens.diff(), output_size=num_tokens)
         rows_T = torch.arange(num_tokens, device=x_TD.device)
         sum_TD = torch.zeros_like(x_TD, dtype=torch.float32)

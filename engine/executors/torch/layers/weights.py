@@ -101,7 +101,8 @@ class Weights(WeightView[Tensor]):
         matrices = [scope.tensor("weight", rows, spec.in_features, dtype=dtype) for scope, rows in scopes]
         has_bias = spec.bias.is_read(scopes[0][0].has("bias"))
         biases = [scope.tensor("bias", rows, dtype=dtype) for scope, rows in scopes] if has_bias else []
-        weight, bias = matrices[0] if len(matrices) == 1 else torch.cat(matrices), torch.cat(biases) if biases else None
+        weight = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+        bias = torch.cat(biases) if biases else None
         if spec.is_gate_below:
             half = spec.out_features // 2
             weight, bias = weight.roll(half, 0), None if bias is None else bias.roll(half)

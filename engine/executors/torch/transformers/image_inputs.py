@@ -75,7 +75,8 @@ class ImageInputs:
 
     def _colours(self, images: Sequence[ImagePatches]) -> Tensor:
         """Returns the normalised patches [P, 3, S, S] float32 of images."""
-        spec, size = self._spec, self._spec.patch_size
+        spec = self._spec
+        size = spec.patch_size
         pixels = self._put(np.concatenate([image.pixels for image in images]))
         mean, std = (torch.tensor(values, device=self._device)[:, None, None] for values in (spec.mean, spec.std))
         return (pixels.reshape(-1, size, size, 3).permute(0, 3, 1, 2).float() * spec.rescale - mean) / std
@@ -185,7 +186,8 @@ class Qwen3VlInputs(QwenInputs):
     def _positions(self, batch: PackedBatch) -> Tensor:
         """Returns the positions [3, 1, T] of the tokens in time, in rows and in columns."""
         assert batch.token_ids is not None, "the batch was built from arrays"
-        bounds, side = np.cumsum([0, *batch.seq_lens]), self._spec.merge_size
+        bounds = np.cumsum([0, *batch.seq_lens])
+        side = self._spec.merge_size
         positions = [
             rotary_positions(
                 batch.token_ids[first:last],

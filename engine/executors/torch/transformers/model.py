@@ -97,7 +97,8 @@ class TransformersModel(PackedModel):
         """
         module = load_pretrained(info, trust_remote_code=trust_remote_code)
         images = image_inputs(info, module.config)
-        network, head = Network(module, gives_logits=False, images=images), None
+        network = Network(module, gives_logits=False, images=images)
+        head = None
         probes = Probes(info, network.text_config)
         with torch.no_grad(), in_float32(module):
             if info.classifier_tokens:
@@ -214,7 +215,8 @@ def _take_token_rows(network: Network, info: ModelInfo, probes: Probes) -> tuple
 
 def probe_packing(network: Network, info: ModelInfo, probes: Probes) -> int | str:
     """Probes whether a network can run packed; returns its position offset, or the reason why not."""
-    module, sharing = network.language_model, network.best_sharing
+    module = network.language_model
+    sharing = network.best_sharing
     probe = probes.past_positions()
     try:
         expected = network.run_padded(probe, sharing)
