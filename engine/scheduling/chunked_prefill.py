@@ -22,7 +22,7 @@ from ..protocol.errors import InvalidRequestError
 from ..protocol.messages import ChunkMetrics, TokenizedInput
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import ChunkPriority
-from .sequence import ChunkId, ChunkState, ChunkStateError, InputSequence, PrefillChunk, Request, SequenceStatus
+from .sequence import ChunkId, ChunkState, ChunkStateError, InputSequence, PrefillChunk, Request
 
 _BUSY_STEP_S: Final = 0.15
 """Seconds. Target time of the chunks of a forward while other sequences wait."""
@@ -146,7 +146,6 @@ class ChunkedPrefillManager:
         """Adds a sequence, which is not empty. Raises ChunkStateError if its id is in use."""
         if sequence.sequence_id in self.sequences:
             raise ChunkStateError(f"sequence {sequence.sequence_id!r} was added already.")
-        sequence.status = SequenceStatus.RUNNING
         self.sequences[sequence.sequence_id] = sequence
 
     def skip_cached(self, sequence_id: Hashable, num_cached_tokens: int) -> None:
@@ -268,7 +267,6 @@ class ChunkedPrefillManager:
         if sequence is None:
             return False
         self._metrics.cancelled_sequences += not (sequence.is_complete or sequence.has_failed)
-        sequence.status = SequenceStatus.FINISHED
         sequence.drop_chunks(ChunkState.CANCELLED)
         return True
 
@@ -385,7 +383,7 @@ class ChunkedPrefillManager:
             ChunkStateError: The sequence is unknown or has failed, or the last chunk was neither completed nor failed.
         """
         sequence = self._find(request_id)
-        while sequence.status is SequenceStatus.RUNNING and not sequence.is_complete:
+        while self.sequences.get(request_id) is sequence and not sequence.is_complete:
             if sequence.has_failed:
                 raise ChunkStateError(f"sequence {request_id!r} has failed: {sequence.error}")
             self._check_idle(sequence)

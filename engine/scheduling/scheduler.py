@@ -15,7 +15,7 @@ from ..protocol.config import ChunkedPrefillConfig
 from ..protocol.messages import SchedulerStats, SequencePoolStats
 from .chunked_prefill import ChunkedPrefillManager, ChunkSizeController
 from .fair_queue import FairQueue, group_by_length
-from .sequence import Batch, ChunkState, ForwardBudget, InputSequence, PrefillChunk, Request, SequenceStatus
+from .sequence import Batch, ChunkState, ForwardBudget, InputSequence, PrefillChunk, Request
 from .sequence_pool import Allocation, SequencePool
 
 _FORWARD_S: Final = 1.0
@@ -143,12 +143,12 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is None:
             return None
-        for sequence in [s for s in request.sequences if s.status is not SequenceStatus.FINISHED]:
+        for sequence in [s for s in request.sequences if not s.is_complete]:
             if sequence.chunk is not None and sequence.allocation is not None and not sequence.is_long:
                 # Its forward may write the memory until it ends: `finish` frees it.
                 self._cancelled_allocations[sequence.chunk] = sequence.allocation
                 sequence.allocation = None
-            self._release(sequence, SequenceStatus.FINISHED, drop_cached_blocks=drop_cached_blocks)
+            self._end(sequence, drop_cached_blocks=drop_cached_blocks)
         return request
 
     def schedule(self, now_s: float, free_tokens: int | None = None) -> Batch:
@@ -210,7 +210,7 @@ class Scheduler:
             if sequence.allocation is not None:
                 self._sequence_pool.commit(sequence.allocation, chunk.end)
             if sequence.is_complete:
-                self._release(sequence, SequenceStatus.FINISHED)
+                self._end(sequence)
                 if not sequence.request.num_unfinished:
                     finished.append(sequence.request)
         if has_run:
@@ -287,7 +287,7 @@ class Scheduler:
             self._expire(candidates, now_s, batch)
             if not batch.expired_requests:
                 return candidates
-            live = [sequence for sequence in candidates if sequence.status is SequenceStatus.WAITING]
+            live = [sequence for sequence in candidates if sequence.is_queued]
             if live:
                 return live
         return []
@@ -308,7 +308,7 @@ class Scheduler:
         while heads := self.waiting.next_sequences(1, 1, is_long=True):
             self._expire(heads, now_s, batch)
             (sequence,) = heads
-            if sequence.status is not SequenceStatus.WAITING:
+            if not sequence.is_queued:
                 continue  # it has expired
             has_started = self._should_start(sequence, chunk_budget.num_tokens) and self._start_long(sequence, batch)
             if not has_started:
@@ -449,7 +449,6 @@ class Scheduler:
         if not budget.add(num_tokens - num_cached):
             return None
         self.waiting.remove(sequence)
-        sequence.status = SequenceStatus.RUNNING
         sequence.chunk = PrefillChunk(sequence, num_cached, num_tokens, ChunkState.RUNNING)
         return sequence.chunk
 
@@ -470,26 +469,28 @@ class Scheduler:
 
     def _requeue(self, sequence: InputSequence) -> None:
         """Moves a running sequence back to the queue, to run in chunks."""
-        self._release(sequence, SequenceStatus.WAITING)
+        self._release(sequence)
         sequence.is_long = True
         self.waiting.requeue(sequence)
 
-    def _release(self, sequence: InputSequence, status: SequenceStatus, *, drop_cached_blocks: bool = False) -> None:
-        """Ends a sequence, or prepares a running one to wait again. Frees its memory."""
-        if sequence.status is SequenceStatus.WAITING:
+    def _end(self, sequence: InputSequence, *, drop_cached_blocks: bool = False) -> None:
+        """Ends a sequence, and its request if this is the last one."""
+        self._release(sequence, drop_cached_blocks=drop_cached_blocks)
+        if sequence.is_long:
+            self._ended_sequences.append(sequence)
+        request = sequence.request
+        request.num_unfinished -= 1
+        if not request.num_unfinished:
+            del self.requests[request.request_id]
+            request.sequences = []  # breaks a reference cycle
+
+    def _release(self, sequence: InputSequence, *, drop_cached_blocks: bool = False) -> None:
+        """Removes a sequence from the queue, or from the running ones, and frees its memory."""
+        if sequence.is_queued:
             self.waiting.remove(sequence)
         elif sequence.is_long:
             self.prefill.remove(sequence.sequence_id)
-        sequence.status = status
         sequence.chunk = None
         if sequence.allocation is not None:
             self._sequence_pool.free(sequence.allocation, drop_cached_blocks=drop_cached_blocks)
             sequence.allocation = None
-        if status is SequenceStatus.FINISHED:
-            if sequence.is_long:
-                self._ended_sequences.append(sequence)
-            request = sequence.request
-            request.num_unfinished -= 1
-            if not request.num_unfinished:
-                del self.requests[request.request_id]
-                request.sequences = []  # breaks a reference cycle

@@ -1,6 +1,6 @@
 """The records of scheduling: a request, its sequences, their chunks, and a batch. Plain Python without torch.
 
-A sequence is WAITING, then RUNNING, then FINISHED. A preempted sequence is WAITING again. A forward runs one chunk of a
+A sequence waits in the FairQueue, then runs, then ends. A preempted sequence waits again. A forward runs one chunk of a
 sequence: a short sequence after its cached prefix, or a part of a long one.
 """
 
@@ -29,16 +29,8 @@ class ChunkStateError(ValueError):
     """A chunk or its sequence is unknown, or is in the wrong state for the call. Always a bug of the caller."""
 
 
-class SequenceStatus(StrEnum):
-    """State of a sequence."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
 class ChunkState(StrEnum):
-    """State of a chunk."""
+    """State of a chunk. A sequence has none: see its `is_queued`, `chunk`, `is_complete` and `has_failed`."""
 
     PENDING = "pending"  # expected; or it failed or was preempted, and its tokens will be scheduled again
     SCHEDULED = "scheduled"
@@ -96,7 +88,7 @@ class InputSequence:
         index: Index among the inputs of the request.
         block_keys: Keys of its full blocks in the prefix cache; empty if it does not use the cache.
         is_long: Whether it runs in chunks, with memory for its whole length.
-        is_queued: Whether it is in the waiting queue.
+        is_queued: Whether it waits in the FairQueue, which sets it.
         num_computed_tokens: Tokens at the start that are computed or cached.
         num_pooled: Pooled tokens. They stay pooled if the sequence is preempted and runs them again.
         chunk: The last chunk that is scheduled or runs. The next chunk must wait for it.
@@ -115,7 +107,6 @@ class InputSequence:
     index: int = 0
     block_keys: Sequence[bytes] = ()
     is_long: bool = False
-    status: SequenceStatus = SequenceStatus.WAITING
     is_queued: bool = False
     num_computed_tokens: int = 0
     num_pooled: int = 0

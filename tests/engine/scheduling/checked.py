@@ -15,7 +15,6 @@ from penstock.engine.scheduling import (
     Request,
     Scheduler,
     SequencePool,
-    SequenceStatus,
     SsmStatePool,
 )
 
@@ -223,15 +222,15 @@ class CheckedScheduler:
         """Counts are true; only running sequences hold memory, cancelled ones until their batch has ended."""
         scheduler, pool = self.scheduler, self.sequence_pool
         sequences = [sequence for request in scheduler.requests.values() for sequence in request.sequences]
-        waiting = [sequence for sequence in sequences if sequence.status is SequenceStatus.WAITING]
+        waiting = [sequence for sequence in sequences if sequence.is_queued]
         assert scheduler.waiting.num_seqs == len(waiting)
         assert scheduler.waiting.num_tokens == sum(sequence.num_tokens for sequence in waiting)
         assert scheduler.waiting.num_long == sum(sequence.is_long for sequence in waiting)
         assert all(sequence.allocation is None and sequence.chunk is None for sequence in waiting)
-        running_long = [s for s in sequences if s.is_long and s.status is SequenceStatus.RUNNING]
+        running_long = [s for s in sequences if s.is_long and not s.is_queued and not s.is_complete]
         assert {s.sequence_id for s in running_long} == set(scheduler.prefill.sequences)
         for request in scheduler.requests.values():
-            unfinished = [sequence for sequence in request.sequences if sequence.status is not SequenceStatus.FINISHED]
+            unfinished = [sequence for sequence in request.sequences if not sequence.is_complete]
             assert request.num_unfinished == len(unfinished) > 0
         assert len(pool._allocations) == len(self.allocations())
         if pool.ssm is not None:

@@ -15,7 +15,6 @@ from penstock.engine.scheduling import (
     ChunkState,
     ChunkStateError,
     PrefillChunk,
-    SequenceStatus,
     chunk_prompt,
     chunked_prefill,
     create_prefill_manager,
@@ -373,7 +372,7 @@ def test_removed_prompt_is_cancelled(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("b", 8)
     sequence, chunk = manager.requests["a"], manager.start_chunk(schedule(manager).chunk_id)
     assert manager.remove_request("a")
-    assert (chunk.state, sequence.status) == (ChunkState.CANCELLED, SequenceStatus.FINISHED)
+    assert (chunk.state, sequence.chunks_in_flight) == (ChunkState.CANCELLED, ())
     with pytest.raises(ChunkStateError, match="'a' is unknown"):
         manager.complete_chunk(chunk.chunk_id)
     assert manager.statistics().cancelled_sequences == 1

@@ -310,13 +310,13 @@ def test_long_and_short_inputs_of_a_request_end_together(is_late: bool) -> None:
     for _ in range(3):
         checked.step()
     sequences = checked.requests[number].sequences
-    kinds = {(str(sequence.status), sequence.is_long) for sequence in sequences}
-    assert kinds == {("finished", False), ("waiting", False), ("running", True), ("waiting", True)}
+    kinds = {(each.is_complete, each.is_queued, each.is_long) for each in sequences}
+    assert kinds == {(True, False, False), (False, True, False), (False, False, True), (False, True, True)}
     if is_late:
         assert checked.step(1.0).expired_requests == [checked.requests[number]]
     else:
         checked.cancel(number)
-    assert {sequence.status for sequence in sequences} == {"finished"}
+    assert not any(sequence.is_queued for sequence in sequences)
     assert checked.requests[number].sequences == []  # no reference cycle
     assert all(sequence.chunk is None and sequence.allocation is None for sequence in sequences)
     while checked.scheduler.requests:
