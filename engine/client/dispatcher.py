@@ -200,9 +200,8 @@ class Dispatcher:
         self.stats.vectors = None if cache is None else cache.stats
         self.cache = cache
         ids = itertools.count(first_id)
-        is_only = num_replicas == 1
-        self.replicas = [Replica(ids, self.stats, is_only=is_only) for _ in range(num_replicas)]
-        self.stats.replicas = [] if is_only else [replica.stats for replica in self.replicas]
+        self.replicas = [Replica(ids, self.stats) for _ in range(num_replicas)]
+        self.stats.replicas = [replica.stats for replica in self.replicas]
         rates = [replica.rate for replica in self.replicas]
         self.admission = QueueAdmission(self.stats, max_queued_tokens, max_queue_s, rates, max_request_tokens)
         self.backend: Replica | ReplicaBalancer = self.replicas[0]
@@ -279,7 +278,7 @@ class ReplicaRun:
         outputs: Outputs of each input that have arrived.
         num_incomplete: Number of incomplete inputs.
         sent_s: Time of sending in seconds, from time.perf_counter().
-        num_tokens: Tokens of each input, 0 for complete inputs; None if there is only one replica.
+        num_tokens: Tokens of each input, 0 for complete inputs.
         parts: Parts of incomplete outputs, by input and name.
         timing: Times of the run; None before its last row has arrived.
     """
@@ -289,7 +288,7 @@ class ReplicaRun:
     outputs: list[Arrays]
     num_incomplete: int
     sent_s: float
-    num_tokens: list[int] | None = None
+    num_tokens: list[int]
     parts: dict[tuple[int, str], list[NDArray[np.float32]]] = field(default_factory=dict)
     timing: Timing | None = None
 
@@ -322,19 +321,18 @@ class Replica:
     Requests from one iteration of the event loop are sent together, so that they can run in one batch.
 
     Args:
+        ids: Numbers of the runs, unique among all replicas.
         engine_stats: Counters of all replicas together.
-        is_only: Whether this is the only replica. It uses `engine_stats` as its counters.
 
     Attributes:
-        stats: Counters of this replica; its tokens and requests if there are several replicas.
+        stats: Counters of this replica, with the requests and tokens that were sent to it and are not complete.
         rate: Drain rate of this replica.
     """
 
-    def __init__(self, ids: Iterator[int], engine_stats: DispatcherStats, *, is_only: bool) -> None:
-        self.stats = engine_stats if is_only else DispatcherStats()
+    def __init__(self, ids: Iterator[int], engine_stats: DispatcherStats) -> None:
+        self.stats = DispatcherStats()
         self.rate = DrainRate()
-        self._count = engine_stats.count if is_only else partial(engine_stats.count_replica, self.stats)
-        self._is_only = is_only
+        self._engine_stats = engine_stats
         self._send: SendToEngine | None = None
         self._outgoing = ClientMessageBuilder()
         self._runs: dict[int, ReplicaRun] = {}
@@ -397,10 +395,9 @@ class Replica:
             [{} for _ in inputs],
             len(inputs),
             time.perf_counter(),
+            list(map(len, inputs)),
         )
-        if not self._is_only:
-            run.num_tokens = list(map(len, inputs))
-            self.stats.enter(sum(run.num_tokens))
+        self.stats.enter(sum(run.num_tokens))
         self._runs[run.request_id] = run
         self._next_message().requests.append(
             SubmitRequest(
@@ -417,8 +414,7 @@ class Replica:
 
     def end(self, run: ReplicaRun) -> None:
         """Removes a run, and cancels it in the engine if it is not complete."""
-        if run.num_tokens is not None:
-            self.stats.leave(sum(run.num_tokens))
+        self.stats.leave(sum(run.num_tokens))
         if self._runs.pop(run.request_id, None) is not None:
             self._next_message().cancels.append(run.request_id)
 
@@ -458,7 +454,7 @@ class Replica:
             case _:
                 raise TypeError(f"{type(message).__name__} is not for a Replica")
         # 1. Update the counters and the drain rate.
-        self._count(message)
+        self._engine_stats.count_replica(self.stats, message)
         if message.num_tokens and message.scheduler_stats is not None and message.scheduler_stats.num_deferred:
             self.rate.record(message.num_tokens, message.step_s)
         arrays = unpack_results(message, frames)
@@ -483,9 +479,8 @@ class Replica:
                 if len(arrays) > 1:
                     seen.add((request_id, index))
                 run.num_incomplete -= 1
-                if run.num_tokens is not None:
-                    self.stats.num_tokens -= run.num_tokens[index]
-                    run.num_tokens[index] = 0
+                self.stats.num_tokens -= run.num_tokens[index]
+                run.num_tokens[index] = 0
                 if not run.num_incomplete:
                     done.append(run)
         # 4. Return the outputs of runs without incomplete inputs.

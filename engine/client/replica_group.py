@@ -214,7 +214,7 @@ class ReplicaGroup:
         """Status of each replica; empty if there is one replica on the whole machine."""
         if len(self._configs) == 1 and self._configs[0].cores is None:
             return []
-        stats = self._dispatcher.stats.replicas or [self._dispatcher.stats]
+        stats = self._dispatcher.stats.replicas
         return [
             ReplicaStatus(placement_of(config), supervisor.state, supervisor.num_restarts, replica_stats)
             for config, supervisor, replica_stats in zip(self._configs, self._supervisors, stats, strict=True)

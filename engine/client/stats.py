@@ -56,7 +56,7 @@ class DispatcherStats:
         step_seconds: Seconds of the forwards.
         step_fill: Tokens of the forwards divided by their token budgets, 0 to 1.
         pool_stats: Latest memory use of prompts that run in chunks; None for models that run prompts whole.
-        replicas: Counters of each replica; empty if there is only one.
+        replicas: Counters of each replica; empty in the counters of a replica.
         vectors: Counters of the cache of embeddings; None without a cache.
         images: Counters of decoding; None for models that read texts only.
     """
@@ -118,7 +118,7 @@ class DispatcherStats:
             self.step_fill.observe(message.num_tokens / load.token_budget)
 
     def count_replica(self, replica: DispatcherStats, message: StepResults) -> None:
-        """Counts a step of one of several replicas, in its own counters and in these."""
+        """Counts a step of a replica, in its own counters and in these."""
         replica.count(message)
         self.count(message)
         self.num_waiting = sum(each.num_waiting for each in self.replicas)

@@ -136,8 +136,7 @@ async def started(cores: list[FakeRunningCore], count: int = 2) -> tuple[Replica
 async def test_first_replica_decides_the_arithmetic_of_all(running_cores: list[FakeRunningCore]) -> None:
     cores = running_cores
     single, dispatcher = make_group(1)
-    assert [(each.placement, each.stats) for each in single.replicas] == [("cores 0", dispatcher.stats)]
-    assert dispatcher.replicas[0].stats is dispatcher.stats
+    assert [(each.placement, each.stats) for each in single.replicas] == [("cores 0", dispatcher.replicas[0].stats)]
     assert not ReplicaGroup([Start(EngineConfig(model="any"))], dispatcher).replicas
     group, _ = make_group(3)
     starting = asyncio.create_task(group.start())

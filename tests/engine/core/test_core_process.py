@@ -14,6 +14,7 @@ import pytest
 from penstock.engine import AsyncEngine
 from penstock.engine.client import engine_process, running_core
 from penstock.engine.client.core_supervisor import EngineState
+from penstock.engine.client.stats import DispatcherStats
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import LoadFailed, Start, StepResults
@@ -29,14 +30,13 @@ async def test_core_is_replaced_if_its_results_cannot_be_read(
     minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await AsyncEngine.start(EngineConfig(model=str(minilm_folder), num_threads=1))
-    (replica,) = engine._dispatcher.replicas
-    count = replica._count
+    count = DispatcherStats.count
 
-    def fail_once(message: StepResults) -> None:
-        monkeypatch.setattr(replica, "_count", count)
+    def fail_once(stats: DispatcherStats, message: StepResults) -> None:
+        monkeypatch.setattr(DispatcherStats, "count", count)
         raise RuntimeError("made up")
 
-    monkeypatch.setattr(replica, "_count", fail_once)
+    monkeypatch.setattr(DispatcherStats, "count", fail_once)
     with pytest.raises(errors.EngineUnavailableError):
         await asyncio.wait_for(engine.embed(["lost"], PARAMS), 120)
     await until(lambda: engine.state is EngineState.READY)
