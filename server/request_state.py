@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from starlette.types import Scope
 
 from penstock.engine.protocol.shared_resource import Reservation
-from penstock.engine.protocol.tasks import ChunkPriority
+from penstock.engine.protocol.tasks import PriorityLevel
 
 if TYPE_CHECKING:
     from .admission import BodyMemory
@@ -53,7 +53,7 @@ class RequestState:
             and is not counted again, it does not count as traffic of clients, and no recently used model is unloaded
             for it.
         timeout_s: Seconds until the deadline of the header; None if there is none. Read by ServerContext.deadline.
-        priority: A ChunkPriority or another level from the header. Lower levels run first. Read by ModelCall.options.
+        priority: A PriorityLevel or another level from the header. Lower levels run first. Read by ModelCall.options.
         ignored_fields: Unknown fields of the body that the server ignored. Read by the header of the response and logs.
         models: The models that the request uses, until ModelTable.release.
         body_memory: Memory of the body.
@@ -81,7 +81,7 @@ class RequestState:
     is_batch_line: bool = False
     # JsonDispatcher
     timeout_s: float | None = None
-    priority: int = ChunkPriority.NORMAL
+    priority: int = PriorityLevel.NORMAL
     # BodyParser
     ignored_fields: Sequence[str] = ()
     # ModelTable

@@ -69,10 +69,14 @@ def listed(values: Any) -> str:
     return ", ".join(str(getattr(value, "value", value)) for value in values) or "none"
 
 
-class ChunkPriority(IntEnum):
-    """Named priorities. Any other integer is a priority, too. Lower runs first."""
+class PriorityLevel(IntEnum):
+    """Named priorities of requests. Any other integer is a level, too. Lower runs first."""
 
     CRITICAL = -2
     HIGH = -1
     NORMAL = 0
     LOW = 1
+
+
+ChunkPriority = PriorityLevel
+"""Name of PriorityLevel in the specification, for callers of ChunkedPrefillManager."""

@@ -21,7 +21,7 @@ from ..protocol.config import ChunkedPrefillConfig
 from ..protocol.errors import InvalidRequestError
 from ..protocol.messages import ChunkMetrics, TokenizedInput
 from ..protocol.params import PoolingParams
-from ..protocol.tasks import ChunkPriority
+from ..protocol.tasks import PriorityLevel
 from .sequence import ChunkId, ChunkState, ChunkStateError, InputSequence, PrefillChunk, Request
 
 _BUSY_STEP_S: Final = 0.15
@@ -312,7 +312,7 @@ class ChunkedPrefillManager:
         self,
         request_id: Hashable,
         prompt_tokens: int | Sequence[int] | NDArray[np.int32],
-        priority: int = ChunkPriority.NORMAL,
+        priority: int = PriorityLevel.NORMAL,
         chunk_size: int | None = None,
         memory_pressure: float = 0.0,
     ) -> list[PrefillChunk]:
@@ -356,7 +356,7 @@ class ChunkedPrefillManager:
         return [PrefillChunk(sequence, start, end) for start, end in bounds]
 
     def create_chunks_from_prompt(
-        self, request_id: Hashable, prompt: str, priority: int = ChunkPriority.NORMAL, chunk_size: int | None = None
+        self, request_id: Hashable, prompt: str, priority: int = PriorityLevel.NORMAL, chunk_size: int | None = None
     ) -> list[PrefillChunk]:
         """Tokenizes a text and adds it; see `create_chunks`. InvalidRequestError without a `tokenize_fn`."""
         if self._tokenize is None:

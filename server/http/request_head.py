@@ -11,13 +11,13 @@ from urllib.parse import quote as percent_encoded
 from fastapi import HTTPException
 
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.tasks import ChunkPriority
+from penstock.engine.protocol.tasks import PriorityLevel
 
 from ..errors import quote
 
 MAX_PRIORITY: Final = 999
 """Cohere's maximum. One level counts like one second of waiting, so larger values would mean 'never' or 'now'."""
-_LEVELS: Final = {level.name.lower(): level for level in ChunkPriority}
+_LEVELS: Final = {level.name.lower(): level for level in PriorityLevel}
 PRIORITY_NAMES: Final = ", ".join(_LEVELS)
 """Names of levels for the header, highest priority first."""
 PRIORITY_PATTERN: Final = f"^(-?[0-9]{{1,{len(str(MAX_PRIORITY))}}}|{PRIORITY_NAMES.replace(', ', '|')})$"
@@ -37,7 +37,7 @@ def timeout_and_priority(headers: Iterable[tuple[bytes, bytes]]) -> tuple[float 
             level.
     """
     timeout_s = None
-    priority = int(ChunkPriority.NORMAL)
+    priority = int(PriorityLevel.NORMAL)
     for name, value in headers:
         if name == _TIMEOUT:
             timeout_s = _seconds(value.decode("latin-1").strip())
