@@ -322,4 +322,8 @@ class RequestOptions:
 DEFAULT_OPTIONS: Final = RequestOptions()
 
 CLIENT: Final[ContextVar[str]] = ContextVar("penstock_client", default="")
-"""The client of the request that the current task serves, for limits that apply before RequestOptions exist."""
+"""The client of the request that the current task serves; "": no client.
+
+JsonDispatcher of the server sets it. TokenizerPool and DecodeQueue read it, because they divide their queues among
+clients, also for calls without RequestOptions, such as /tokenize.
+"""

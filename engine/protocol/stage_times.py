@@ -78,4 +78,8 @@ class StageTimes:
 
 
 STAGE_TIMES: Final[ContextVar[StageTimes | None]] = ContextVar("penstock_stage_times", default=None)
-"""The StageTimes of the request that the current task serves."""
+"""The StageTimes of the request that the current task serves; None: it is not measured.
+
+RequestMiddleware and InternalClient of the server set it, and callers of AsyncEngine may. TokenizerPool, Replica and
+ReplicaBalancer add to it. It is no parameter, so that the calls between them do not name it.
+"""

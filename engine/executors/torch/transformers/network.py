@@ -218,6 +218,7 @@ class PackedRow:
 
 
 _current_row: ContextVar[PackedRow | None] = ContextVar("penstock_packed_row", default=None)
+"""The sequences of the running forward. `packed_row` sets it. `_attention_forward` reads it: transformers calls it."""
 
 
 @contextmanager
