@@ -55,7 +55,7 @@ class DispatcherStats:
         step_seqs: Sequences of the forwards.
         step_seconds: Seconds of the forwards.
         step_fill: Tokens of the forwards divided by their token budgets, 0 to 1.
-        pool_stats: Latest memory use of prompts that run in chunks; None for models that run prompts whole.
+        sequence_pool_stats: Latest memory use of prompts that run in chunks; None for models that run prompts whole.
         replicas: Counters of each replica; empty in the counters of a replica.
         vectors: Counters of the cache of embeddings; None without a cache.
         images: Counters of decoding; None for models that read texts only.
@@ -75,7 +75,7 @@ class DispatcherStats:
     step_seqs: Histogram = field(default_factory=lambda: Histogram(_STEP_SEQS))
     step_seconds: Histogram = field(default_factory=lambda: Histogram(_STEP_SECONDS))
     step_fill: Histogram = field(default_factory=lambda: Histogram(_STEP_FILLS))
-    pool_stats: SequencePoolStats | None = None
+    sequence_pool_stats: SequencePoolStats | None = None
     replicas: list[DispatcherStats] = field(default_factory=list)
     vectors: CacheStats | None = None
     images: ImageStats | None = None
@@ -98,7 +98,7 @@ class DispatcherStats:
 
     def count(self, message: StepResults) -> None:
         """Adds the tokens and seconds of a step to the counters, and takes over the state of the queue."""
-        self.pool_stats = message.pool_stats
+        self.sequence_pool_stats = message.sequence_pool_stats
         load = message.scheduler_stats
         if load is not None:
             self.token_budget = load.token_budget

@@ -189,9 +189,9 @@ class EngineCore:
         self._send(ModelReady(info, self._runner.tokenizer), [])
         if not sequence_pool.is_empty:
             # The metrics of the pool are available from the start.
-            pool_stats = self._scheduler.pool_stats(Batch())
+            sequence_pool_stats = self._scheduler.sequence_pool_stats(Batch())
             scheduler_stats = self._scheduler.stats(num_seqs=0, num_deferred=0)
-            self._send(StepResults([], 0, 0.0, pool_stats, scheduler_stats), [])
+            self._send(StepResults([], 0, 0.0, sequence_pool_stats, scheduler_stats), [])
 
     def step(self) -> bool:
         """Waits for work, starts a batch if the device has capacity, and sends finished results.
@@ -451,8 +451,8 @@ class EngineCore:
             ]
             for forward_time in self._runner.take_times():
                 self._scheduler.chunk_sizes.record(*forward_time)
-            cache = self._scheduler.pool_stats(batch)
-            load = self._scheduler.stats(len(ran), batch.num_deferred, num_images)
+            sequence_pool_stats = self._scheduler.sequence_pool_stats(batch)
+            scheduler_stats = self._scheduler.stats(len(ran), batch.num_deferred, num_images)
             self._has_freed_memory = False
         headers, frames = pack_results(arrays)
         # The time of overlapping batches counts from the end of the previous one, so that the sum is the device's time.
@@ -460,7 +460,7 @@ class EngineCore:
         if num_tokens:
             step_s = ended_s - max(started_s, self._ended_s)
             self._ended_s = ended_s
-        self._send(StepResults(headers, num_tokens, step_s, cache, load, finished), frames)
+        self._send(StepResults(headers, num_tokens, step_s, sequence_pool_stats, scheduler_stats, finished), frames)
 
 
 def non_finite_sequences(chunks: Sequence[PrefillChunk], outputs: BatchOutputs) -> Iterator[InputSequence]:

@@ -233,7 +233,7 @@ class StepResults(msgspec.Struct, tag=True, frozen=True):
         arrays: Headers of the frames.
         num_tokens: Tokens that the step processed; 0: no sequence ran.
         step_s: Seconds that the step took.
-        pool_stats: None for models that run all sequences whole.
+        sequence_pool_stats: None for models that run all sequences whole.
         scheduler_stats: Load of the step.
         finished: Requests that end with this message: id, seconds until the first forward started, and seconds from
             there to the end of the last forward.
@@ -242,7 +242,7 @@ class StepResults(msgspec.Struct, tag=True, frozen=True):
     arrays: list[ArrayHeader]
     num_tokens: int
     step_s: float
-    pool_stats: SequencePoolStats | None = None
+    sequence_pool_stats: SequencePoolStats | None = None
     scheduler_stats: SchedulerStats | None = None
     finished: list[tuple[int, float, float]] = []
 

@@ -151,16 +151,20 @@ def make_pool(
             raise
         logger.warning("inputs do not run in chunks: %s", error.message)
         return None
-    pool = SequencePool(
+    sequence_pool = SequencePool(
         KvCachePool(pool_size.num_blocks, block_size) if pool_size.num_blocks else None,
         SsmStatePool(pool_size.num_slots) if pool_size.num_slots else None,
         enable_prefix_caching=config.cache.enable_prefix_caching and spec.shares_prefixes,
     )
-    logger.info("%s", describe_pool(pool, config.scheduler, pool_size.num_bytes, is_reserved=is_reserved))
-    return pool_size, pool
+    logger.info(
+        "%s", describe_sequence_pool(sequence_pool, config.scheduler, pool_size.num_bytes, is_reserved=is_reserved)
+    )
+    return pool_size, sequence_pool
 
 
-def describe_pool(sequence_pool: SequencePool, limits: SchedulerConfig, num_bytes: int, *, is_reserved: bool) -> str:
+def describe_sequence_pool(
+    sequence_pool: SequencePool, limits: SchedulerConfig, num_bytes: int, *, is_reserved: bool
+) -> str:
     """Returns a log line: the size of the pool, the size of chunks, and whether the prefix cache is on.
 
     Args:

@@ -206,7 +206,7 @@ class Scheduler:
             else:
                 chunk.state = ChunkState.COMPLETED
                 sequence.num_computed_tokens = chunk.end
-            sequence.num_pooled = max(sequence.num_pooled, chunk.end)
+            sequence.num_pooled_tokens = max(sequence.num_pooled_tokens, chunk.end)
             if sequence.allocation is not None:
                 self._sequence_pool.commit(sequence.allocation, chunk.end)
             if sequence.is_complete:
@@ -253,7 +253,7 @@ class Scheduler:
         budget = self.chunk_sizes.max_forward_tokens(self.token_budget)
         return SchedulerStats(num_seqs, budget, waiting.num_seqs, waiting.num_tokens, num_deferred, num_images)
 
-    def pool_stats(self, batch: Batch) -> SequencePoolStats | None:
+    def sequence_pool_stats(self, batch: Batch) -> SequencePoolStats | None:
         """Returns the metrics of the sequence memory and of the chunks of a batch; None if nothing runs in chunks."""
         pool = self._sequence_pool
         if pool.is_empty:
@@ -367,7 +367,7 @@ class Scheduler:
         sequence.allocation = allocation
         self.prefill.add(sequence)
         # A preempted sequence keeps its SSM states, so it continues after the pooled tokens.
-        num_computed = allocation.num_cached_tokens if allocation.block_ids else sequence.num_pooled
+        num_computed = allocation.num_cached_tokens if allocation.block_ids else sequence.num_pooled_tokens
         self.prefill.skip_cached(sequence.sequence_id, num_computed)
         return True
 
@@ -454,10 +454,10 @@ class Scheduler:
 
     def _charge(self, chunk: PrefillChunk) -> None:
         """Charges the client for the tokens of a chunk, but only once for tokens that run again after a preemption."""
-        self.waiting.charge(chunk.sequence, max(chunk.end - max(chunk.start, chunk.sequence.num_pooled), 0))
+        self.waiting.charge(chunk.sequence, max(chunk.end - max(chunk.start, chunk.sequence.num_pooled_tokens), 0))
 
     def _allocate(self, sequence: InputSequence) -> Allocation | None:
-        readable = sequence.num_tokens - 1 if sequence.request.needs_last_row else sequence.num_pooled
+        readable = sequence.num_tokens - 1 if sequence.request.needs_last_row else sequence.num_pooled_tokens
         return self._sequence_pool.allocate(sequence.sequence_id, sequence.num_tokens, sequence.block_keys, readable)
 
     def _expire(self, sequences: Iterable[InputSequence], now_s: float, batch: Batch) -> None:

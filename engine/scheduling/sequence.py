@@ -90,7 +90,7 @@ class InputSequence:
         is_long: Whether it runs in chunks, with memory for its whole length.
         is_queued: Whether it waits in the FairQueue, which sets it.
         num_computed_tokens: Tokens at the start that are computed or cached.
-        num_pooled: Pooled tokens. They stay pooled if the sequence is preempted and runs them again.
+        num_pooled_tokens: Pooled tokens. They stay pooled if the sequence is preempted and runs them again.
         chunk: The last chunk that is scheduled or runs. The next chunk must wait for it.
         earlier_chunks: Chunks that run before `chunk`, in order; see ChunkedPrefillManager.allow_next_chunk.
         num_failures: Failures since the last completed chunk.
@@ -109,7 +109,7 @@ class InputSequence:
     is_long: bool = False
     is_queued: bool = False
     num_computed_tokens: int = 0
-    num_pooled: int = 0
+    num_pooled_tokens: int = 0
     chunk: PrefillChunk | None = None
     earlier_chunks: tuple[PrefillChunk, ...] = ()
     num_failures: int = 0

@@ -273,7 +273,7 @@ class Metrics(Collector):
 def _collect_forwards(engines: Sequence[tuple[MeasuredEngine, str]]) -> Iterable[Metric]:
     """Yields the metrics of forwards, long inputs and images."""
     stats = [(core.stats, core.labels) for engine, model in engines for core in _cores(engine, model)]
-    cache_uses = [(use, labels) for s, labels in stats if (use := s.pool_stats) is not None]
+    cache_uses = [(use, labels) for s, labels in stats if (use := s.sequence_pool_stats) is not None]
     images = [(found, (model,)) for engine, model in engines if (found := engine.stats().images) is not None]
     yield from _families(GaugeMetricFamily, _ENGINE_GAUGES, _LABELS, stats)
     yield from _families(CounterMetricFamily, _ENGINE_COUNTERS, _LABELS, stats)

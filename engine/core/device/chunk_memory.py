@@ -94,7 +94,7 @@ class ChunkMemory:
 
         Does not wait: the copy is queued after the forwards that write the states.
         """
-        if self._ssm is None or self._kv is not None or not sequence.num_pooled:
+        if self._ssm is None or self._kv is not None or not sequence.num_pooled_tokens:
             return
         use = self._uses[sequence]
         if use.host_states is not None:

@@ -9,17 +9,19 @@ from ...tables import table
 def test_step_is_counted() -> None:
     stats = DispatcherStats(num_requests=1)
     use = SequencePoolStats(usage=0.5)
-    stats.count(StepResults([], 32, 0.25, pool_stats=use, scheduler_stats=SchedulerStats(2, 64, 5, 400, 1)))
+    stats.count(StepResults([], 32, 0.25, sequence_pool_stats=use, scheduler_stats=SchedulerStats(2, 64, 5, 400, 1)))
     stats.count(
-        StepResults([], 48, 0.5, pool_stats=None, scheduler_stats=SchedulerStats(3, 64, 6, 500, 1, num_images=2))
+        StepResults(
+            [], 48, 0.5, sequence_pool_stats=None, scheduler_stats=SchedulerStats(3, 64, 6, 500, 1, num_images=2)
+        )
     )
     assert (stats.num_batched_tokens_total, stats.num_steps_total, stats.step_s_total) == (80, 2, 0.75)
     assert (stats.num_waiting, stats.num_waiting_tokens, stats.token_budget) == (6, 500, 64)
-    assert (stats.pool_stats, stats.num_images_total) == (None, 2)
+    assert (stats.sequence_pool_stats, stats.num_images_total) == (None, 2)
     histograms = (stats.step_tokens, stats.step_seqs, stats.step_seconds, stats.step_fill)
     assert [histogram.total for histogram in histograms] == [80, 5, 0.75, 0.5 + 0.75]
-    stats.count(StepResults([], 0, 0.0, pool_stats=use))
-    assert stats.pool_stats is use
+    stats.count(StepResults([], 0, 0.0, sequence_pool_stats=use))
+    assert stats.sequence_pool_stats is use
     assert stats.num_steps_total == 2
     stats.count(StepResults([], 8, 0.125))  # without a load
     assert (stats.num_steps_total, stats.token_budget, stats.num_waiting) == (3, 64, 6)

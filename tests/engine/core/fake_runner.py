@@ -297,7 +297,7 @@ class CoreDriver:
         return [message for message in self.messages if isinstance(message, StepResults)]
 
     @property
-    def pool_stats(self) -> SequencePoolStats:
-        use = self.steps[-1].pool_stats
+    def sequence_pool_stats(self) -> SequencePoolStats:
+        use = self.steps[-1].sequence_pool_stats
         assert use is not None
         return use

@@ -236,8 +236,8 @@ def test_chunked_results_equal_whole_results(
         assert_same(run(chunked, inputs[:number]), expected[:number])
         chunked_lengths = {1: LONG[:1], 64: LONG[1:]}.get(chunk_size, LONG)
         num_expected_chunks = sum(length / (chunk_size or 32) for length in chunked_lengths)
-        assert chunked.pool_stats.chunks.completed_chunks >= num_expected_chunks
-        assert chunked.pool_stats.usage == 0
+        assert chunked.sequence_pool_stats.chunks.completed_chunks >= num_expected_chunks
+        assert chunked.sequence_pool_stats.usage == 0
 
 
 @pytest.mark.parametrize("pooling", [PoolingType.ATTENTION, PoolingType.CLS])
@@ -282,8 +282,8 @@ def run_preempted(client: Client, inputs: Sequence[Sequence[int]], task: Pooling
     client.submit_texts(*enumerate(inputs[2:], 2), task=task)
     client.run_all()
     assert not client.failures
-    assert client.pool_stats.chunks.preemptions == 1
-    assert client.pool_stats.usage == 0
+    assert client.sequence_pool_stats.chunks.preemptions == 1
+    assert client.sequence_pool_stats.usage == 0
     return client.vectors(len(inputs))
 
 
@@ -365,7 +365,7 @@ def test_results_equal_with_cached_prefixes(
     cached = client(pooling, prefixes=True, chunk_size=64)
     for _ in range(3):
         assert_same(run(cached, inputs), expected)
-    hits = cached.pool_stats.prefix_hit_tokens_total
+    hits = cached.sequence_pool_stats.prefix_hit_tokens_total
     assert (hits > 0) is (pooling is PoolingType.LAST and not loaded.model.cache_spec.ssm_layers)  # type: ignore[union-attr]
     rows = run(client(chunking=False), inputs, PoolingTask.TOKEN_EMBED)
     assert_same(run(cached, inputs, PoolingTask.TOKEN_EMBED), rows)
@@ -393,4 +393,4 @@ def test_results_equal_after_a_failed_batch(
     assert sorted(fragile.failures) == [len(inputs), len(inputs) + 1]
     assert {kind for kind, _ in fragile.failures.values()} == {"ModelExecutionError"}
     assert_same(fragile.vectors(len(inputs)), expected)
-    assert fragile.pool_stats.usage == 0
+    assert fragile.sequence_pool_stats.usage == 0

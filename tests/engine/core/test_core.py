@@ -55,8 +55,8 @@ def test_model_ready_is_sent_after_warm_up() -> None:
     assert states == [(True, [])]
     ready, metrics = driver.messages
     assert ready == ModelReady(runner.info, runner.tokenizer)
-    assert metrics == StepResults([], 0, 0.0, driver.pool_stats, SchedulerStats(0, 64, 0, 0, 0))
-    assert driver.pool_stats.usage == 0
+    assert metrics == StepResults([], 0, 0.0, driver.sequence_pool_stats, SchedulerStats(0, 64, 0, 0, 0))
+    assert driver.sequence_pool_stats.usage == 0
     assert CoreDriver(FakeRunner()).steps == []
 
 
@@ -199,7 +199,7 @@ def test_prefix_is_computed_once_for_each_namespace() -> None:
         driver.run_all()
     assert runner.batches == [[(number, 0, 0 if number < 3 else 48, 50)] for number in range(6)]
     assert driver.results == {number: {0: [50.0]} for number in range(6)}
-    use = driver.pool_stats
+    use = driver.sequence_pool_stats
     assert (use.prefix_queried_tokens_total, use.prefix_hit_tokens_total) == (6 * 49, 3 * 48)
 
 
@@ -209,16 +209,16 @@ def test_prefix_cache_cleared_amid_a_prompt_stays_empty() -> None:
     driver.run_all()
     driver.submit(2, 150)
     driver.run()
-    assert driver.pool_stats.prefix_hit_tokens_total == 48
+    assert driver.sequence_pool_stats.prefix_hit_tokens_total == 48
     driver.send(clears=[7])
     assert driver.messages[-1] == PrefixCacheCleared(7, 3 + 2)
     driver.run_all()
     driver.submit(3, 150)
     driver.run_all()
-    assert driver.pool_stats.prefix_hit_tokens_total == 48
+    assert driver.sequence_pool_stats.prefix_hit_tokens_total == 48
     driver.submit(4, 150)
     driver.run_all()
-    assert driver.pool_stats.prefix_hit_tokens_total == 48 + 144
+    assert driver.sequence_pool_stats.prefix_hit_tokens_total == 48 + 144
     without_cache = CoreDriver(FakeRunner())
     without_cache.send(clears=[1])
     assert without_cache.messages[-1] == PrefixCacheCleared(1, None)
@@ -265,12 +265,12 @@ def test_step_reports_the_pool_and_the_chunks() -> None:
     driver.submit(1, 160)
     driver.submit(2, 9)
     driver.run()
-    use = driver.pool_stats
+    use = driver.sequence_pool_stats
     assert (use.usage, use.chunk_tokens, use.memory_pressure) == (0.5, 16, 0.0)
     assert (use.chunks.num_running_sequences, use.chunks.completed_chunks) == (1, 1)
     driver.cancel(1)
     driver.run()  # an empty batch reports the free memory
-    use = driver.pool_stats
+    use = driver.sequence_pool_stats
     assert (use.usage, use.chunk_tokens, use.chunks.cancelled_sequences) == (0.0, 0, 1)
     assert (driver.steps[-1].num_tokens, driver.core._next_start()) == (0, NextStart.AFTER_MESSAGE)
 
@@ -297,7 +297,7 @@ def test_deadline_ends_waiting_and_running_requests(loop_clock: Clock) -> None:
     expected = ("DeadlineExceededError", "The deadline passed before the result.")
     assert driver.failures == {1: expected, 2: expected}
     assert driver.results == {3: {0: [5.0]}}
-    assert driver.pool_stats.usage == 0
+    assert driver.sequence_pool_stats.usage == 0
 
 
 def test_request_cancelled_while_it_runs_gets_no_result() -> None:
@@ -308,7 +308,7 @@ def test_request_cancelled_while_it_runs_gets_no_result() -> None:
     driver.run_all()
     assert set(driver.results) == set(driver.finished) == {2}
     assert not driver.failures
-    assert driver.pool_stats.usage == 0
+    assert driver.sequence_pool_stats.usage == 0
     driver.submit(1, 5)
     driver.run_all()
     assert driver.steps[-1].arrays == []

@@ -65,8 +65,8 @@ def test_next_chunk_starts_while_the_previous_one_runs() -> None:
     assert driver.results == {1: {0: [200.0]}}
     assert set(driver.finished) == {1}
     assert sum(step.num_tokens for step in driver.steps) == 200
-    assert driver.pool_stats.chunks.completed_chunks == 4
-    assert driver.pool_stats.usage == 0
+    assert driver.sequence_pool_stats.chunks.completed_chunks == 4
+    assert driver.sequence_pool_stats.usage == 0
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -120,7 +120,7 @@ def test_preemption_waits_for_running_chunks(num_blocks: int, num_slots: int) ->
     assert driver.runner.preempted == [(1, 0)]
     assert id_of(driver.core._running[0].batch.chunks[0].sequence) == (2, 0)
     driver.run_all()
-    assert driver.pool_stats.chunks.preemptions == 1
+    assert driver.sequence_pool_stats.chunks.preemptions == 1
     assert driver.results == {1: {0: [1.0] * 150}, 2: {0: [360.0]}}
 
 
@@ -174,7 +174,7 @@ def test_not_finite_chunk_drops_the_next_one() -> None:
     assert not driver.unfinished_requests
     driver.run_all()
     assert driver.results == {}
-    assert driver.pool_stats.usage == 0
+    assert driver.sequence_pool_stats.usage == 0
     assert driver.runner.sequence_pool.prefix_cache is not None
     assert driver.runner.sequence_pool.prefix_cache.num_cached == 0
 
@@ -189,7 +189,7 @@ def test_failed_start_fails_its_request_alone(num_tokens: int) -> None:
     driver.run_all()
     assert set(driver.failures) == {2}
     assert driver.results == {1: {0: [150.0]}}
-    assert driver.pool_stats.usage == 0
+    assert driver.sequence_pool_stats.usage == 0
 
 
 def test_chunk_without_memory_runs_again_at_half_size() -> None:
@@ -251,7 +251,7 @@ def test_failed_chunk_with_a_successor_fails_its_request() -> None:
     driver.run_all()
     assert set(driver.failures) == {1}
     assert driver.results == {2: {0: [9.0]}}
-    assert driver.pool_stats.usage == 0
+    assert driver.sequence_pool_stats.usage == 0
 
 
 @pytest.mark.parametrize("call", ["begin", "outputs"])

@@ -216,7 +216,7 @@ class CheckedScheduler:
             assert request.request_id in self.scheduler.requests
             assert request.deadline_s is None or request.deadline_s > self.now_s
             if not request.needs_last_row:
-                assert chunk.start <= chunk.sequence.num_pooled, "the pooling misses rows"
+                assert chunk.start <= chunk.sequence.num_pooled_tokens, "the pooling misses rows"
 
     def check(self) -> None:
         """Counts are true; only running sequences hold memory, cancelled ones until their batch has ended."""

@@ -14,7 +14,7 @@ from penstock.engine.scheduling import (
     SsmLayerSpec,
     size_pool,
 )
-from penstock.engine.scheduling.cache_spec import describe_pool
+from penstock.engine.scheduling.cache_spec import describe_sequence_pool
 
 KV = KvLayerSpec(num_kv_heads=2, head_size=4)
 SSM = SsmLayerSpec(conv_shape=(8, 3), ssm_shape=(2, 4, 4))
@@ -70,12 +70,12 @@ def test_impossible_plan_is_rejected() -> None:
 @pytest.mark.parametrize(("is_reserved", "memory"), [(True, "in 5,120 MiB"), (False, "in up to 5,120 MiB, used only")])
 def test_log_states_whether_the_memory_of_the_pool_is_reserved(is_reserved: bool, memory: str) -> None:
     pool = SequencePool(KvCachePool(64, 16), None, enable_prefix_caching=False)
-    line = describe_pool(pool, SchedulerConfig(), 5 << 30, is_reserved=is_reserved)
+    line = describe_sequence_pool(pool, SchedulerConfig(), 5 << 30, is_reserved=is_reserved)
     assert line.startswith(f"the pool holds 1,024 tokens (64 blocks of 16) {memory}")
     assert line.endswith("chunks: of adaptive size; prefix cache: off")
     pool = SequencePool(KvCachePool(64, 16), None, enable_prefix_caching=True)
-    line = describe_pool(pool, SchedulerConfig(chunk_size=1024), 5 << 30, is_reserved=is_reserved)
+    line = describe_sequence_pool(pool, SchedulerConfig(chunk_size=1024), 5 << 30, is_reserved=is_reserved)
     assert line.endswith("chunks: of 1,024 tokens; prefix cache: on")
-    line = describe_pool(pool, SchedulerConfig(enable_chunked_prefill=False), 5 << 20, is_reserved=is_reserved)
+    line = describe_sequence_pool(pool, SchedulerConfig(enable_chunked_prefill=False), 5 << 20, is_reserved=is_reserved)
     assert "5 MiB" in line
     assert "chunks: off" in line

@@ -241,7 +241,9 @@ def test_preempted_ssm_sequence_continues_after_its_last_chunk() -> None:
     checked.add(100, priority=1)
     num_computed = [checked.step(0.0) for _ in range(2)][-1].chunks[0].end
     checked.add(40)
-    assert [(s.sequence_id, s.num_pooled) for s, _ in checked.step(0.0).preempted_sequences] == [((0, 0), num_computed)]
+    assert [(s.sequence_id, s.num_pooled_tokens) for s, _ in checked.step(0.0).preempted_sequences] == [
+        ((0, 0), num_computed)
+    ]
     assert spans(checked.run_all(), 0)[0][0] == num_computed
 
 

@@ -29,7 +29,7 @@ def expressions() -> list[str]:
 
 async def test_dashboard_and_alerts_use_existing_metrics(serving, engine, monkeypatch) -> None:
     stats = engine.stats()
-    stats.pool_stats = SequencePoolStats(usage=0.5, chunks=ChunkMetrics(1, 1))
+    stats.sequence_pool_stats = SequencePoolStats(usage=0.5, chunks=ChunkMetrics(1, 1))
     monkeypatch.setattr(engine, "stats", lambda: stats)
     async with serving(engine) as client:
         await client.post("/v1/embeddings", json={"input": "a"})

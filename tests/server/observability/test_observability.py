@@ -329,7 +329,7 @@ async def test_statistics_of_the_engine_are_in_metrics(client: httpx.AsyncClient
         chunk_tokens=128,
         chunks=chunks,
     )
-    stats = DispatcherStats(num_requests=5, pool_stats=use)
+    stats = DispatcherStats(num_requests=5, sequence_pool_stats=use)
     stats.num_waiting, stats.num_waiting_tokens, stats.token_budget = 7, 300, 2048
     for num_tokens in (8, 1000, 2000):
         stats.step_tokens.observe(num_tokens)

@@ -42,7 +42,7 @@ class Preemption:
             tokens=TokenizedInput(np.arange(NUM_TOKENS, dtype=np.int32)),
             num_tokens=NUM_TOKENS,
             request=Request(0, PoolingParams()),
-            num_pooled=NUM_POOLED,
+            num_pooled_tokens=NUM_POOLED,
         )
         self.chunks = [PrefillChunk(self.sequence, NUM_POOLED, 5)]
         self.allocate(0)
