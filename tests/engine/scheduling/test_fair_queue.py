@@ -131,6 +131,19 @@ def test_idle_clients_are_removed() -> None:
     assert queue.next_sequences(100, 100) == waiting.sequences
 
 
+def test_clients_begin_equal_after_the_queue_was_empty() -> None:
+    queue = FairQueue()
+    requests = [make_request(0, [1_000], client="a"), make_request(1, [10], client="b")]
+    for request in requests:
+        queue.add(request)
+    for sequence in [request.sequences[0] for request in requests]:
+        queue.remove(sequence)
+        queue.charge(sequence, sequence.num_tokens)
+    queue.add(make_request(2, [10, 10], client="c"))
+    queue.add(make_request(3, [10], client="a"))
+    assert [sequence.request.client for sequence in queue.next_sequences(100, 10)] == ["a", "c", "c"]
+
+
 def test_each_lane_gets_half_of_its_share_of_the_queue() -> None:
     queue = FairQueue()
     queue.add(make_request(0, [100] * 10))

@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers.activations import ACT2FN
 
 from penstock.engine.core.loading.weights_loader import load_dense, load_model
-from penstock.engine.executors.torch.layers.linear import _ACTIVATIONS
+from penstock.engine.executors.torch.layers.linear import _ACTIVATIONS, Linear
 from penstock.engine.executors.torch.layers.weights import are_finite
+from penstock.engine.executors.torch.model_heads import AnswerHead
+from penstock.engine.families.spec import AnswerHeadSpec
 from penstock.engine.protocol.errors import UnsupportedModelError, WeightError
 from penstock.engine.protocol.model_info import DenseSpec
 
@@ -213,6 +215,14 @@ def test_dense_modules_equal_torch(activation, form, saved, resolve):
     assert first(rows.bfloat16()).dtype == torch.float32
     expected = narrow(getattr(torch.nn, activation)()(wide(rows)))
     torch.testing.assert_close(second(first(rows)), expected, rtol=0, atol=1e-5)
+
+
+def test_weight_of_an_answer_head_is_not_reordered() -> None:
+    weight = torch.ones(1, 8)
+    spec = AnswerHeadSpec(tokens=(0,), vocab_size=4, size=8, is_difference=False, is_tied=None, scale=1.0, softcap=None)
+    head = AnswerHead(weight, None, spec)
+    is_reordered = [linear._weight_OI.is_mkldnn for linear in (Linear(weight, None), head._out)]
+    assert is_reordered == [torch.backends.mkldnn.is_available(), False]
 
 
 def test_activations_equal_those_of_transformers() -> None:
