@@ -133,7 +133,7 @@ class EventLoopThread:
             raise
 
     def stop(self) -> None:
-        """Ends the thread."""
+        """Stops the event loop and waits until the thread has ended. Work that still runs is not completed."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 

@@ -103,7 +103,7 @@ class DecoderConfig:
 
     @property
     def head_size(self) -> int:
-        """Width of a head."""
+        """Columns of a head of q, k and v."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
@@ -133,7 +133,7 @@ class DecoderConfig:
 
     @property
     def activation(self) -> str:
-        """Activation of the MLP."""
+        """Activation of the MLP, by its name in config.json."""
         return self.hidden_act
 
     @property
@@ -183,7 +183,7 @@ class DecoderConfig:
         return rope
 
     def norm(self, name: str, size: int) -> NormSpec:
-        """Returns a norm of the model."""
+        """Returns an RMS norm with the model's eps. `size`: width of its rows."""
         return NormSpec(name=name, size=size, eps=self.rms_norm_eps, is_rms=True, offset=self.norm_offset)
 
     def attention(self, *, is_causal: bool) -> AttentionSpec:

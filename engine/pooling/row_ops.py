@@ -24,28 +24,28 @@ class Rows(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows and columns."""
+        """[R, W]."""
         ...
 
     @property
     def dtype(self) -> Any:
-        """Type of the numbers."""
+        """A numpy dtype or a torch.dtype."""
         ...
 
     def __getitem__(self, index: int, /) -> Any:
-        """Returns one row."""
+        """Returns row `index`, [W]."""
         ...
 
     def __add__(self, other: Any, /) -> Any:
-        """Adds rows."""
+        """Adds rows of the same shape."""
         ...
 
     def __mul__(self, other: Any, /) -> Any:
-        """Multiplies with a number."""
+        """Multiplies every value with a number."""
         ...
 
     def __truediv__(self, other: Any, /) -> Any:
-        """Divides by a number."""
+        """Divides every value by a number."""
         ...
 
 
@@ -146,11 +146,11 @@ class RowOps(Protocol[R]):
         ...
 
     def to_float64(self, rows: R) -> R:
-        """Returns rows as float64."""
+        """Returns rows of any float type as float64."""
         ...
 
     def copy(self, rows: R) -> R:
-        """Returns a copy."""
+        """Returns a copy that shares no memory with `rows`."""
         ...
 
     def maximum(self, rows: R, others: R) -> R:
@@ -162,7 +162,7 @@ class RowOps(Protocol[R]):
         ...
 
     def pick_columns(self, rows: R, columns: Sequence[int]) -> R:
-        """Returns some columns."""
+        """Returns the columns with these indices, [R, len(columns)]."""
         ...
 
     def concat(self, parts: Sequence[R], axis: int = 0) -> R:

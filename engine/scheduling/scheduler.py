@@ -422,7 +422,6 @@ class Scheduler:
         return arrival_s, request.arrival_number, sequence.index
 
     def _add_short(self, candidates: list[InputSequence], batch: Batch, budget: ForwardBudget) -> None:
-        """Adds the short sequences of this batch."""
         num_chunks = len(batch.chunks)
         for sequence in candidates:
             chunk = self._start_short(sequence, budget)

@@ -52,7 +52,7 @@ class PrefillChunk:
 
     @property
     def sequence_id(self) -> Hashable:
-        """Id of its sequence."""
+        """InputSequence.sequence_id."""
         return self.sequence.sequence_id
 
     @property
@@ -62,7 +62,7 @@ class PrefillChunk:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the chunk."""
+        """Tokens that the forward runs."""
         return self.end - self.start
 
     @property

@@ -124,7 +124,7 @@ class VectorCache:
         return None if self._shared is None else self.secret
 
     async def find(self, keys: Sequence[bytes]) -> CacheHits:
-        """Returns the outputs of the keys in the cache."""
+        """Returns the outputs of the keys that are in memory or on disk."""
         found = ((key, self._memory.get(key)) for key in keys)
         rows = {key: row for key, row in found if row is not None}
         num_in_memory = len(rows)

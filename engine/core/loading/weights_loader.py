@@ -115,7 +115,7 @@ def _load_adapters(info: ModelInfo) -> tuple[AdapterWeights, ...]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Returns the torch dtype of ModelInfo.dtype."""
+    """Returns the torch dtype of ModelInfo.dtype. float32 for "int8": only the products are int8."""
     return _DTYPES[name]
 
 
@@ -164,7 +164,7 @@ class _TorchFile:
 
 
 class _ArrayTensors:
-    """A file of arrays as tensors."""
+    """A TensorFile of tensors that share the memory of the arrays of another one."""
 
     def __init__(self, file: TensorFile[Array]) -> None:
         self._file = file

@@ -54,7 +54,7 @@ class RotaryEmbedding:
         return self._spec.depends_on_length
 
     def __call__(self, batch: PackedBatch) -> Rotation:
-        """Returns the angles of a batch."""
+        """Returns the cosines and sines of the angles of a batch, [T, J] float32."""
         angles_TJ = batch.positions[:, None].float() * self._frequencies(batch)
         cos_TJ, sin_TJ = angles_TJ.cos(), angles_TJ.sin_()
         if self._factor != 1.0:
