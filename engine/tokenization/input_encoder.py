@@ -35,8 +35,8 @@ _INSTRUCTED_PROMPT: Final = re.compile(r"(Instruct: ?)(.*)(\n+Query: ?)", re.DOT
 class InputEncoder:
     """Encodes the inputs of one model. Safe to use from many tasks of one event loop.
 
-    Every method raises InvalidRequestError if there are no inputs or an input has no tokens, and the errors of
-    TokenizerPool.
+    Checks the inputs, chooses the prompt and the limit of tokens, and tokenizes. Every method raises
+    InvalidRequestError if there are no inputs or an input has no tokens, and the errors of TokenizerPool.
 
     Args:
         config: Limits, and the handling of empty and over-long inputs.
@@ -56,7 +56,7 @@ class InputEncoder:
         self._tokenizer = tokenizer
         self._images = images
         self._auto_truncate = config.auto_truncate
-        self._rejects_empty = config.empty_input == "error"
+        self._checks = _InputChecks(info, config)
         self._max_queued_tokens = config.scheduler.max_queued_tokens
         self._long_text = LongText.of(info, tokenizer.special_tokens)
         self.prompt_encoder: PromptEncoder | None = None
@@ -101,7 +101,7 @@ class InputEncoder:
         if positions is not None:
             truncation = replace(truncation, positions=positions)
         tokenized = await self._tokenizer.encode(
-            self._texts(inputs, options, positions),
+            self._checks.texts(inputs, options, positions),
             truncation,
             prompt=self._prompt(options, is_query=params.is_query),
             skip_prompt=not self._info.include_prompt,
@@ -128,7 +128,7 @@ class InputEncoder:
         *,
         param: str | None,
     ) -> list[TokenizedInput]:
-        self._check_inputs(inputs, param, options)
+        self._checks.check_inputs(inputs, param, options)
         truncation = self._truncation(params, param=param)
         tokenized = await encoder.encode(
             inputs,
@@ -150,7 +150,7 @@ class InputEncoder:
         *,
         param: str | None,
     ) -> list[TokenizedInput]:
-        self._check_inputs(inputs, param, options)
+        self._checks.check_inputs(inputs, param, options)
         texts = {index: item for index, item in enumerate(inputs) if index not in images}
         encoded: dict[int, TokenizedInput] = {}
         if texts:
@@ -186,11 +186,11 @@ class InputEncoder:
         """Returns each pair, such as a query and a document, as one sequence."""
         truncation = self._truncation(params, param=param)
         if options.max_passages == 1:  # `passages` has checked its pairs
-            self._check_pairs(pairs)
+            self._checks.check_pairs(pairs)
         if self.prompt_encoder is not None:
             tokenized = await self.prompt_encoder.pairs(pairs, truncation, options.instruction)
         else:
-            texts = self._text_pairs(pairs)
+            texts = self._checks.text_pairs(pairs)
             tokenized = await self._tokenizer.encode_pairs(texts, truncation, instruction=options.instruction)
         self._report_truncated(tokenized, options)
         return self._replace_empty(tokenized, truncation)
@@ -208,7 +208,7 @@ class InputEncoder:
             RequestTooLongError: A document does not fit into its passages and must not be truncated.
         """
         paired = queries if len(queries) == len(documents) else [queries[0]] * len(documents)
-        self._check_pairs(list(zip(paired, documents, strict=True)))
+        self._checks.check_pairs(list(zip(paired, documents, strict=True)))
         truncation = replace(self._truncation(params, param=None), may_truncate=True)
         without_document = await self._without_document(queries, params, options, truncation)
         sizes = [truncation.max_num_tokens - len(tokens) for tokens in without_document]
@@ -239,7 +239,7 @@ class InputEncoder:
             if self.prompt_encoder is not None:
                 return await self._encode_prompts(self.prompt_encoder, ["a"], params, options, param=None)
             return await self._tokenizer.encode(["a"], truncation, prompt=self._prompt(options))
-        pairs = self._text_pairs([(query, "a") for query in queries])
+        pairs = self._checks.text_pairs([(query, "a") for query in queries])
         return await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
 
     def late_chunking(self, params: PoolingParams) -> LateChunking:
@@ -261,7 +261,7 @@ class InputEncoder:
 
     async def join(self, late: LateChunking, inputs: Sequence[Input], options: RequestOptions) -> JoinedText:
         """Returns all inputs as one sequence; see LateChunking.join."""
-        texts = self._texts(inputs, options)
+        texts = self._checks.texts(inputs, options)
         prompt = self._prompt(options) if isinstance(texts[0], str) else ""
         parts, is_complete = await self._tokenizer.encode_parts(texts, late.truncation, prompt=prompt)
         prompt_ids = await self._prompt_ids(prompt)
@@ -272,70 +272,6 @@ class InputEncoder:
     def _report_truncated(self, tokenized: Sequence[TokenizedInput], options: RequestOptions) -> None:
         if options.max_passages == 1:
             options.report_truncated(sum(tokens.is_truncated for tokens in tokenized))
-
-    def _texts(
-        self, inputs: Sequence[Input], options: RequestOptions, positions: Sequence[int] | None = None
-    ) -> list[Text]:
-        """Returns inputs that are all texts. `positions` as in `encode`.
-
-        Raises InvalidRequestError if there is no input, or an input is empty, an image or a media file.
-        """
-        if not inputs:
-            raise InvalidRequestError("Give at least one input.", param="input")
-        texts: list[Text] = []
-        for index, item in zip(positions or range(len(inputs)), inputs, strict=True):
-            if isinstance(item, ImageInput | MixedInput):
-                raise self._image_error(item, index)
-            if isinstance(item, str) and options.max_passages == 1:
-                self._check_text(item, index, "input")
-            texts.append(item)
-        return texts
-
-    def _check_inputs(self, inputs: Sequence[Input], param: str | None, options: RequestOptions) -> None:
-        """Raises InvalidRequestError if there is no input, or a text is empty or a media file."""
-        if not inputs:
-            raise InvalidRequestError("Give at least one input.", param="input")
-        for index, item in enumerate(inputs):
-            if isinstance(item, str) and options.max_passages == 1:
-                self._check_text(item, index, param or "input")
-
-    def _text_pairs(self, pairs: Sequence[tuple[TextOrImage, TextOrImage]]) -> list[tuple[str, str]]:
-        """Returns pairs that are all pairs of texts. Raises InvalidRequestError for an image."""
-        texts: list[tuple[str, str]] = []
-        for index, (left, right) in enumerate(pairs):
-            if not isinstance(left, str) or not isinstance(right, str):
-                raise self._image_error(right if isinstance(left, str) else left, index)
-            texts.append((left, right))
-        return texts
-
-    def _check_pairs(self, pairs: Sequence[tuple[TextOrImage, TextOrImage]]) -> None:
-        """Raises InvalidRequestError if there is no pair, or a text is empty or a media file."""
-        if not pairs:
-            raise InvalidRequestError("Give at least one input.", param="input")
-        for index, pair in enumerate(pairs):
-            for item, param in zip(pair, ("text_1", "text_2"), strict=True):
-                if isinstance(item, str):
-                    self._check_text(item, index, param)
-
-    def _image_error(self, item: Input, index: int) -> InvalidRequestError:
-        image = item.images[0] if isinstance(item, MixedInput) else item
-        assert isinstance(image, ImageInput)
-        if self._info.reads_images:
-            reason = "has an image beside a text, but the model embeds each alone. Send them as separate inputs"
-            return image.error(index, reason)
-        return image.error(index, f"is an image, but {self._info.name} reads only text. Send text")
-
-    def _check_text(self, text: str, index: int, param: str) -> None:
-        if self._rejects_empty and (not text or text.isspace()):
-            raise InvalidRequestError(
-                f"Input {index} is empty. Send some text, or start the server with --empty-input embed.",
-                param=param,
-            )
-        if text.startswith("data:") and (match := _MEDIA.match(text)):
-            remedy = "but the model only reads text. Send text"
-            if self._info.reads_images:
-                remedy = 'sent as a text. The model reads texts and images: send {"image": ...}'
-            raise InvalidRequestError(f"Input {index} is a data URI of {match[1]}, {remedy}.", param=param)
 
     def _replace_empty(self, tokenized: list[TokenizedInput], truncation: Truncation) -> list[TokenizedInput]:
         """Replaces inputs without tokens by the end token. Raises InvalidRequestError if the tokenizer has none."""
@@ -391,6 +327,82 @@ class InputEncoder:
         return Truncation(
             max_num_tokens=limit, may_truncate=may_truncate, side=params.truncation_side, param=param, name=name
         )
+
+
+class _InputChecks:
+    """Checks the inputs of one model. Every method raises InvalidRequestError.
+
+    Empty texts are rejected with `--empty-input error` only. With passages, `check_pairs` has checked the texts before
+    they are split, and the other methods do not check them again.
+    """
+
+    def __init__(self, info: ModelInfo, config: EngineConfig) -> None:
+        self._info = info
+        self._rejects_empty = config.empty_input == "error"
+
+    def texts(
+        self, inputs: Sequence[Input], options: RequestOptions, positions: Sequence[int] | None = None
+    ) -> list[Text]:
+        """Returns inputs that are all texts. Rejects an empty list, images, empty texts and media files.
+
+        `positions` as in InputEncoder.encode.
+        """
+        if not inputs:
+            raise InvalidRequestError("Give at least one input.", param="input")
+        texts: list[Text] = []
+        for index, item in zip(positions or range(len(inputs)), inputs, strict=True):
+            if isinstance(item, ImageInput | MixedInput):
+                raise self._image_error(item, index)
+            if isinstance(item, str) and options.max_passages == 1:
+                self._check_text(item, index, "input")
+            texts.append(item)
+        return texts
+
+    def check_inputs(self, inputs: Sequence[Input], param: str | None, options: RequestOptions) -> None:
+        """Rejects an empty list, empty texts and media files."""
+        if not inputs:
+            raise InvalidRequestError("Give at least one input.", param="input")
+        for index, item in enumerate(inputs):
+            if isinstance(item, str) and options.max_passages == 1:
+                self._check_text(item, index, param or "input")
+
+    def text_pairs(self, pairs: Sequence[tuple[TextOrImage, TextOrImage]]) -> list[tuple[str, str]]:
+        """Returns pairs that are all pairs of texts. Rejects images."""
+        texts: list[tuple[str, str]] = []
+        for index, (left, right) in enumerate(pairs):
+            if not isinstance(left, str) or not isinstance(right, str):
+                raise self._image_error(right if isinstance(left, str) else left, index)
+            texts.append((left, right))
+        return texts
+
+    def check_pairs(self, pairs: Sequence[tuple[TextOrImage, TextOrImage]]) -> None:
+        """Rejects an empty list, empty texts and media files."""
+        if not pairs:
+            raise InvalidRequestError("Give at least one input.", param="input")
+        for index, pair in enumerate(pairs):
+            for item, param in zip(pair, ("text_1", "text_2"), strict=True):
+                if isinstance(item, str):
+                    self._check_text(item, index, param)
+
+    def _image_error(self, item: Input, index: int) -> InvalidRequestError:
+        image = item.images[0] if isinstance(item, MixedInput) else item
+        assert isinstance(image, ImageInput)
+        if self._info.reads_images:
+            reason = "has an image beside a text, but the model embeds each alone. Send them as separate inputs"
+            return image.error(index, reason)
+        return image.error(index, f"is an image, but {self._info.name} reads only text. Send text")
+
+    def _check_text(self, text: str, index: int, param: str) -> None:
+        if self._rejects_empty and (not text or text.isspace()):
+            raise InvalidRequestError(
+                f"Input {index} is empty. Send some text, or start the server with --empty-input embed.",
+                param=param,
+            )
+        if text.startswith("data:") and (match := _MEDIA.match(text)):
+            remedy = "but the model only reads text. Send text"
+            if self._info.reads_images:
+                remedy = 'sent as a text. The model reads texts and images: send {"image": ...}'
+            raise InvalidRequestError(f"Input {index} is a data URI of {match[1]}, {remedy}.", param=param)
 
 
 def images_in(inputs: Sequence[object]) -> dict[int, ImageInput]:
