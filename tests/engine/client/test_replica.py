@@ -186,6 +186,17 @@ async def test_finished_inputs_leave_the_queue_of_their_replica(two: Dispatcher,
     assert cores[0].cancelled == [0]
 
 
+async def test_late_results_of_cancelled_requests_are_ignored(two: Dispatcher, cores: list[FakeCore]) -> None:
+    tasks = [await begin(two, 60), await begin(two, 1)]
+    for task in tasks:
+        task.cancel()
+    cores[0].answer()
+    for _ in range(2):
+        cores[1].replica.receive(RequestFailed(1, "ModelExecutionError", "boom"), [])
+    await loop_iterations()
+    assert all(task.cancelled() for task in tasks)
+
+
 async def test_large_request_is_divided_and_joined_in_order(two: Dispatcher, cores: list[FakeCore]) -> None:
     lengths = [300, 200, 150, 400, 256, 344]
     times = StageTimes()

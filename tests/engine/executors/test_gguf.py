@@ -113,24 +113,11 @@ def test_gguf_of_jina_bert_equals_its_reference(executor, load, resolve, pack, s
     assert_close(model.forward(pack(sequences)).hidden_states, expected, 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "class_name", "config", "values", "rope"),
-    [
-        (
-            *("qwen3", "Qwen3Model", DECODER),
-            {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
-            {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
-        ),
-        (
-            *("nomic-bert", "NomicBertModel", SIZES),
-            {"rope.freq_base": 50.0},
-            {"rope_type": "default", "rope_theta": 50.0},
-        ),
-    ],
-)
+@cases(__file__, "architecture", "class_name", "values", "rope")
 def test_rope_of_gguf_is_read(
-    architecture, class_name, config, values, rope, save_gguf, load_on_torch, resolve, pack, sequences
+    architecture, class_name, values, rope, save_gguf, load_on_torch, resolve, pack, sequences
 ):
+    config = DECODER if architecture == "qwen3" else SIZES
     path, reference = save_gguf(architecture, class_name, config | {"rope_parameters": rope}, **values)
     rows = load_on_torch(resolve(path)).forward(pack(sequences)).hidden_states
     assert_close(rows, rows_of(reference, sequences))

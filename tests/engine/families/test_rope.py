@@ -23,3 +23,11 @@ def test_rotary_table_is_scaled_by_the_attention_factor() -> None:
         rope_type="yarn", theta=500.0, size=12, max_positions=256, options={"factor": 4.0, "attention_factor": 1.5}
     )
     np.testing.assert_array_equal(spec.table(3)[0], [1.5] * 6 + [0.0] * 6)
+
+
+def test_long_factors_are_for_texts_above_the_training_length() -> None:
+    options = {"original_max_position_embeddings": 64, "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
+    spec = RopeSpec(rope_type="longrope", theta=500.0, size=4, max_positions=256, options=options)
+    frequencies = {length: spec.frequencies(spec.stage(length))[0].tolist() for length in (1, 64, 65, 256)}
+    assert frequencies[1] == frequencies[64] == spec.frequencies(64)[0].tolist()
+    assert frequencies[65] == frequencies[256] == spec.frequencies(65)[0].tolist()

@@ -36,13 +36,7 @@ def test_plain_model_has_no_adapters(tmp_path: Path) -> None:
     assert info.task_adapters == ()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"lora_adaptations": list(JINA_TASKS)},
-        {"model_type": "jina_embeddings_v3", "architectures": ["JinaEmbeddingsV3Model"]},
-    ],
-)
+@cases(__file__, "change")
 def test_config_or_family_names_the_adapters(change: dict[str, object], tmp_path: Path) -> None:
     info = resolve(write(tmp_path, {"config.json": BERT | change}))
     assert names_of(info) == JINA_TASKS

@@ -205,6 +205,7 @@ async def test_settings_of_each_library_are_read(
         marker if marker in multi_vector.markers else "" for marker in PYLATE.markers
     ]
     longest = max(multi_vector.document_length or 0, multi_vector.max_num_tokens(is_query=True) or 0)
+    assert (folder / "modules.json").exists() or not any("modules" in source for source in info.sources.values())
     assert info.max_model_len == longest if multi_vector.document_length else info.max_model_len >= 15
 
 

@@ -78,6 +78,7 @@ def test_files_are_private(tmp_path: Path) -> None:
     DiskTier(folder, MIB).close()
     paths = [folder, *folder.rglob("*")]
     assert {path.name for path in paths} == {"cache", "lock", "secret", "vectors-1", "data.mdb", "lock.mdb"}
+    assert (folder / "vectors-1" / "lock.mdb").stat().st_size == 64 * 1024  # allocated, for 1,000 threads
     for path in paths:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 

@@ -141,6 +141,17 @@ def test_time_of_overlapping_forwards_counts_once(library, save_model, resolve, 
     assert [time.seconds for time in runner.arrays.take_times()] == [4.0, 4.0]
 
 
+def test_limits_follow_the_library(library, save_model, resolve, inputs, monkeypatch):
+    info = bert(save_model, resolve)
+    for min_part_tokens, expected in ((12, 48), (13, 52)):
+        monkeypatch.setattr(ArrayEncoder, "min_part_tokens", min_part_tokens)
+        runner = Runners(info, library, inputs).arrays
+        assert runner.limits.min_batch_tokens == expected
+    for num_free in (0, 1):
+        monkeypatch.setattr(CpuLibrary, "num_free", num_free)
+        assert runner.has_capacity == bool(num_free)
+
+
 @pytest.mark.parametrize("activation", list(DENSE_ACTIVATIONS))
 def test_dense_modules_equal_torch(activation, library, save_model, resolve, inputs):
     folder, _ = save_model("BertModel", **SIZES)

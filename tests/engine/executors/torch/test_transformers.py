@@ -85,11 +85,7 @@ def test_token_types_reach_the_model(save_model, resolve, pack, sequences):
 
 
 @pytest.mark.parametrize(
-    ("class_name", "config"),
-    [
-        pytest.param("HeliumForSequenceClassification", HELIUM, id="helium"),
-        pytest.param("GPT2ForSequenceClassification", GPT2, id="gpt2-without-padding-token"),
-    ],
+    ("class_name", "config"), [("HeliumForSequenceClassification", HELIUM), ("GPT2ForSequenceClassification", GPT2)]
 )
 def test_score_head_runs_after_pooling(class_name, config, save_model, resolve, pack, sequences):
     folder, reference = save_model(class_name, **config)
