@@ -16,7 +16,12 @@ MAX_INTEGER: Final = 2**53 - 1
 
 _STRING: Final[JsonSchema] = {"type": "string"}
 NON_EMPTY_STRING: Final[JsonSchema] = {"type": "string", "minLength": 1}
-_TEXT_OBJECT: Final[JsonSchema] = {"type": "object", "required": ["text"], "properties": {"text": _STRING}}
+_TEXT_OBJECT: Final[JsonSchema] = {
+    "type": "object",
+    "required": ["text"],
+    "properties": {"text": _STRING},
+    "additionalProperties": {"type": "null"},
+}
 _NON_EMPTY_TEXT_OBJECT: Final[JsonSchema] = {**_TEXT_OBJECT, "properties": {"text": NON_EMPTY_STRING}}
 _TEXT_PART: Final[JsonSchema] = {
     "type": "object",
