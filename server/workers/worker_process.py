@@ -75,7 +75,7 @@ class WorkerProcess:
         self._hang_timeout_s = hang_timeout_s
         self._process: asyncio.subprocess.Process | None = None
         self._channel: Channel[FromWorker] | None = None
-        self._connection_sender: ConnectionSender | None = None
+        self._connection_sender: ConnectionSender  # of the running process
         self._watch: asyncio.TimerHandle | asyncio.Task[None] | None = None  # of the start, then of the heartbeat
         self._metrics_requests: dict[int, asyncio.Future[None]] = {}
         self._last_request_id = 0
@@ -115,10 +115,9 @@ class WorkerProcess:
         return channel.send if channel is not None else lambda _: None
 
     def open(self) -> None:
-        """Passes connections to the process from now on."""
-        if self._connection_sender is not None:
-            for acceptor in self._acceptors:
-                acceptor.add(self._connection_sender)
+        """Passes connections to the running process from now on."""
+        for acceptor in self._acceptors:
+            acceptor.add(self._connection_sender)
 
     async def update_metrics(self, timeout_s: float) -> None:
         """Waits for new metrics. Keeps the last ones if the process does not answer in time."""
@@ -167,7 +166,7 @@ class WorkerProcess:
         try:
             code = await process.wait()
         finally:
-            self._channel = self._connection_sender = None
+            self._channel = None
             self._end_watch()
             for acceptor in self._acceptors:
                 acceptor.remove(connection_sender)

@@ -135,6 +135,7 @@ async def test_loaded_and_failed_models_are_reported(make_engine, monkeypatch: p
     expected = [EngineChanged(0, "status"), ModelLoaded(0, "ready")]
     expected += [ModelNotLoaded(1, "InvalidRequestError", "no weights"), ModelNotLoaded(2, "ModelLoadError", "a bug")]
     assert sent == [*expected, EngineChanged(1, "new")]
+    assert supervised._named_engines() == [(made[0][0], "good")]
     await supervised.manager.unload(supervised.manager.entries[0])
     assert 0 < made[0][0].drain.call_args.args[0] <= 7
     await supervised.send_model(0, sent.append)

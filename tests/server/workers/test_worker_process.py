@@ -113,7 +113,6 @@ async def test_end_of_a_process_ends_its_heartbeat_and_questions(worker, pauses,
     worker.stop(15)
     await asyncio.wait_for(running, 120)
     assert (first.signals, second.signals, worker._on_end.call_count) == ([], [15], 2)
-    worker.open()
     await asyncio.wait_for(worker.update_metrics(120), 30)  # no process is left
     acceptor.add.assert_called_once()
     assert not worker._metrics_requests
