@@ -76,6 +76,8 @@ async def test_long_bodies_and_many_requests_are_accepted() -> None:
         answer = await exchange(port, whole, body, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + LAST)
         assert answer.count(b"HTTP/1.1 200 ") == 3
         assert answer.count(b"z") == len(body) + MAX_OVERHEAD_BYTES // 4
+        answer = await exchange(port, whole[:-2] + b"Expect: 100-continue\r\n\r\n", body + LAST)
+        assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ")
         for upgrade in (b"", b"Connection: upgrade\r\nUpgrade: h2c\r\n"):
             request = b"GET / HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n"
             number = MAX_OVERHEAD_BYTES // len(request) + 9
