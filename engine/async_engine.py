@@ -253,7 +253,9 @@ class AsyncEngine:
     ) -> TokenResult:
         """Returns a vector for every token of each input; multi-vector models omit some tokens."""
         result = await self._combined.embed(inputs, (PoolingTask.TOKEN_EMBED,), params, options)
-        return TokenResult(result.vectors or [], result.token_ids or [], result.num_tokens)
+        assert result.vectors is not None, "the task was requested"
+        assert result.token_ids is not None, "the task was requested"
+        return TokenResult(result.vectors, result.token_ids, result.num_tokens)
 
     async def sparse_embed(
         self, inputs: Sequence[Input], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS

@@ -24,7 +24,7 @@ from .http.image_fetcher import AllowedHost, ImageFetcher
 from .middleware.auth import ApiKeyStore, AuthMiddleware
 from .middleware.error_handlers import ERROR_HANDLERS, UnexpectedErrorMiddleware
 from .middleware.rejection_queue import RejectionQueue
-from .middleware.requests import JsonDispatcher, RequestMiddleware, end_at_shutdown
+from .middleware.requests import JsonDispatcher, RequestMiddleware, reject_at_shutdown
 from .models.model_entry import ModelMetrics
 from .models.model_manager import ModelLimits, ModelManager
 from .models.served_model import ServedModel
@@ -259,13 +259,13 @@ class Application(DocumentedApp):
         count_request = nullcontext if batches is None else batches.traffic.running
         self.dispatcher = JsonDispatcher(self.call_fastapi, self.exception_handlers, context, count_request)
         app: ASGIApp = self.dispatcher
-        end_request: ASGIApp = end_at_shutdown
+        at_shutdown: ASGIApp = reject_at_shutdown
         if keys is not None and any(each.are_required for each in keys):
             app = AuthMiddleware(app, *keys)
         if cors_origins:
             app = _cors(app, cors_origins)
-            end_request = _cors(end_request, cors_origins)
-        self.outer_middleware = RequestMiddleware(app, routes, observers, rejections, end_request)
+            at_shutdown = _cors(at_shutdown, cors_origins)
+        self.outer_middleware = RequestMiddleware(app, routes, observers, rejections, at_shutdown)
 
     def reload_keys(self) -> None:
         """Reads the files of API keys and admin keys again."""

@@ -51,7 +51,7 @@ class RouteOptions(TypedDict, total=False):
     runs_model: bool
     batch_use: BatchUse
     by_key: Mapping[str, Dialect]
-    ends_with_client: bool
+    cancels_on_disconnect: bool
     is_probe: bool
     tags: list[str | Enum] | None
     responses: Responses
@@ -76,7 +76,7 @@ class Route(APIRoute):
         runs_model: Whether its requests wait for a forward. Such requests are rejected before their body is read if
             the engine is full, have a deadline, and take precedence over batches.
         by_key: Body keys that select a dialect other than `dialect`.
-        ends_with_client: Whether the request is cancelled when its client disconnects.
+        cancels_on_disconnect: Whether the request is cancelled when its client disconnects.
         is_probe: Whether it is a health check, called every few seconds: not logged, not traced.
         options: Arguments of APIRoute.
 
@@ -94,7 +94,7 @@ class Route(APIRoute):
         runs_model: bool = False,
         batch_use: BatchUse = BatchUse.NONE,
         by_key: Mapping[str, Dialect] | None = None,
-        ends_with_client: bool = True,
+        cancels_on_disconnect: bool = True,
         is_probe: bool = False,
         **options: Any,
     ) -> None:
@@ -103,7 +103,7 @@ class Route(APIRoute):
         self.runs_model = runs_model
         self.batch_use = batch_use
         self.by_key = by_key or {}
-        self.ends_with_client = ends_with_client
+        self.cancels_on_disconnect = cancels_on_disconnect
         self.is_probe = is_probe
         super().__init__(path, endpoint, generate_unique_id_function=operation_id, **options)
         annotation = None if self.body_field is None else get_type_hints(endpoint, include_extras=True)["body"]

@@ -336,7 +336,7 @@ class Replica:
         self._send: SendToEngine | None = None
         self._outgoing = ClientMessageBuilder()
         self._runs: dict[int, ReplicaRun] = {}
-        self._clearings: dict[int, asyncio.Future[int | None]] = {}
+        self._resets: dict[int, asyncio.Future[int | None]] = {}
         self._ids = ids
 
     @property
@@ -356,9 +356,9 @@ class Replica:
         self._outgoing = ClientMessageBuilder()
         for request_id in list(self._runs):
             self._settle(request_id, EngineUnavailableError(f"The request was lost: {reason}. Please try again."))
-        for clearing in self._clearings.values():
-            if not clearing.done():
-                clearing.set_exception(EngineUnavailableError(f"The engine of the prefix cache ended: {reason}."))
+        for reset in self._resets.values():
+            if not reset.done():
+                reset.set_exception(EngineUnavailableError(f"The engine of the prefix cache ended: {reason}."))
 
     async def run(
         self,
@@ -429,13 +429,13 @@ class Replica:
         """
         self._check_live()
         request_id = next(self._ids)
-        clearing: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        self._clearings[request_id] = clearing
+        reset: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._resets[request_id] = reset
         try:
-            self._next_message().clears.append(request_id)
-            return await clearing
+            self._next_message().resets.append(request_id)
+            return await reset
         finally:
-            del self._clearings[request_id], clearing  # an error in the future would refer to this frame
+            del self._resets[request_id], reset  # an error in the future would refer to this frame
 
     def receive(self, message: FromCore, frames: Sequence[Frame]) -> None:
         """Handles the results of a step, the failure of a request, or the result of `reset_prefix_cache`."""
@@ -447,9 +447,9 @@ class Replica:
                 self._settle(message.request_id, kind(message.message, param=message.param))
                 return
             case PrefixCacheCleared():
-                clearing = self._clearings.get(message.request_id)
-                if clearing is not None and not clearing.done():
-                    clearing.set_result(message.num_blocks)
+                reset = self._resets.get(message.request_id)
+                if reset is not None and not reset.done():
+                    reset.set_result(message.num_blocks)
                 return
             case _:
                 raise TypeError(f"{type(message).__name__} is not for a Replica")
@@ -510,10 +510,10 @@ class Replica:
             error = ModelExecutionError("The request could not be sent to the engine.")
             for request in outgoing.requests:
                 self._settle(request.request_id, error)
-            for request_id in outgoing.clears:
-                clearing = self._clearings.get(request_id)
-                if clearing is not None and not clearing.done():
-                    clearing.set_exception(error)
+            for request_id in outgoing.resets:
+                reset = self._resets.get(request_id)
+                if reset is not None and not reset.done():
+                    reset.set_exception(error)
 
     def _settle(self, request_id: int, error: EngineError | None) -> None:
         run = self._runs.pop(request_id, None)

@@ -227,7 +227,7 @@ class EngineCore:
                     self._send_failure(request, failure)
             for request_id in message.cancels:
                 self._cancel(request_id)
-            for request_id in message.clears:
+            for request_id in message.resets:
                 num_blocks = self._runner.sequence_pool.reset_prefix_cache()
                 self._send(PrefixCacheCleared(request_id, num_blocks), [])
             should_wake = self._is_waiting_for_message or self._has_freed_memory

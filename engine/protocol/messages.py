@@ -99,7 +99,7 @@ class ClientMessage(msgspec.Struct, tag=True):
         query_shapes: Rows and columns of each query (TokenizedInput.query_vectors).
         grids: Patches, rows and columns of patches, and bytes of a patch, of each image (TokenizedInput.images).
         cancels: Ids of requests to cancel.
-        clears: Ids of requests to empty the prefix cache. The core sends PrefixCacheCleared for each. Running
+        resets: Ids of requests to empty the prefix cache. The core sends PrefixCacheCleared for each. Running
             requests continue.
     """
 
@@ -111,7 +111,7 @@ class ClientMessage(msgspec.Struct, tag=True):
     query_shapes: list[tuple[int, int]] = []
     grids: list[tuple[int, int, int, int]] = []
     cancels: list[int] = []
-    clears: list[int] = []
+    resets: list[int] = []
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
@@ -353,17 +353,17 @@ class ClientMessageBuilder:
     Attributes:
         requests: Requests to submit.
         cancels: Ids of requests to cancel.
-        clears: Ids of requests to empty the prefix cache.
+        resets: Ids of requests to empty the prefix cache.
     """
 
     requests: list[SubmitRequest] = field(default_factory=list)
     cancels: list[int] = field(default_factory=list)
-    clears: list[int] = field(default_factory=list)
+    resets: list[int] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to send."""
-        return not (self.requests or self.cancels or self.clears)
+        return not (self.requests or self.cancels or self.resets)
 
     def pack(self) -> tuple[ClientMessage, Frame]:
         """Returns the message and its frame. There must be something to send."""
@@ -404,7 +404,7 @@ class ClientMessageBuilder:
         arrays += [np.ascontiguousarray(query, np.float32).view(np.int32).ravel() for query in queries.values()]
         arrays += [_as_int32(image.pixels) for image in images.values()]
         frame = memoryview(np.concatenate(arrays, dtype=np.int32)).cast("B") if arrays else b""
-        any_id = next(iter(self.cancels or self.clears or [self.requests[0].request_id]))
+        any_id = next(iter(self.cancels or self.resets or [self.requests[0].request_id]))
         message = ClientMessage(
             connection_number=connection_number_of(any_id),
             params=list(params),
@@ -414,7 +414,7 @@ class ClientMessageBuilder:
             query_shapes=[query.shape for query in queries.values()],
             grids=[(len(image.pixels), *image.grid, image.pixels.shape[1]) for image in images.values()],
             cancels=self.cancels,
-            clears=self.clears,
+            resets=self.resets,
         )
         return message, frame
 

@@ -397,7 +397,7 @@ def num_unacknowledged(transport: asyncio.BaseTransport) -> int:
     before the buffer of this process shrinks.
     """
     number = array("i", [0])
-    with contextlib.suppress(OSError):  # the socket is closing, or the system lacks TIOCOUTQ
+    with contextlib.suppress(OSError, ValueError):  # the system lacks TIOCOUTQ, or the socket is closed: fileno is -1
         fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, number)
     return number[0]
 

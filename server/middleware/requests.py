@@ -62,16 +62,15 @@ class RequestMiddleware:
 
     Aliases are served without a redirect, because clients do not follow a redirect of a POST. The id is the client's
     x-request-id or a new one. It is stored in the RequestState, where the body may replace it, and returned in the
-    response.
-    Server-Timing has the times of the stages. A response with status 429 waits in the RejectionQueue; by then the
-    application has released the request.
+    response. Server-Timing has the times of the stages. A response with status 429 waits in the RejectionQueue; by then
+    the application has released the request.
 
     Args:
         app: The next middleware.
         routes: Finds the route of a request.
         observers: Called with the record of every request, at its start and after its response.
         rejections: Delays responses with status 429.
-        end_request: Responds to a request that is cancelled at the end of the drain.
+        at_shutdown: Responds to a request that is cancelled at the end of the drain.
     """
 
     def __init__(
@@ -80,10 +79,10 @@ class RequestMiddleware:
         routes: RouteTable,
         observers: ObserverGroup,
         rejections: RejectionQueue,
-        end_request: ASGIApp,
+        at_shutdown: ASGIApp,
     ) -> None:
         self.app = app
-        self.end_request = end_request
+        self.at_shutdown = at_shutdown
         self.routes = routes
         self.observers = observers
         self.rejections = rejections
@@ -130,7 +129,7 @@ class RequestMiddleware:
             if record.has_started:
                 raise
             _uncancel()
-            await self.end_request(scope, receive, send_or_delay)
+            await self.at_shutdown(scope, receive, send_or_delay)
         finally:
             STAGE_TIMES.reset(stages_token)
             record.end()
@@ -168,7 +167,7 @@ def _start_response(head: Message, record: RequestRecord) -> Message:
     return {**head, "headers": [*head.get("headers", ()), *headers]}
 
 
-async def end_at_shutdown(scope: Scope, receive: Receive, send: Send) -> None:
+async def reject_at_shutdown(scope: Scope, receive: Receive, send: Send) -> None:
     """Sends the 503 of a request that did not finish within the drain timeout."""
     state = state_of(scope)
     extra = request_fields(state)
@@ -198,7 +197,8 @@ class JsonDispatcher:
     Args:
         app: Handles all other requests.
         error_handlers: Maps an exception class to a function that builds the response.
-        count_request: Counts a request of a client that runs a model while its function runs; see ClientTraffic.
+        count_request: Context manager for the call of a function that runs a model, unless it is for a line of a batch;
+            see ClientTraffic.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class JsonDispatcher:
                 body = await (reading if state.timeout_s is None else self._before_deadline(request, reading))
                 with (
                     self._count_request() if route.runs_model and not state.is_batch_line else nullcontext(),
-                    DisconnectMonitor(request) if route.ends_with_client else nullcontext(),
+                    DisconnectMonitor(request) if route.cancels_on_disconnect else nullcontext(),
                 ):
                     response = await route.endpoint(body=body, request=request)
             except Exception as error:  # errors without a handler are unexpected
@@ -281,14 +281,15 @@ class JsonDispatcher:
 
         Parses the first PEEK_BYTES bytes of the first part of the body, and looks for the keys of dialects at the top
         level. The route's dialect applies if no key is found, if these bytes are not the start of a JSON object, if
-        they take more than PEEK_S seconds, or if the client waits for `100 Continue`. Raises LimitError 413 if the
-        body is too large.
+        they take more than PEEK_S seconds or the timeout of the request, or if the client waits for `100 Continue`.
+        Raises LimitError 413 if the body is too large.
         """
         self._admission.content_length(request.scope)
         if not route.by_key or _expects_continue(request.scope):
             return
+        timeout_s = state_of(request.scope).timeout_s
         try:
-            async with asyncio.timeout(PEEK_S):
+            async with asyncio.timeout(min(PEEK_S, timeout_s or PEEK_S)):
                 part, _ = await receive_part(request.scope, request.receive)
         except TimeoutError:
             return

@@ -130,7 +130,7 @@ async def delete_file(request: Request, file_id: FileId) -> Response:
     return json_response({"id": file_id, "object": "file", "deleted": True})
 
 
-@router.post("/v1/batches", ends_with_client=False, response_model=BatchObject)
+@router.post("/v1/batches", cancels_on_disconnect=False, response_model=BatchObject)
 async def create_batch(body: BatchRequest, request: Request) -> Response:
     """Creates a batch that runs the requests of a file, one at a time, while the model has no other requests."""
     return json_response((await _batches(request).create(body, _owner(request))).to_openai())

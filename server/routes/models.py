@@ -114,7 +114,7 @@ async def get_model(name: str, request: Request) -> Response:
     return json_response(_card(context, context.models.describe(name)))
 
 
-@admin_router.post("/models/load", ends_with_client=False, access=Access.ADMIN_KEY, response_model=ModelCard)
+@admin_router.post("/models/load", cancels_on_disconnect=False, access=Access.ADMIN_KEY, response_model=ModelCard)
 async def load(body: ModelRequest, request: Request) -> Response:
     """Loads a model and responds when it is ready. Other on-demand models may be unloaded to free memory."""
     context = context_of(request)
@@ -122,7 +122,7 @@ async def load(body: ModelRequest, request: Request) -> Response:
     return json_response(_card(context, context.models.describe(body.model)))
 
 
-@admin_router.post("/models/unload", ends_with_client=False, access=Access.ADMIN_KEY, response_model=ModelCard)
+@admin_router.post("/models/unload", cancels_on_disconnect=False, access=Access.ADMIN_KEY, response_model=ModelCard)
 async def unload(body: ModelRequest, request: Request) -> Response:
     """Unloads a model, even a pinned one, after its running requests. The next request loads it again."""
     context = context_of(request)

@@ -77,7 +77,7 @@ async def test_routes_answer_401_without_a_key_unless_listed_as_open(full_app: A
 async def test_admin_routes_accept_the_admin_key_only(full_app: Application) -> None:
     admin = {route.path for _, route in requests_of(full_app) if route.access is Access.ADMIN_KEY}
     assert admin == {"/models/load", "/models/unload"}
-    lasting = {route.path for _, route in requests_of(full_app) if not route.ends_with_client}
+    lasting = {route.path for _, route in requests_of(full_app) if not route.cancels_on_disconnect}
     assert lasting == admin | {"/v1/batches"}
     for path in admin:
         assert await status_of(full_app, "POST", path, "user") == 401

@@ -23,7 +23,7 @@ class FakeCore:
         self.requests: list[SubmitRequest] = []
         self.waiting: dict[int, Sequence[TokenizedInput]] = {}
         self.cancelled: list[int] = []
-        self.clears: list[int] = []
+        self.resets: list[int] = []
         replica.connect(self.send)
 
     def send(self, first: bytes, frames: Sequence[Frame]) -> None:
@@ -32,7 +32,7 @@ class FakeCore:
         self.requests += requests
         self.waiting |= {each.request_id: each.inputs for each in requests}
         self.cancelled += message.cancels
-        self.clears += message.clears
+        self.resets += message.resets
 
     def answer(self, *inputs: tuple[int, int], seconds: float = 0.0) -> None:
         """Sends the results of inputs, by request and index, in one message; by default of all that wait."""

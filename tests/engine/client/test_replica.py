@@ -103,11 +103,11 @@ async def test_unsent_requests_of_a_lost_core_are_dropped(
 
 
 async def test_lost_core_fails_the_clearing_of_prefixes(dispatcher: Dispatcher, core: FakeCore) -> None:
-    clearing = asyncio.create_task(dispatcher.backend.reset_prefix_cache())
+    reset = asyncio.create_task(dispatcher.backend.reset_prefix_cache())
     await loop_iterations()
     core.replica.disconnect("signal 9")
     with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
-        await clearing
+        await reset
     with pytest.raises(errors.EngineUnavailableError, match="not running"):
         await dispatcher.backend.reset_prefix_cache()
 
@@ -270,14 +270,14 @@ async def test_lost_replica_fails_only_its_requests(two: Dispatcher, cores: list
 async def test_prefixes_of_all_replicas_are_cleared(
     two: Dispatcher, cores: list[FakeCore], counts: tuple[int | None, int | None], total: int | None
 ) -> None:
-    clearing = asyncio.create_task(two.backend.reset_prefix_cache())
+    reset = asyncio.create_task(two.backend.reset_prefix_cache())
     await loop_iterations()
     for core, num_blocks in zip(cores, counts, strict=True):
-        assert not clearing.done()
-        for request_id in (core.clears[0], core.clears[0], 99):  # repeated and unknown results are ignored
+        assert not reset.done()
+        for request_id in (core.resets[0], core.resets[0], 99):  # repeated and unknown results are ignored
             core.replica.receive(PrefixCacheCleared(request_id, num_blocks), [])
         await loop_iterations()
-    assert await clearing == total
+    assert await reset == total
 
 
 async def test_stats_and_rates_of_all_replicas_are_summed(two: Dispatcher, cores: list[FakeCore]) -> None:

@@ -202,7 +202,7 @@ async def test_process_without_a_connection_is_killed_at_the_end(
 
 
 class EchoCore:
-    """Echoes the ids in `clears`. It fails at 13. The model "stuck" ends only when `released` is set."""
+    """Echoes the ids in `resets`. It fails at 13. The model "stuck" ends only when `released` is set."""
 
     def __init__(self, config: EngineConfig, send: Any, load: Any, on_stuck: Any) -> None:
         if config.model == "impossible":
@@ -222,7 +222,7 @@ class EchoCore:
             raise RuntimeError("13")
 
     def receive(self, message: ClientMessage, frame: Frame) -> None:
-        for request_id in message.clears:
+        for request_id in message.resets:
             self._send(RequestFailed(request_id, "received", ""), [frame])
             self._has_failed = request_id == 13
         if self._has_failed:
@@ -265,7 +265,7 @@ async def test_thread_exchanges_messages_until_close() -> None:
         owner.core.send(encode(ClientMessage(0)), [b""])
     await owner.core.close()
     owner, core, thread = await Owner.started()
-    owner.core.send(encode(ClientMessage(0, clears=[5, 7])), [b"frame"])
+    owner.core.send(encode(ClientMessage(0, resets=[5, 7])), [b"frame"])
     await until(lambda: len(owner.messages) == 3)
     assert (RequestFailed(0, "run", "engine-core"), []) in owner.messages
     echoed = [(m.request_id, frames) for m, frames in owner.messages if m.kind == "received"]  # type: ignore[union-attr]
@@ -281,12 +281,12 @@ async def test_thread_exchanges_messages_until_close() -> None:
 
 
 @pytest.mark.parametrize(
-    ("clears", "reason"), [([13], "the engine thread failed: RuntimeError('13')"), ([], "the engine thread ended")]
+    ("resets", "reason"), [([13], "the engine thread failed: RuntimeError('13')"), ([], "the engine thread ended")]
 )
-async def test_end_of_the_thread_is_reported_once(clears: list[int], reason: str) -> None:
+async def test_end_of_the_thread_is_reported_once(resets: list[int], reason: str) -> None:
     owner, core, _ = await Owner.started()
-    if clears:
-        owner.core.send(encode(ClientMessage(0, clears=clears)), [b"frame"])
+    if resets:
+        owner.core.send(encode(ClientMessage(0, resets=resets)), [b"frame"])
     else:
         core.stop()
     await called(owner.on_exit)
@@ -321,7 +321,7 @@ async def test_stuck_thread_is_left_behind() -> None:
     await asyncio.wait_for(owner.core.close(), 120)
     assert thread.is_alive()
     num_messages = len(owner.messages)
-    owner.core.send(encode(ClientMessage(0, clears=[5])), [b"frame"])  # its answer comes too late
+    owner.core.send(encode(ClientMessage(0, resets=[5])), [b"frame"])  # its answer comes too late
     core.released.set()
     await asyncio.to_thread(thread.join)
     await asyncio.sleep(0)

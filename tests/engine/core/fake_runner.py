@@ -247,8 +247,8 @@ class CoreDriver:
         inputs = [TokenizedInput(np.full(length, token, np.int32)) for length in lengths]
         self.send(SubmitRequest(request_id, params, inputs, priority, timeout_s))
 
-    def send(self, *requests: SubmitRequest, cancels: Sequence[int] = (), clears: Sequence[int] = ()) -> None:
-        self.core.receive(*ClientMessageBuilder([*requests], cancels=[*cancels], clears=[*clears]).pack())
+    def send(self, *requests: SubmitRequest, cancels: Sequence[int] = (), resets: Sequence[int] = ()) -> None:
+        self.core.receive(*ClientMessageBuilder([*requests], cancels=[*cancels], resets=[*resets]).pack())
 
     def cancel(self, request_id: int) -> None:
         self.send(cancels=[request_id])

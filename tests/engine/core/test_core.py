@@ -210,7 +210,7 @@ def test_prefix_cache_cleared_amid_a_prompt_stays_empty() -> None:
     driver.submit(2, 150)
     driver.run()
     assert driver.sequence_pool_stats.prefix_hit_tokens_total == 48
-    driver.send(clears=[7])
+    driver.send(resets=[7])
     assert driver.messages[-1] == PrefixCacheCleared(7, 3 + 2)
     driver.run_all()
     driver.submit(3, 150)
@@ -220,7 +220,7 @@ def test_prefix_cache_cleared_amid_a_prompt_stays_empty() -> None:
     driver.run_all()
     assert driver.sequence_pool_stats.prefix_hit_tokens_total == 48 + 144
     without_cache = CoreDriver(FakeRunner())
-    without_cache.send(clears=[1])
+    without_cache.send(resets=[1])
     assert without_cache.messages[-1] == PrefixCacheCleared(1, None)
 
 

@@ -50,10 +50,10 @@ def requests(draw: st.DrawFn) -> SubmitRequest:
 
 
 def send(
-    *requests: SubmitRequest, cancels: tuple[int, ...] = (), clears: tuple[int, ...] = ()
+    *requests: SubmitRequest, cancels: tuple[int, ...] = (), resets: tuple[int, ...] = ()
 ) -> tuple[ClientMessage, bytes]:
-    outgoing = ClientMessageBuilder(cancels=[*cancels], clears=[*clears])
-    assert outgoing.is_empty == (not (cancels or clears))
+    outgoing = ClientMessageBuilder(cancels=[*cancels], resets=[*resets])
+    assert outgoing.is_empty == (not (cancels or resets))
     outgoing.requests.extend(requests)
     packed, frame = outgoing.pack()
     message = decode_to_core(encode(packed))
@@ -64,10 +64,10 @@ def send(
 
 @given(st.lists(requests(), max_size=12), st.lists(IDS, max_size=5), st.lists(IDS, min_size=1, max_size=3))
 def test_requests_survive_a_client_message(
-    submitted: list[SubmitRequest], cancels: list[int], clears: list[int]
+    submitted: list[SubmitRequest], cancels: list[int], resets: list[int]
 ) -> None:
-    message, frame = send(*submitted, cancels=(*cancels,), clears=(*clears,))
-    assert message.clears == clears
+    message, frame = send(*submitted, cancels=(*cancels,), resets=(*resets,))
+    assert message.resets == resets
     assert message.params == list(dict.fromkeys(each.params for each in submitted))
     received = unpack_client_message(message, frame)
     assert message.cancels == cancels
@@ -111,7 +111,7 @@ def test_equal_queries_of_inputs_are_sent_once() -> None:
 def test_message_names_its_client() -> None:
     number = first_request_id(5)
     assert send(SubmitRequest(number, PARAMS[0], [TokenizedInput(np.ones(1, np.int32))]))[0].connection_number == 5
-    assert send(cancels=(number,))[0].connection_number == send(clears=(number,))[0].connection_number == 5
+    assert send(cancels=(number,))[0].connection_number == send(resets=(number,))[0].connection_number == 5
 
 
 def test_priority_beyond_64_bits_is_rejected() -> None:
