@@ -256,7 +256,6 @@ class _ConnectionReceiver:
         protocol, context = self._make(port)
         protocol.on_closed = self._report_closed
         try:
-            connection.setblocking(False)
             await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=context)
         except OSError as error:  # the client has closed it, or does not speak TLS
             logger.debug("a connection could not be opened: %s", error)

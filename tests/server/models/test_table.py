@@ -87,17 +87,27 @@ async def test_name_of_an_adapter_selects_its_model(make_engine, is_loaded: bool
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_request_holds_its_model_until_its_response(make_engine, fails: bool) -> None:
+async def test_request_holds_its_model_until_its_response(make_engine, monkeypatch, fails: bool) -> None:
     engine = make_engine()
     async with serving(served(engine)) as (client, app):
         entry = app.state.context.models.entry(None)
+        in_use: list[int] = []
+
+        async def slow_client(scope: Any, receive: Any, send: Any) -> None:
+            async def slow_send(message: Any) -> None:
+                in_use.append(entry.num_requests)
+                await send(message)
+
+            await app(scope, receive, slow_send)
+
+        monkeypatch.setattr(client._transport, "app", slow_client)
         engine.gate, engine.failure = asyncio.Event(), EngineUnavailableError("down") if fails else None
         request = asyncio.create_task(client.post("/v1/embeddings", json={"input": "a"}))
         await engine.entered.wait()
         assert entry.num_requests == (0 if fails and request.done() else 1)
         engine.gate.set()
         assert (await request).status_code == (503 if fails else 200)
-        assert entry.num_requests == 0
+        assert set(in_use) == {0}, "the client may read the response slowly"
         for body in ({"input": 3}, {"input": "a", "model": "other"}, {"input": "a", "dimensions": 10_000}):
             assert (await client.post("/v1/embeddings", json=body)).status_code in (400, 404)
         assert entry.num_requests == 0

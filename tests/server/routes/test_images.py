@@ -168,7 +168,7 @@ async def test_voyage_usage_counts_pixels(client, engine) -> None:
 DOCUMENTS = ["a", {"image": URI}, {"content": [part(BLUE_URI)]}]
 
 
-async def test_rerank_takes_image_documents(client, engine) -> None:
+async def test_rerank_takes_image_documents(client, engine, monkeypatch) -> None:
     body = {"query": "a", "documents": DOCUMENTS, "max_tokens_per_doc": 3}
     answer = (await client.post("/v1/rerank", json=body)).json()
     assert engine.calls[-1][1][1] == ["a", ImageInput(RED), ImageInput(BLUE)]
@@ -181,6 +181,10 @@ async def test_rerank_takes_image_documents(client, engine) -> None:
     body = {"query": "a", "documents": {"content": [{"type": "text", "text": "a"}, part(URI)]}}  # vLLM's other form
     assert (await client.post("/rerank", json=body)).status_code == 200
     assert engine.calls[-1][1][1] == ["a", ImageInput(RED)]
+    monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 300)
+    for is_returned, status in ((None, 200), (True, 400)):  # only returned images count in the response size
+        body = {"query": "a", "documents": DOCUMENTS, "return_documents": is_returned}
+        assert (await client.post("/v1/rerank", json=body)).status_code == status
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ async def test_tokenize_and_detokenize_return_tokens_and_text(client: httpx.Asyn
     for adds in (True, False):
         await client.post("/tokenize", json={"prompt": "one", "add_special_tokens": adds})
         assert engine.special_tokens[-1] is adds
-    answer = (await client.post("/detokenize", json={"model": "alias", "tokens": [5, 6]})).json()
+    answer = (await client.post("/detokenize", json={"model": "alias", "tokens": [5.0, 6]})).json()
     assert answer == {"prompt": "t5 t6"}
     assert engine.special_tokens[-1] is True
     assert (await client.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
