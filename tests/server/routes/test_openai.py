@@ -36,7 +36,7 @@ async def test_response_has_the_fields_that_clients_read(client, engine, path: s
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "application/json"
     answer, sent = response.json(), body["input"]
-    is_single = isinstance(sent, str) or isinstance(sent[0], int)
+    is_single = isinstance(sent, str) or isinstance(sent[0], int | float)
     is_base64 = "base64" in (body.get("encoding_format"), body.get("embedding_type"))
     is_query = "query" in (body.get("input_type") or body.get("task") or "")
     num_tokens = sum(answer["usage"].values())
