@@ -40,7 +40,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
 
 
-def supports_tensor_cores(device: torch.device) -> bool:
+def can_run_triton_products(device: torch.device) -> bool:
     """Whether triton is installed and the device is a CUDA device with compute capability 8.0 (Ampere) or later."""
     return device.type == "cuda" and has_triton() and capability_of(device) >= (8, 0)
 
@@ -58,7 +58,7 @@ def choose(backend: Backend | None, x: Tensor, *, has_products: bool = False) ->
         ValueError: The backend is unknown.
     """
     if backend is None:
-        can_run = supports_tensor_cores(x.device) if has_products else x.is_cuda and has_triton()
+        can_run = can_run_triton_products(x.device) if has_products else x.is_cuda and has_triton()
         return "triton" if can_run else "torch"
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")

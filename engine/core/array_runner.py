@@ -47,8 +47,8 @@ _POOLED_ROWS: Final[Mapping[tuple[PoolingType, ...], OutputRows]] = {
 }
 """Rows that the pooling of a model reads; others need all rows."""
 _MIN_BATCH_PARTS: Final = 4
-"""Smallest parts in a batch. Two threads of the C library that share it then compute for twice as long as they read
-weights."""
+"""Minimum size of a batch in units of `min_part_tokens`, for which a thread computes as long as it reads weights. Two
+threads that share such a batch compute for twice as long as they read weights."""
 _MIN_BATCH_TOKENS: Final = 48
 """With fewer tokens in a batch of a small model, the time of the engine process outside the C library matters."""
 

@@ -317,13 +317,13 @@ class EngineCore:
                 forward = CompletedForward(error)
         self._running.append(RunningBatch(batch, forward, started_s, watched, ran_alone=not self._running))
         self._watchdog.in_flight.append(watched)
-        if batch.num_long and not forward.is_done:
+        if batch.num_long_chunks and not forward.is_done:
             with self._lock:
                 self._scheduler.allow_next_chunks(batch)
 
     def _finish(self, running: RunningBatch) -> None:
         """Waits for a batch and sends its results. Batches with chunks are finished in order."""
-        while running.batch.num_long and running in self._running and self._running[0] is not running:
+        while running.batch.num_long_chunks and running in self._running and self._running[0] is not running:
             self._finish(self._running[0])
         if running not in self._running:
             return  # an earlier batch ran out of memory and finished this one; see `_divide`
@@ -417,14 +417,15 @@ class EngineCore:
         return []
 
     def _fail(self, sequence: InputSequence, error: Exception) -> None:
-        if not isinstance(error, EngineError):
-            request_id = sequence.request.request_id
-            logger.error("input %d of request %d failed", sequence.index, request_id, exc_info=error)
-            error = ModelExecutionError(f"The model failed on input {sequence.index}: {type(error).__name__}.")
+        request_id = sequence.request.request_id
         with self._lock:
-            request = self._cancel(sequence.request.request_id)
-            if request is not None:
-                self._send_failure(request, error)
+            request = self._cancel(request_id)
+            if request is None:  # it was cancelled while the batch ran
+                return
+            if not isinstance(error, EngineError):
+                logger.error("input %d of request %d failed", sequence.index, request_id, exc_info=error)
+                error = ModelExecutionError(f"The model failed on input {sequence.index}: {type(error).__name__}.")
+            self._send_failure(request, error)
 
     def _send_failure(self, request: Request, error: EngineError) -> None:
         self._send(RequestFailed(request.request_id, type(error).__name__, error.message, error.param), [])

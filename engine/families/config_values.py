@@ -64,7 +64,7 @@ def _checked(key: str, value: Any, name: str, kinds: Sequence[str]) -> Any:
         )
         min_value = 1 if name in _POSITIVE else -max_value
         is_number = isinstance(value, type_) and not isinstance(value, bool)
-        if not is_number or not min_value <= float(value) <= max_value:
+        if not is_number or not min_value <= value <= max_value:
             raise ModelLoadError(
                 f"config.json: {key} is {value!r}; it must be {wanted} from {min_value} to {max_value}."
             )

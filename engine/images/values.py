@@ -44,7 +44,10 @@ def read_image_value(value: object, folder: Path) -> bytes | Path:
         head, comma, data = value[:_MAX_URI_HEAD].partition(",")
         if not comma or not head.lower().endswith(";base64"):
             raise ImageValueError("has a data URI without base64; send data:image/png;base64,DATA")
-        return _from_base64(value[len(head) + 1 :])
+        content = _from_base64(value[len(head) + 1 :])
+        if not content:
+            raise ImageValueError("has a data URI without data")
+        return content
     if value[:8].lower().startswith(("http://", "https://")):
         raise ImageValueError(f"has the URL {value[:_SHOWN_CHARS]!r}; download the images first")
     return _checked_file(folder, value)

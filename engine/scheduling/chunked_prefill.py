@@ -43,11 +43,11 @@ class ChunkSizeController:
     wait. Otherwise they are large, so that the pauses between forwards cost little.
 
     Args:
-        max_tokens: Most tokens of all chunks of a forward.
+        max_tokens: Maximum number of tokens in all chunks of a forward: `chunk_size` of ChunkedPrefillConfig.
         is_dynamic: Adapt to the times of past forwards. Otherwise sizes are fixed.
 
     Attributes:
-        seconds_per_token: Seconds per token in forwards that are at least half full; None before the first one.
+        seconds_per_token: Seconds per token in forwards of at least half of `max_tokens`; None before the first one.
     """
 
     def __init__(self, max_tokens: int, *, is_dynamic: bool = True) -> None:
@@ -58,13 +58,13 @@ class ChunkSizeController:
         self._short_seconds_per_token: float | None = None  # seconds per token in sequences that run whole
 
     def max_chunk_tokens(self, token_budget: int, config: ChunkedPrefillConfig, *, others_wait: bool) -> int:
-        """Returns the most tokens of all chunks of a forward, at least the smallest chunk size."""
+        """Returns the maximum number of tokens in all chunks of a forward, at least the minimum chunk size."""
         fixed = token_budget // 2 if others_wait else token_budget
         num_tokens = self._timed_tokens(others_wait=others_wait) if config.is_dynamic else fixed
         return min(max(num_tokens, config.min_chunk_size), token_budget)
 
     def max_forward_tokens(self, token_budget: int) -> int:
-        """Returns the most tokens of the next forward, which is less than the budget on a slow device."""
+        """Returns the maximum number of tokens in the next forward, which is less than the budget on a slow device."""
         num_tokens = max(int(_IDLE_STEP_S / (self.seconds_per_token or _IDLE_STEP_S)), _IDLE_MIN_TOKENS)
         return min(num_tokens, token_budget) if self._is_dynamic else token_budget
 
@@ -180,7 +180,7 @@ class ChunkedPrefillManager:
         sequence = self.peek()
         if sequence is None:
             return None
-        num_remaining = sequence.num_tokens - sequence.num_scheduled
+        num_remaining = sequence.num_tokens - sequence.num_scheduled_tokens
         size = min(self.config.sized(sequence.chunk_size or self.config.chunk_size, memory_pressure), num_remaining)
         if max_tokens is not None and max_tokens < min(self.config.min_chunk_size, size):
             return None
@@ -278,7 +278,7 @@ class ChunkedPrefillManager:
         )
 
     def _next_chunk(self, sequence: InputSequence, size: int) -> PrefillChunk:
-        start = sequence.num_scheduled
+        start = sequence.num_scheduled_tokens
         sequence.chunk = PrefillChunk(sequence, start, min(start + size, sequence.num_tokens), ChunkState.SCHEDULED)
         return sequence.chunk
 
@@ -300,8 +300,8 @@ class ChunkedPrefillManager:
                 f"chunk {chunk.chunk_id} of sequence {sequence.sequence_id!r} is still {chunk.state}."
             )
 
-    # Only library callers use the methods below. The specification names them and their parameters; its `request_id` is
-    # the id of a sequence.
+    # Only library callers use the methods below, whose names are from the specification: see docs/internals/names.md.
+    # Its `request_id` is the id of a sequence.
 
     @property
     def requests(self) -> Mapping[Hashable, StandaloneSequence]:

@@ -46,14 +46,15 @@ class Scheduler:
     that still ran.
 
     Args:
-        max_num_seqs: Most sequences of a batch.
+        max_num_seqs: Maximum number of sequences in a batch.
         max_wait_s: Seconds after which a waiting sequence runs before sequences that fit the batch better.
-        token_budget: Most tokens of a batch; raised to `max_seq_len` if no sequence can run in chunks.
-        max_seq_len: Most tokens of a sequence; `add` raises ValueError for longer ones.
+        token_budget: Maximum number of tokens in a batch; raised to `max_seq_len` if no sequence can run in chunks.
+        max_seq_len: Maximum number of tokens in a sequence; `add` raises ValueError for longer ones.
         prefill_config: Sizes of chunks; None takes the defaults.
         sequence_pool: Memory of sequences that run in chunks; None: sequences run whole.
         max_forwards: Forwards that can run at the same time. With several, the queue is divided among them.
-        min_batch_tokens: Least tokens of such a part of the queue, because smaller batches hardly save time.
+        min_batch_tokens: Minimum number of tokens in the share of a forward, because a smaller batch takes about as
+            long.
 
     Attributes:
         requests: Every unfinished request by its id.
@@ -186,7 +187,7 @@ class Scheduler:
 
         Blocks are added to the prefix cache in `finish`, because the values of a chunk may be NaN or inf.
         """
-        for chunk in batch.chunks if batch.num_long else []:
+        for chunk in batch.chunks if batch.num_long_chunks else []:
             if chunk.sequence.is_long and chunk.sequence.chunk is chunk:  # False if it was cancelled
                 self.prefill.allow_next_chunk(chunk)
 
@@ -324,7 +325,7 @@ class Scheduler:
             self.prefill.start(chunk)
             self._charge(chunk)
             batch.chunks.append(chunk)
-            batch.num_long += 1
+            batch.num_long_chunks += 1
             chunk_budget.add(chunk.num_tokens)
             budget.add(chunk.num_tokens)
 
@@ -350,7 +351,7 @@ class Scheduler:
         """Returns True if running sequences do not use all tokens, or this one sorts before all of them."""
         running = self.prefill.sequences.values()
         chunk_size = self.prefill.config.chunk_size
-        if sum(min(other.num_tokens - other.num_scheduled, chunk_size) for other in running) < max_tokens:
+        if sum(min(other.num_tokens - other.num_scheduled_tokens, chunk_size) for other in running) < max_tokens:
             return True
         key = self.waiting.sort_key(sequence)
         return all(key < self.waiting.sort_key(other) for other in running)
@@ -374,7 +375,8 @@ class Scheduler:
     def _preempt_for(self, sequence: InputSequence, batch: Batch) -> bool:
         """Preempts running long sequences for a waiting one. Returns whether a sequence was preempted.
 
-        While one of them has a running chunk, sets `needs_idle_device` and preempts none. Pooled rows stay pooled. Keys
+        If one of them has a chunk in an unfinished batch (`earlier_chunks`, after `allow_next_chunks`), sets
+        `needs_idle_device` and preempts none. Pooled rows stay pooled. Keys
         and values stay in the prefix cache until the blocks are needed.
         """
         victims = self._victims(sequence)

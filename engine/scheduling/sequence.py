@@ -129,7 +129,7 @@ class InputSequence:
         return self.earlier_chunks if self.chunk is None else (*self.earlier_chunks, self.chunk)
 
     @property
-    def num_scheduled(self) -> int:
+    def num_scheduled_tokens(self) -> int:
         """Tokens at the start that are done or in flight: its next chunk starts after them."""
         in_flight = self.chunks_in_flight
         return in_flight[-1].end if in_flight else self.num_computed_tokens
@@ -137,7 +137,7 @@ class InputSequence:
     @property
     def is_ready(self) -> bool:
         """Whether its next chunk may be scheduled."""
-        return self.chunk is None and not self.has_failed and self.num_scheduled < self.num_tokens
+        return self.chunk is None and not self.has_failed and self.num_scheduled_tokens < self.num_tokens
 
     def is_in_flight(self, chunk: PrefillChunk) -> bool:
         """Whether a chunk is in flight: neither completed nor dropped."""
@@ -292,7 +292,7 @@ class Batch:
 
     Attributes:
         chunks: Chunks that start a sequence, in ascending length; then the later chunks, in ascending length.
-        num_long: Number of chunks of long sequences.
+        num_long_chunks: Number of chunks of long sequences.
         expired_requests: Requests that `schedule` has ended, because their deadline has passed.
         preempted_sequences: Sequences that wait again, each with the memory that it had.
         ended_sequences: Long sequences that ended since the last batch.
@@ -300,7 +300,7 @@ class Batch:
     """
 
     chunks: list[PrefillChunk] = field(default_factory=list)
-    num_long: int = 0
+    num_long_chunks: int = 0
     expired_requests: list[Request] = field(default_factory=list)
     preempted_sequences: list[tuple[InputSequence, Allocation]] = field(default_factory=list)
     ended_sequences: list[InputSequence] = field(default_factory=list)

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..backends import FLOAT_DTYPES, check_cu_seqlens, check_softcap, describe, supports_tensor_cores
+from ..backends import FLOAT_DTYPES, can_run_triton_products, check_cu_seqlens, check_softcap, describe
 from ._torch import attention_paged_sdpa, attention_sdpa, attention_varlen, bias_block, supports_varlen
 
 Backend = Literal["sdpa", "varlen", "triton"]
@@ -143,7 +143,7 @@ def _choose(q: Tensor, relative_bias: Tensor | None, softcap: float | None) -> B
 
 
 def _supports_triton(q: Tensor) -> bool:
-    return q.shape[2] <= MAX_HEAD_SIZE and supports_tensor_cores(q.device)
+    return q.shape[2] <= MAX_HEAD_SIZE and can_run_triton_products(q.device)
 
 
 def _check(

@@ -214,14 +214,14 @@ def test_batch_finished_by_a_failed_earlier_one_is_skipped() -> None:
         if request_id == 2:
             driver.end()
     first, second = driver.core._running
-    assert (first.ran_alone, first.batch.num_long, second.batch.num_long) == (False, 0, 1)
+    assert (first.ran_alone, first.batch.num_long_chunks, second.batch.num_long_chunks) == (False, 0, 1)
     first.forward.error = DeviceMemoryError("too many")  # type: ignore[attr-defined]
     driver.core._finish(second)  # the end of the second batch was seen first
     driver.run_all()
     assert driver.results == {1: {0: [64.0]}, 2: {0: [64.0]}, 3: {0: [100.0]}}
 
 
-def test_cancelled_request_is_not_retried() -> None:
+def test_cancelled_request_is_not_retried(caplog: pytest.LogCaptureFixture) -> None:
     driver = QueueDriver(chunk_size=32)
     driver.submit(1, 90)
     driver.submit(2, 9)
@@ -235,6 +235,7 @@ def test_cancelled_request_is_not_retried() -> None:
     driver.run_all()
     assert driver.results == {2: {0: [9.0]}}
     assert not driver.failures
+    assert "failed" not in caplog.text
     assert [(2, 0, 0, 9)] in driver.runner.batches
     assert sum(chunk[0] == 1 for batch in driver.runner.batches for chunk in batch) == 1
 

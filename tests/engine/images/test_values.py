@@ -33,6 +33,7 @@ def test_value_that_is_no_image_is_named(tmp_path: Path) -> None:
         *((name, f"has {name[:100]!r}, which is no file, or an empty one") for name in (*no_file, "x" * 5_000)),
         *((uri, "data URI without base64") for uri in (f"{_PNG},eA==", f"{_PNG};base64", f"{_PNG:x<256};base64,eA==")),
         (f"{_PNG};base64,e", "base64 is not valid"),
+        (f"{_PNG};base64,", "data URI without data"),
         ("HTTPS://host/" + "a" * 200, "has the URL 'HTTPS://host/" + "a" * 87 + "'; download the images first"),
     ):
         with pytest.raises(ImageValueError, match=re.escape(message)):
