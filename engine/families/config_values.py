@@ -57,7 +57,7 @@ def _checked(key: str, value: Any, name: str, kinds: Sequence[str]) -> Any:
     """Checks a value of config.json against the type of its field. Fields of type Any are not checked."""
     if value is None:
         return value
-    is_word = isinstance(value, str) and "str" in kinds
+    is_word = "str" in kinds and isinstance(value, _TYPES["str"])
     if not is_word and ("int" in kinds or "float" in kinds):
         type_, wanted, max_value = (
             (int | float, "a number", 1e30) if "float" in kinds else (int, "an integer", _MAX_INTEGER)
