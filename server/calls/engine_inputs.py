@@ -1,25 +1,20 @@
-"""Converts the inputs of a body to inputs of the engine: reads images, renders chats and truncates texts."""
+"""Converts the inputs of a body to inputs of the engine: reads images and renders chats."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final, cast
+from typing import cast
 
 from penstock.engine import RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.params import Input, Text, TextOrImage
+from penstock.engine.protocol.params import Input, Text
 from penstock.engine.protocol.templates import ChatOptions
 
 from ..schemas.chat import Chats, InputFields
 from ..schemas.images import ImageChat, has_images
 from .images import check_images, read_images, read_sources
 from .model_call import ModelCall
-
-_MAX_CHARS_PER_TOKEN: Final = 64
-_MIN_CHARS: Final = 65_536
-"""Minimum number of characters to tokenize of a text before truncation: it may start with many blanks."""
-_TEXTS_PER_CALL: Final = 32
 
 
 async def engine_inputs(
@@ -68,33 +63,3 @@ async def _rendered_chats(call: ModelCall, chats: Chats, template: ChatOptions) 
         if (chat := image_chats.get(i)) is not None:
             inputs[i] = call.engine.insert_images(prompt, [images[image.path] for image in chat.images])
     return [inputs[i] for i in messages]
-
-
-async def truncate_texts(
-    call: ModelCall, inputs: Sequence[TextOrImage], max_num_tokens: int | None
-) -> Sequence[TextOrImage]:
-    """Truncates each text to `max_num_tokens` tokens, and counts the truncated texts. Images stay.
-
-    Args:
-        call: Its engine tokenizes.
-        inputs: Texts and images.
-        max_num_tokens: Limit without special tokens. None or 0: no truncation. Characters far beyond the limit are not
-            tokenized.
-    """
-    if not max_num_tokens or max_num_tokens >= call.info.max_model_len:
-        return inputs
-    max_chars = max(_MAX_CHARS_PER_TOKEN * max_num_tokens, _MIN_CHARS)
-    texts = {i: text for i, text in enumerate(inputs) if isinstance(text, str)}
-    read = {i: text[:max_chars] for i, text in texts.items()}
-    indices = list(read)
-    token_ids: dict[int, list[int]] = {}
-    # The ids of all texts at once would take ten times the memory of the texts.
-    for start in range(0, len(indices), _TEXTS_PER_CALL):
-        some = indices[start : start + _TEXTS_PER_CALL]
-        batch = await call.engine.tokenize([read[i] for i in some], add_special_tokens=False)
-        token_ids |= {i: ids[: max_num_tokens + 1] for i, ids in zip(some, batch, strict=True)}
-    too_long = [i for i, ids in token_ids.items() if len(ids) > max_num_tokens]
-    cut = await call.engine.detokenize([token_ids[i][:max_num_tokens] for i in too_long])
-    replaced = dict(zip(too_long, cut, strict=True))
-    call.truncated.add(sum(i in replaced or len(read[i]) < len(text) for i, text in texts.items()))
-    return [replaced.get(i, read.get(i, item)) for i, item in enumerate(inputs)]

@@ -15,7 +15,6 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from ..schemas.chat import ChatFields, InputFields
 from .context import context_of
 
-FEWER_IDS: Final = "Send fewer token ids at once."
 MAX_DECODED_IDS: Final = 1_000_000  # Per request: takes seconds in a tokenizer thread; a few megabytes of text.
 MAX_RESPONSE_TOKENS: Final = 500_000  # Per response: each token takes 70 bytes of JSON and 200 bytes of memory.
 MAX_TOKENIZED_CHARS: Final = 2_000_000  # Per tokenization request: each token takes at least 60 bytes of JSON.
@@ -28,7 +27,7 @@ def check_num_inputs(request: Request, inputs: Sized, param: str) -> None:
         raise InvalidRequestError(f"{param} has {len(inputs)} entries; the limit is {limit}.", param=param)
 
 
-def check_inputs(request: Request, body: InputFields) -> None:
+def check_input_limits(request: Request, body: InputFields) -> None:
     """Raises InvalidRequestError if a request has no inputs or too many."""
     body.check_input_fields()
     check_num_inputs(request, body.input or (), "input")
@@ -63,8 +62,8 @@ def check_num_tokens(num_tokens: int, param: str) -> None:
         )
 
 
-def check_num_ids(num_ids: int, param: str) -> None:
-    """Raises InvalidRequestError if a request has too many tokens to decode."""
+def check_num_named_tokens(num_ids: int, param: str) -> None:
+    """Raises InvalidRequestError if the texts of too many tokens are requested."""
     if num_ids > MAX_DECODED_IDS:
         raise InvalidRequestError(
             f"{param} has {num_ids} tokens; the limit is {MAX_DECODED_IDS}. Send fewer at once.", param=param

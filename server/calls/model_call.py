@@ -3,7 +3,7 @@
 A handler checks the body against the limits, starts a call, reserves memory for the response, runs the engine, and
 builds the response:
 
-    check_inputs(request, body)
+    check_input_limits(request, body)
     call = await ModelCall.start(request, body.model, EMBEDDERS)
     call.reserve(size_of_numbers(...), param="inputs")
     result = await call.engine.embed(body.inputs, params, call.options())
@@ -31,13 +31,14 @@ from ..request_state import state_of
 from ..response_size import ResponseSize, has_large_response, size_of_token_rows
 from ..schemas.options import RequestBody
 from .context import ServerContext, context_of
-from .limits import check_num_ids
+from .limits import check_num_named_tokens
 from .prompts import prompt_for
 
 EMBEDDERS: Final = (ModelKind.EMBEDDING,)
 RERANKERS: Final = (ModelKind.CROSS_ENCODER,)
 CLASSIFIERS: Final = (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.TOKEN_CLASSIFIER)
 FEWER_INPUTS: Final = "Send fewer inputs at once."
+FEWER_IDS: Final = "Send fewer token ids at once."
 
 
 class EngineResult(Protocol):
@@ -146,7 +147,7 @@ class ModelCall:
 
         def check(num_rows: int, width: int) -> None:
             if names_tokens:
-                check_num_ids(num_rows, param)
+                check_num_named_tokens(num_rows, param)
             size = size_of_token_rows(num_rows, width, num_encodings=num_encodings, names_tokens=names_tokens)
             self.reserve(size, param=param)
 

@@ -67,7 +67,10 @@ def prompt_for(
     instruction: str | None = None,
     default_name: str | None = None,
 ) -> Prompt:
-    """Returns the prompt for texts. Empty values count as absent. The first given argument below has precedence.
+    """Returns the prompt for texts. Empty values count as absent.
+
+    Of `prompt_name`, `input_type`, `task` and `default_name`, the first given one selects the prompt. Whether the
+    others are known is not checked.
 
     Args:
         info: The model with its prompts.

@@ -37,6 +37,11 @@ _COLLECT_EVERY_S: Final = 30.0
 """Minimum seconds between two full garbage collections of an idle server."""
 _TLS_CLOSE_S: Final = 1.0
 """Seconds for an idle client to close TLS when the server stops. uvloop's default is 30."""
+_COLLECT_AFTER: Final = 10_000
+"""Number of new objects after which the garbage collector runs."""
+_NO_FILE_LIMIT: Final = 1 << 20
+_SPARE_FILES: Final = 16
+"""Files that connections leave to the restart of an engine process, which opens seven; see `spare_descriptors`."""
 
 
 def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
@@ -162,10 +167,10 @@ class HttpServer(uvicorn.Server):
             with contextlib.suppress(TimeoutError):  # a tick without a wake-up
                 await asyncio.wait_for(self._wake_up.wait(), _TICK_S)
             self._wake_up.clear()  # before the flags are read, so that a later wake-up is not lost
-            self._reload_if_changed()
+            self._reload_if_needed()
             self._collect_if_idle(self._loop.time())
 
-    def _reload_if_changed(self) -> None:
+    def _reload_if_needed(self) -> None:
         """Reads the certificate again if its files have changed, and also the API keys after `request_reload`."""
         if self._must_reload:
             self._must_reload = False
@@ -213,9 +218,6 @@ class HttpServer(uvicorn.Server):
     @property
     def _connections(self) -> set[Any]:
         return self.server_state.connections
-
-
-logger = logging.getLogger(__name__)
 
 
 def load_certificate(certificate: Path, key: Path | None) -> ssl.SSLContext:
@@ -289,13 +291,6 @@ def certificate_of(config: uvicorn.Config) -> Certificate | None:
     if config.ssl_certfile is None:
         return None
     return Certificate(Path(config.ssl_certfile), None if config.ssl_keyfile is None else Path(config.ssl_keyfile))
-
-
-_COLLECT_AFTER: Final = 10_000
-"""Number of new objects after which the garbage collector runs."""
-_NO_FILE_LIMIT: Final = 1 << 20
-_SPARE_FILES: Final = 16
-"""Files that connections leave to the restart of an engine process, which opens seven; see `spare_descriptors`."""
 
 
 def freeze_gc() -> None:

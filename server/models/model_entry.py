@@ -52,6 +52,8 @@ class ModelEntry:
         on_idle: Called with this entry when its last request has ended.
 
     Attributes:
+        model: The model as the operator has configured it.
+        status: Whether it is loaded.
         engine: Engine of the loaded model, else None.
         info: Facts from its last load or from its files; None if nothing is known yet.
         num_requests: Requests that use its engine.
@@ -63,6 +65,8 @@ class ModelEntry:
         error: Error of the last load, if it failed.
         failed_s: Monotonic time of that error.
         num_failures: Failed loads since the last successful one.
+        num_loads: Successful loads.
+        load_s: Seconds of the last successful load, with the wait for memory.
         num_bytes: Bytes of memory, used or expected.
     """
 
@@ -94,7 +98,7 @@ class ModelEntry:
         return self.status in (ModelStatus.LOADING, ModelStatus.LOADED, ModelStatus.UNLOADING)
 
     @property
-    def state(self) -> str:
+    def state(self) -> EngineState | ModelStatus:
         """State in health reports: that of its engine, or of the model if it has none."""
         if self.engine is not None:
             return self.engine.state

@@ -225,11 +225,11 @@ class ModelTable:
     @property
     def is_alive(self) -> bool:
         """False if every engine is dead."""
-        return not all(entry.state == EngineState.DEAD for entry in self.entries)
+        return not all(entry.state is EngineState.DEAD for entry in self.entries)
 
     def states(self) -> dict[str, str]:
         """Returns the state of each model by its shown name."""
-        states = {entry.name: entry.state for entry in self.entries}
+        states: dict[str, str] = {entry.name: entry.state for entry in self.entries}
         if self.manager.is_starting:
             expected = [e.name for e in self.entries if e.status is ModelStatus.UNLOADED and e.model.is_preloaded]
             states |= dict.fromkeys(expected, EngineState.STARTING)

@@ -16,7 +16,7 @@ from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.params import Input as EngineInput
 
 from ..calls.engine_inputs import engine_inputs
-from ..calls.limits import check_inputs, check_num_inputs
+from ..calls.limits import check_input_limits, check_num_inputs
 from ..calls.model_call import CLASSIFIERS, EMBEDDERS, ModelCall
 from ..dialects import COHERE, INFINITY, SGLANG, VLLM, keys_ignored_by
 from ..response_size import size_of_classes, size_of_texts
@@ -244,7 +244,7 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
 
     `input` and `messages` give vLLM's response format, `input` with `raw_scores` Infinity's, `inputs` Cohere's.
     """
-    check_inputs(request, body)
+    check_input_limits(request, body)
     check_num_inputs(request, body.inputs or (), "inputs")
     check_num_inputs(request, body.labels or (), "labels")
     check_num_inputs(request, body.examples or (), "examples")

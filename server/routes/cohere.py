@@ -15,8 +15,8 @@ from penstock.engine import ModelInfo, PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..calls.images import ImageSize, image_usage, read_images
-from ..calls.limits import FEWER_IDS, check_num_chars, check_num_ids, check_num_inputs, check_num_tokens
-from ..calls.model_call import EMBEDDERS, ModelCall
+from ..calls.limits import check_num_chars, check_num_inputs, check_num_named_tokens, check_num_tokens
+from ..calls.model_call import EMBEDDERS, FEWER_IDS, ModelCall
 from ..dialects import COHERE, keys_ignored_by
 from ..errors import COHERE_TAG
 from ..http.quantization import check_width, quantize
@@ -289,7 +289,7 @@ async def tokenize(body: CohereTokenizeRequest, request: Request) -> Response:
 @router.post("/v1/detokenize", response_model=CohereDetokenizeResponse)
 async def detokenize(body: CohereDetokenizeRequest, request: Request) -> Response:
     """Returns the text of token ids."""
-    check_num_ids(len(body.tokens), "tokens")
+    check_num_named_tokens(len(body.tokens), "tokens")
     call = await ModelCall.start(request, body.model)
     (text,) = await call.engine.detokenize([body.tokens])
     call.reserve(size_of_texts([text]), param="tokens", remedy=FEWER_IDS)

@@ -12,7 +12,7 @@ from penstock.engine import ModelInfo, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
 from ..calls.engine_inputs import engine_inputs
-from ..calls.limits import check_inputs
+from ..calls.limits import check_input_limits
 from ..calls.model_call import EMBEDDERS, ModelCall
 from ..dialects import PENSTOCK, keys_ignored_by
 from ..http.vectors import Encoding, check_encodings, lazy_rows, vector_width
@@ -159,7 +159,7 @@ router = Router(PENSTOCK, tag="penstock")
 @router.task("/v1/encode", batch_use=BatchUse.EMBEDDING, response_model=EncodeResponse)
 async def encode(body: EncodeRequest, request: Request) -> Response:
     """Returns dense, sparse and token vectors of each input, computed in one forward."""
-    check_inputs(request, body)
+    check_input_limits(request, body)
     params = body.pooling_params()
     encoding = body.encoding()
     call = await ModelCall.start(request, body.model, EMBEDDERS)

@@ -13,7 +13,7 @@ from penstock.engine import PoolingParams, PoolingTask, RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..calls.engine_inputs import engine_inputs
-from ..calls.limits import check_inputs
+from ..calls.limits import check_input_limits
 from ..calls.model_call import EMBEDDERS, ModelCall
 from ..dialects import INFINITY, JINA, OPENAI, SGLANG, VLLM, VOYAGE, keys_ignored_by
 from ..http.vectors import BYTES_RESPONSE, Encoding, check_encodings, vector_width, vectors_response
@@ -219,7 +219,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     """Embeds texts or token ids: one vector per input, in order. `return_multivector` gives one vector per token."""
     if body.return_multivector:
         return await create_multi_vectors(body, request)
-    check_inputs(request, body)
+    check_input_limits(request, body)
     params = body.pooling_params()
     call = await ModelCall.start(request, body.served_name(), EMBEDDERS)
     encodings, options = _encodings_and_options(call, body, params)
@@ -245,7 +245,7 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
     `input_type` states whether the inputs are queries or documents, for models that treat them differently (ColBERT).
     The default is documents.
     """
-    check_inputs(request, body)
+    check_input_limits(request, body)
     if body.late_chunking:
         raise InvalidRequestError(
             "late_chunking returns one vector per input, this request one per token. Leave late_chunking out.",

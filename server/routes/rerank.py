@@ -15,7 +15,6 @@ from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.params import TextOrImage
 
-from ..calls.engine_inputs import truncate_texts
 from ..calls.images import read_images
 from ..calls.limits import check_num_inputs
 from ..calls.model_call import RERANKERS, ModelCall
@@ -311,6 +310,10 @@ _RERANK: Final[RouteOptions] = {
     "responses": TEI_HEADERS,
 }
 DOCUMENTS_PER_SEARCH_UNIT: Final = 100
+_MAX_CHARS_PER_TOKEN: Final = 64
+_MIN_CHARS: Final = 65_536
+"""Minimum number of characters to tokenize of a text before truncation: it may start with many blanks."""
+_TEXTS_PER_CALL: Final = 32
 _FEWER_DOCUMENTS: Final = "Send fewer documents at once, or set return_documents to false."
 
 
@@ -342,8 +345,8 @@ async def rerank(body: RerankBody, request: Request) -> Response:
         call.options(instruction=body.requested_instruction(), priority=body.priority),
         max_passages=body.max_chunks_per_doc or 1,
     )
-    queries = await truncate_texts(call, await read_images(call, [body.query], "query"), body.max_tokens_per_query)
-    documents = await truncate_texts(call, inputs, body.max_tokens_per_doc)
+    queries = await _truncate_texts(call, await read_images(call, [body.query], "query"), body.max_tokens_per_query)
+    documents = await _truncate_texts(call, inputs, body.max_tokens_per_doc)
     result = await call.engine.score(queries, documents, body.pooling_params(), options)
     num_tokens = call.record_usage(RERANK, result)
     best = np.argsort(-result.scores, kind="stable")[: body.num_results()].tolist()
@@ -379,12 +382,42 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     call.reserve(size_of_scores(max(len(getattr(body, side)) for side in sides)), param=right)
     queries: Sequence[TextOrImage] = await read_images(call, getattr(body, left), left)
     documents: Sequence[TextOrImage] = await read_images(call, getattr(body, right), right)
-    queries = await truncate_texts(call, queries, body.max_tokens_per_query)
-    documents = await truncate_texts(call, documents, body.max_tokens_per_doc)
+    queries = await _truncate_texts(call, queries, body.max_tokens_per_query)
+    documents = await _truncate_texts(call, documents, body.max_tokens_per_doc)
     result = await call.engine.score(queries, documents, body.pooling_params(), options)
     num_tokens = call.record_usage(PoolingTask.SCORE, result)
     rows = ({"index": i, "object": "score", "score": value} for i, value in enumerate(result.scores))
     return call.respond({**call.response_fields("score", num_tokens), "data": rows})
+
+
+async def _truncate_texts(
+    call: ModelCall, inputs: Sequence[TextOrImage], max_num_tokens: int | None
+) -> Sequence[TextOrImage]:
+    """Truncates each text to `max_num_tokens` tokens, and counts the truncated texts. Images stay.
+
+    Args:
+        call: Its engine tokenizes.
+        inputs: Texts and images.
+        max_num_tokens: Limit without special tokens. None or 0: no truncation. Characters far beyond the limit are not
+            tokenized.
+    """
+    if not max_num_tokens or max_num_tokens >= call.info.max_model_len:
+        return inputs
+    max_chars = max(_MAX_CHARS_PER_TOKEN * max_num_tokens, _MIN_CHARS)
+    texts = {i: text for i, text in enumerate(inputs) if isinstance(text, str)}
+    read = {i: text[:max_chars] for i, text in texts.items()}
+    indices = list(read)
+    token_ids: dict[int, list[int]] = {}
+    # The ids of all texts at once would take ten times the memory of the texts.
+    for start in range(0, len(indices), _TEXTS_PER_CALL):
+        some = indices[start : start + _TEXTS_PER_CALL]
+        batch = await call.engine.tokenize([read[i] for i in some], add_special_tokens=False)
+        token_ids |= {i: ids[: max_num_tokens + 1] for i, ids in zip(some, batch, strict=True)}
+    too_long = [i for i, ids in token_ids.items() if len(ids) > max_num_tokens]
+    cut = await call.engine.detokenize([token_ids[i][:max_num_tokens] for i in too_long])
+    replaced = dict(zip(too_long, cut, strict=True))
+    call.truncated.add(sum(i in replaced or len(read[i]) < len(text) for i, text in texts.items()))
+    return [replaced.get(i, read.get(i, item)) for i, item in enumerate(inputs)]
 
 
 def _is_returned(body: RerankRequest, text: str | None) -> bool:

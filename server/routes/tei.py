@@ -20,8 +20,8 @@ from penstock.engine.protocol.stage_times import Stage
 
 from .. import penstock_version
 from ..calls.context import context_of
-from ..calls.limits import FEWER_IDS, check_num_chars, check_num_ids, check_num_inputs, check_num_tokens
-from ..calls.model_call import CLASSIFIERS, EMBEDDERS, RERANKERS, ModelCall
+from ..calls.limits import check_num_chars, check_num_inputs, check_num_named_tokens, check_num_tokens
+from ..calls.model_call import CLASSIFIERS, EMBEDDERS, FEWER_IDS, RERANKERS, ModelCall
 from ..dialects import TEI
 from ..errors import COHERE_TAG, TEI_TAG, quote
 from ..http.json_responses import json_array, json_response
@@ -277,7 +277,7 @@ async def info(request: Request) -> Response:
 async def decode(body: TeiDecodeRequest, request: Request) -> Response:
     """Returns the text of each list of token ids."""
     check_num_inputs(request, body.ids, "ids")
-    check_num_ids(sum(map(len, body.ids)), "ids")
+    check_num_named_tokens(sum(map(len, body.ids)), "ids")
     call = await ModelCall.start(request, body.model)
     texts = await call.engine.detokenize(body.ids, skip_special_tokens=body.skip_special_tokens is not False)
     call.reserve(size_of_texts(texts), param="ids", remedy=FEWER_IDS)

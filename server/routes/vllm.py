@@ -27,8 +27,8 @@ from penstock.engine.protocol.templates import ChatOptions
 
 from ..calls.context import context_of
 from ..calls.engine_inputs import engine_inputs
-from ..calls.limits import FEWER_IDS, check_inputs, check_messages, check_num_chars, check_num_ids, check_num_tokens
-from ..calls.model_call import ModelCall
+from ..calls.limits import check_input_limits, check_messages, check_num_chars, check_num_named_tokens, check_num_tokens
+from ..calls.model_call import FEWER_IDS, ModelCall
 from ..dialects import TEI, VLLM, keys_ignored_by
 from ..errors import COHERE_TAG, DEFAULT_TAG, TEI_TAG, quote_names
 from ..http.json_body import by_keys
@@ -218,7 +218,7 @@ _EMBEDS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 )
 async def pooling(body: PoolingRequest, request: Request) -> Response:
     """Returns embeddings or class scores, per input or per token."""
-    check_inputs(request, body)
+    check_input_limits(request, body)
     call = await ModelCall.start(request, body.model)
     task = body.pooling_task(call.info.tasks)
     encoding = body.encoding()
@@ -319,7 +319,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 @router.post("/detokenize", tags=["tokenize"], response_model=DetokenizeResponse)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Returns the text of token ids in vLLM's format. /v1/detokenize has Cohere's format and /decode TEI's."""
-    check_num_ids(len(body.tokens), "tokens")
+    check_num_named_tokens(len(body.tokens), "tokens")
     call = await ModelCall.start(request, body.model)
     text = ""
     if body.tokens:

@@ -113,7 +113,7 @@ def declared_settings(kind: Any) -> Mapping[str, DeclaredSetting]:
     return _declared_settings(kind)
 
 
-@cache
+@cache  # not on the public function: mypy does not accept dataclasses as arguments of a cached function
 def _declared_settings(kind: Any) -> Mapping[str, DeclaredSetting]:
     found: dict[str, DeclaredSetting] = {}
     hints = _type_hints(kind)

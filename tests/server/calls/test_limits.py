@@ -13,7 +13,7 @@ from penstock.server.calls import limits
     [
         (limits.check_num_chars, limits.MAX_TOKENIZED_CHARS),
         (limits.check_num_tokens, limits.MAX_RESPONSE_TOKENS),
-        (limits.check_num_ids, limits.MAX_DECODED_IDS),
+        (limits.check_num_named_tokens, limits.MAX_DECODED_IDS),
     ],
 )
 def test_one_more_than_a_limit_is_rejected(check: Callable[[int, str], None], limit: int) -> None:

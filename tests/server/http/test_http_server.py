@@ -78,10 +78,10 @@ async def test_signal_reloads_the_keys_at_once(monkeypatch: pytest.MonkeyPatch) 
 async def test_certificate_is_watched_and_read_again_after_a_signal() -> None:
     server = HttpServer(uvicorn.Config(app))
     server._certificate = certificate = Mock()
-    server._reload_if_changed()
+    server._reload_if_needed()
     server.request_reload()
     for _ in range(2):
-        server._reload_if_changed()
+        server._reload_if_needed()
     assert certificate.method_calls == [call.reload_if_changed(), call.reload(), call.reload_if_changed()]
 
 
