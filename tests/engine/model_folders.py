@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.protocol.config import EngineConfig
 
-from ...tables import table
+from ..tables import table
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "[unused1]"]
 WORDS = [*"abcdefghijklmnopqrstuvwxyz", *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"), *".,!?-[]", "dam", "gate"]
@@ -58,3 +58,27 @@ def write_backbone(folder: Path, class_name: str = "BertModel", **config: Any) -
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
+
+
+def write_splade(folder: Path, class_name: str, settings: dict[str, Any] | None = None, **pooling: Any) -> Path:
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48} if class_name.startswith("Distil") else {}
+    write_backbone(folder, class_name, **sizes)
+    base = "sentence_transformers.sparse_encoder"
+    write_modules(folder, (f"{base}.models.MLMTransformer", ""), (f"{base}.models.SpladePooling", "1_SpladePooling"))
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 48, "do_lower_case": False})
+    write_json(folder / "1_SpladePooling" / "config.json", pooling)
+    config = {"model_type": "SparseEncoder", "prompts": {}, "similarity_fn_name": "dot"} | (settings or {})
+    write_json(folder / "config_sentence_transformers.json", config)
+    return folder
+
+
+def write_m3(folder: Path) -> Path:
+    write_backbone(folder, "XLMRobertaModel", max_position_embeddings=80)
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    write_modules(folder, *((f"sentence_transformers.models.{kind}", path) for kind, path in kinds.items()))
+    write_json(folder / "1_Pooling" / "config.json", {"pooling_mode_cls_token": True})
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 64, "do_lower_case": False})
+    torch.manual_seed(3)
+    for name, width in (("sparse_linear", 1), ("colbert_linear", 32)):
+        torch.save(torch.nn.Linear(32, width).state_dict(), folder / f"{name}.pt")
+    return folder

@@ -12,45 +12,19 @@ import torch.nn.functional as F
 import transformers
 
 from penstock.engine.async_engine import AsyncEngine
-from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol import errors
-from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.multi_vector import SparseKind, SparseVector
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
 
-from ...tables import cases, table
-from .model_folders import DOCUMENTS, QUERIES, change_json, start, write_backbone, write_json, write_modules
+from ..tables import table
+from .model_folders import DOCUMENTS, QUERIES, start, write_m3, write_splade
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PARAMS = PoolingParams()
 TEXTS = [*QUERIES, *DOCUMENTS, "dam " * 40]
 ALL = (PoolingTask.EMBED, PoolingTask.SPARSE_EMBED, PoolingTask.TOKEN_EMBED)
-
-
-def write_splade(folder: Path, class_name: str, settings: dict[str, Any] | None = None, **pooling: Any) -> Path:
-    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48} if class_name.startswith("Distil") else {}
-    write_backbone(folder, class_name, **sizes)
-    base = "sentence_transformers.sparse_encoder"
-    write_modules(folder, (f"{base}.models.MLMTransformer", ""), (f"{base}.models.SpladePooling", "1_SpladePooling"))
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 48, "do_lower_case": False})
-    write_json(folder / "1_SpladePooling" / "config.json", pooling)
-    config = {"model_type": "SparseEncoder", "prompts": {}, "similarity_fn_name": "dot"} | (settings or {})
-    write_json(folder / "config_sentence_transformers.json", config)
-    return folder
-
-
-def write_m3(folder: Path) -> Path:
-    write_backbone(folder, "XLMRobertaModel", max_position_embeddings=80)
-    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-    write_modules(folder, *((f"sentence_transformers.models.{kind}", path) for kind, path in kinds.items()))
-    write_json(folder / "1_Pooling" / "config.json", {"pooling_mode_cls_token": True})
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 64, "do_lower_case": False})
-    torch.manual_seed(3)
-    for name, width in (("sparse_linear", 1), ("colbert_linear", 32)):
-        torch.save(torch.nn.Linear(32, width).state_dict(), folder / f"{name}.pt")
-    return folder
 
 
 SPLADE = table(__file__, "splade_models")
@@ -85,21 +59,31 @@ def dense(vector: SparseVector, size: int) -> np.ndarray:
     return row
 
 
-async def test_splade_equals_sentence_transformers(engine: AsyncEngine, splade: Path) -> None:
+@pytest.fixture(scope="module")
+def peer(splade: Path) -> Any:
     from sentence_transformers import SparseEncoder
 
-    peer = SparseEncoder(str(splade), device="cpu")
+    return SparseEncoder(str(splade), device="cpu")
+
+
+async def test_splade_equals_sentence_transformers(engine: AsyncEngine, peer: Any) -> None:
     expected = peer.encode(TEXTS, convert_to_sparse_tensor=False).numpy()
     result = await engine.sparse_embed(TEXTS, PARAMS)
     actual = np.stack([dense(vector, engine.info.vocab_size) for vector in result.vectors])
     assert 0 < (actual > 0).mean() < 1
     assert np.abs(actual - expected).max() < 1e-5
     assert all((np.diff(vector.indices) > 0).all() and (vector.values > 0).all() for vector in result.vectors)
-    vectors = [peer.encode(texts, convert_to_sparse_tensor=False) for texts in (QUERIES[:1], DOCUMENTS)]
-    scores = peer.similarity(*vectors)[0].numpy()
-    assert np.abs((await engine.score(QUERIES[:1], DOCUMENTS, PARAMS)).scores - scores).max() < 1e-4
+
+
+async def test_scores_equal_the_similarity_of_sentence_transformers(engine: AsyncEngine, peer: Any) -> None:
+    vectors = [peer.encode(texts, convert_to_sparse_tensor=False) for texts in (QUERIES, DOCUMENTS)]
+    expected = peer.similarity(*vectors).numpy()
+    assert np.abs((await engine.score(QUERIES[:1], DOCUMENTS, PARAMS)).scores - expected[0]).max() < 1e-4
     paired = await engine.score(QUERIES, DOCUMENTS[:2], PARAMS)
-    assert abs(paired.scores[0] - scores[0]) < 1e-4
+    assert np.abs(paired.scores - expected.diagonal()[:2]).max() < 1e-4
+
+
+async def test_splade_has_no_dense_vectors_and_does_not_normalize(engine: AsyncEngine) -> None:
     assert engine.info.tasks == (PoolingTask.SPARSE_EMBED, PoolingTask.SCORE)
     with pytest.raises(errors.UnsupportedTaskError):
         await engine.embed(TEXTS, PARAMS)
@@ -142,36 +126,11 @@ async def test_m3_gives_three_outputs_of_one_forward(m3: AsyncEngine) -> None:
         assert len(result.token_ids[i]) == len(vectors)
 
 
-async def test_missing_heads_remove_their_tasks(tmp_path: Path, m3: AsyncEngine) -> None:
+async def test_model_without_a_classifier_does_not_classify(m3: AsyncEngine) -> None:
     with pytest.raises(errors.InvalidRequestError, match="does not support the task 'classify'"):
         await m3.classify(["a"], PARAMS)
-    dense_only = write_m3(tmp_path)
-    (dense_only / "sparse_linear.pt").unlink()
-    info = resolve_model(EngineConfig(model=str(dense_only)))
-    assert info.sparse is None
-    assert info.token_heads is not None
-    assert PoolingTask.SPARSE_EMBED not in info.tasks
-
-
-@cases(__file__, "name", "change", "message")
-async def test_unsupported_settings_are_rejected(
-    tmp_path: Path, name: str, change: dict[str, str], message: str
-) -> None:
-    folder = write_splade(tmp_path, "BertForMaskedLM")
-    change_json(folder / name, change)
-    with pytest.raises(errors.UnsupportedModelError, match=message):
-        resolve_model(EngineConfig(model=str(folder)))
 
 
 async def test_splade_checkpoint_without_its_head_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(errors.ModelLoadError, match="has no head of a masked language model"):
         await start(write_splade(tmp_path, "BertModel"))
-
-
-@pytest.mark.parametrize(("is_cosine", "expected"), [(False, 6.0), (True, 6.0 / (5**0.5 * 13**0.5))])
-async def test_similarity_of_sparse_vectors_is_dot_or_cosine(is_cosine: bool, expected: float) -> None:
-    first = SparseVector.of(np.array([[1, 1], [7, 2]], np.float32))
-    second = SparseVector.of(np.array([[2, 2], [7, 3]], np.float32))
-    assert abs(first.similarity(second, is_cosine=is_cosine) - expected) < 1e-6
-    none = SparseVector.of(np.empty((0, 2), np.float32))
-    assert first.similarity(none, is_cosine=is_cosine) == 0.0
