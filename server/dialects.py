@@ -6,7 +6,7 @@ reject the request with a body that its client understands.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from .errors import (
     ERROR_KINDS,
     ErrorBody,
     ErrorKind,
+    OllamaErrorBody,
     TeiErrorBody,
     error_kind_and_message,
     retry_headers,
@@ -66,6 +67,19 @@ _TEI_TYPES: Final = {424: "Backend", 429: "Overloaded", 503: "Unhealthy"}
 _TEI_INPUTS: Final = ("inputs", "texts", "ids")
 
 
+def _object_error(kind: ErrorKind, message: str, param: str | None, _is_empty: bool) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind.type, "param": param, "code": kind.code}}
+
+
+def _text_error(kind: ErrorKind, message: str, param: str | None, _is_empty: bool) -> dict[str, Any]:
+    return {"error": message, "param": param, "code": kind.code}
+
+
+def _tei_error(kind: ErrorKind, message: str, param: str | None, is_empty: bool) -> dict[str, Any]:
+    error_type = _TEI_TYPES.get(kind.status, "Validation" if kind.status < 499 else "Backend")
+    return {**_text_error(kind, message, param, is_empty), "error_type": "Empty" if is_empty else error_type}
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Dialect:
     """Error format, statuses and ignored keys of one API.
@@ -77,8 +91,10 @@ class Dialect:
             reject them.
         error_model: Schema of the error body. OpenAI's clients read the object `error`, Cohere's `message` and Jina's
             `detail`; TEI's and Ollama's read `error` as a text.
+        error_fields: Returns the fields of `error_model` for a kind, a message, the invalid field, and whether the
+            inputs are empty. `message` and `detail` are added.
         statuses: Statuses of engine errors that differ from ERROR_KINDS.
-        invalid_status: Status for a body that does not match its schema.
+        invalid_status: Status for a body that does not match its schema. It is 400 for empty inputs and invalid JSON.
         accepts_any_media_type: Whether bodies of any Content-Type are read as JSON.
         prefix: Unknown paths with this prefix use this dialect.
         descriptions: Error statuses with descriptions for the OpenAPI document.
@@ -87,6 +103,7 @@ class Dialect:
     name: str
     ignored_keys: Mapping[str, str]
     error_model: type[BaseModel] = ErrorBody
+    error_fields: Callable[[ErrorKind, str, str | None, bool], dict[str, Any]] = _object_error
     statuses: Mapping[type[EngineError], int] = field(default_factory=dict)
     invalid_status: int = 400
     accepts_any_media_type: bool = False
@@ -113,13 +130,10 @@ class Dialect:
         """Returns the response to a body that is not valid JSON or does not match its schema."""
         errors = error.errors()
         message, param = validation_message(errors, error.body)
-        kind = replace(ERROR_KINDS[InvalidRequestError], status=self.invalid_status)
-        if self.error_model is TeiErrorBody:
-            if errors[0]["type"] == EMPTY_TEXT or (errors[0].get("input") == [] and param in _TEI_INPUTS):
-                return self.error(replace(kind, status=400), message, param=param, error_type="Empty")
-            if errors[0]["type"] == "json_invalid":
-                kind = replace(kind, status=400)
-        return self.error(kind, message, param=param)
+        is_empty = errors[0]["type"] == EMPTY_TEXT or (errors[0].get("input") == [] and param in _TEI_INPUTS)
+        status = 400 if is_empty or errors[0]["type"] == "json_invalid" else self.invalid_status
+        kind = replace(ERROR_KINDS[InvalidRequestError], status=status)
+        return self.error(kind, message, param=param, is_empty=is_empty)
 
     def error(
         self,
@@ -127,7 +141,7 @@ class Dialect:
         message: str,
         *,
         param: str | None = None,
-        error_type: str | None = None,
+        is_empty: bool = False,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
         """Returns the response with the error body of the dialect.
@@ -136,16 +150,10 @@ class Dialect:
             kind: Status, type and code.
             message: Text for a person.
             param: The invalid field.
-            error_type: TEI's error type. Default: the type of the status.
+            is_empty: Whether the inputs are empty.
             headers: Additional headers.
         """
-        content: dict[str, Any] = {"message": message, "detail": message}
-        if self.error_model is TeiErrorBody:
-            if error_type is None:
-                error_type = _TEI_TYPES.get(kind.status, "Validation" if kind.status < 499 else "Backend")
-            content |= {"error": message, "error_type": error_type, "param": param, "code": kind.code}
-        else:
-            content["error"] = {"message": message, "type": kind.type, "param": param, "code": kind.code}
+        content = {"message": message, "detail": message, **self.error_fields(kind, message, param, is_empty)}
         return Response(orjson.dumps(content), kind.status, headers, media_type="application/json")
 
 
@@ -199,6 +207,7 @@ TEI: Final = Dialect(
         "options": "options of the Inference API (wait for the model, use the cache); Weaviate and LiteLLM send it.",
     },
     error_model=TeiErrorBody,
+    error_fields=_tei_error,
     # Server errors are 5xx instead of TEI's 424, because clients do not retry a 424.
     statuses={InvalidRequestError: 422, RequestTooLongError: 422, UnsupportedTaskError: 424},
     invalid_status=422,
@@ -207,7 +216,8 @@ TEI: Final = Dialect(
 OLLAMA: Final = Dialect(
     name="ollama",
     ignored_keys=_USER,
-    error_model=TeiErrorBody,
+    error_model=OllamaErrorBody,
+    error_fields=_text_error,
     accepts_any_media_type=True,  # the curl commands in Ollama's documentation send a form's Content-Type
     prefix="/api/",
 )

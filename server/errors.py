@@ -115,7 +115,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The error body of all routes except TEI's. OpenAI's clients read `error`, Cohere's `message`, Jina's `detail`."""
+    """The error body of most routes. OpenAI's clients read `error`, Cohere's `message`, Jina's `detail`."""
 
     error: ErrorDetail
     message: str
@@ -125,15 +125,20 @@ class ErrorBody(BaseModel):
 ErrorType = Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
 
 
-class TeiErrorBody(BaseModel):
-    """The error body of TEI's and Ollama's routes. Their clients read `error`, other clients `message` or `detail`."""
+class OllamaErrorBody(BaseModel):
+    """The error body of Ollama's routes. Its clients read `error`, other clients `message` or `detail`."""
 
     error: str
-    error_type: ErrorType
     message: str
     detail: str
     param: str | None
     code: str | None
+
+
+class TeiErrorBody(OllamaErrorBody):
+    """The error body of TEI's routes. Its clients read `error` and `error_type`."""
+
+    error_type: ErrorType
 
 
 def status_kind(status: int) -> ErrorKind:

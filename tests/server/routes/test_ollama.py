@@ -124,6 +124,7 @@ async def test_show_describes_a_model(serving, make_engine, tmp_path: Path, fiel
 async def test_errors_are_texts(client: httpx.AsyncClient, path: str, body: dict, status: int, part: str) -> None:
     response = await client.post(path, json=body)
     assert response.status_code == status, response.text
+    assert set(response.json()) == {"error", "message", "detail", "param", "code"}
     assert part in response.json()["error"]
 
 
