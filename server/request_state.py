@@ -18,6 +18,7 @@ from penstock.engine.protocol.tasks import PriorityLevel
 if TYPE_CHECKING:
     from .admission import BodyMemory
     from .dialects import Dialect
+    from .http.connection import ConnectionState
     from .models.model_entry import ModelEntry
     from .observability.request_record import RequestRecord
     from .response_size import ResponseSize
@@ -33,6 +34,8 @@ class RequestState:
     The fields are grouped by the layer that sets them.
 
     Attributes:
+        connections: The state of all connections of the server; None behind another ASGI server. RequestMiddleware
+            reads from it whether the server ends.
         connection_lost: Done when the connection has ended; None behind another ASGI server. Read by DisconnectMonitor.
         discard_body: Frees the received bytes of the body and discards later ones; None behind another ASGI server.
             Called by RequestMiddleware before a rejection waits.
@@ -64,6 +67,7 @@ class RequestState:
     """
 
     # Connection and ConnectionLimits
+    connections: ConnectionState | None = None
     connection_lost: asyncio.Future[None] | None = None
     discard_body: Callable[[], None] | None = None
     slow_body: str | None = None

@@ -89,11 +89,13 @@ class ConnectionState(ServerState):
 
     Attributes:
         num_closed: Number of connections that the server has closed because of their clients, by reason.
+        is_ending: Whether the shutdown has begun. At its end the server cancels the requests that still run.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.num_closed: Counter[CloseReason] = Counter(dict.fromkeys(CloseReason, 0))
+        self.is_ending = False
 
 
 class _DiscardedBody(bytearray):
@@ -222,6 +224,7 @@ class Connection(HttpToolsProtocol):
         """Prepares the scope of the next request."""
         super().on_message_begin()
         state = state_of(cast("Scope", self.scope))
+        state.connections = self.server_state
         state.connection_lost = self._connection_lost
         state.discard_body = self._discard_body
 

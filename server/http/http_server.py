@@ -196,6 +196,7 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Lets running requests finish, except after a second Ctrl-C, and closes idle connections."""
+        self.server_state.is_ending = True
         closing = asyncio.create_task(self._close_idle_connections())
         try:
             await super().shutdown(sockets)

@@ -70,7 +70,7 @@ class RequestMiddleware:
         routes: Finds the route of a request.
         observers: Called with the record of every request, at its start and after its response.
         rejections: Delays responses with status 429.
-        at_shutdown: Responds to a request that is cancelled at the end of the drain.
+        at_shutdown: Responds to a request that is cancelled at the end of the drain. Other cancellations are raised.
     """
 
     def __init__(
@@ -126,9 +126,8 @@ class RequestMiddleware:
                 for message in body:
                     await send(message)
         except asyncio.CancelledError:
-            if record.has_started:
+            if record.has_started or not _uncancel(scope):
                 raise
-            _uncancel()
             await self.at_shutdown(scope, receive, send_or_delay)
         finally:
             STAGE_TIMES.reset(stages_token)
@@ -142,16 +141,22 @@ class RequestMiddleware:
         try:
             await self.rejections.wait(within_s=max_delay_s(scope))
         except asyncio.CancelledError:
-            _uncancel()
+            if not _uncancel(scope):
+                raise
 
 
-def _uncancel() -> None:
-    """Lets the current task send its response. uvicorn has cancelled it, at the end of the drain.
+def _uncancel(scope: Scope) -> bool:
+    """Lets the current task send its response if the server ends: uvicorn has cancelled it, at the end of the drain.
 
-    DisconnectMonitor also cancels requests, but handles these cancellations itself.
+    DisconnectMonitor also cancels requests, but handles these cancellations itself. Another ASGI server may cancel a
+    request whose client has disconnected. Returns whether the server ends.
     """
+    connections = state_of(scope).connections
+    if connections is None or not connections.is_ending:
+        return False
     if (task := asyncio.current_task()) is not None:
         task.uncancel()
+    return True
 
 
 def _start_response(head: Message, record: RequestRecord) -> Message:

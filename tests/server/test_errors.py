@@ -18,6 +18,7 @@ from penstock.server.errors import ERROR_KINDS, quote, quote_names, status_kind
 from penstock.server.routes import models
 
 from ..tables import table
+from .http.sockets import ask, request, served
 
 LONG = "z" * 10_000
 
@@ -135,15 +136,26 @@ async def test_deep_nesting_is_rejected(client: httpx.AsyncClient, opening: str,
         assert len(response.json()["message"]) < 400
 
 
-async def test_request_cancelled_by_shutdown_is_a_503(client, engine) -> None:
+async def test_request_cancelled_by_shutdown_is_a_503(engine) -> None:
     engine.gate = asyncio.Event()
-    request = asyncio.create_task(client.post("/v1/embeddings", json={"input": "a"}))
-    await engine.entered.wait()
-    request.cancel()
-    response = await request
-    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-    assert check_envelope(response)["code"] == "engine_unavailable"
+    async with served(engine, options={"timeout_graceful_shutdown": 0}) as (server, port):
+        asking = asyncio.create_task(ask(port, request("/v1/embeddings", {"input": "a"})))
+        await engine.entered.wait()
+        server.should_exit = True
+        (answer,) = await asking
+    assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+    assert b'"code":"engine_unavailable"' in answer.body
     assert engine.was_cancelled
+
+
+async def test_request_that_another_server_cancels_has_no_response(client, engine, caplog) -> None:
+    engine.gate = asyncio.Event()
+    asking = asyncio.create_task(client.post("/v1/embeddings", json={"input": "a"}))
+    await engine.entered.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert (engine.was_cancelled, caplog.messages) == (True, [])
 
 
 async def test_many_wrong_fields_make_a_short_message(client: httpx.AsyncClient) -> None:

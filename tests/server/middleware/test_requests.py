@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import orjson
@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from penstock.server.app import create_app
 from penstock.server.middleware.error_handlers import UnexpectedErrorMiddleware
 from penstock.server.middleware.requests import _send_in_parts
+from penstock.server.request_state import state_of
 from penstock.server.settings import ServerSettings
 
 from ..bodies import http_scope
@@ -38,8 +39,9 @@ async def test_started_response_gets_no_second_one_unless_it_waits(error: BaseEx
     status = 200
     with pytest.raises(type(error)):
         await middleware(http_scope("/v1/embeddings", {}), AsyncMock(), send)
-    status = 429
-    await middleware(http_scope("/v1/embeddings", {}), AsyncMock(), send)
+    status, scope = 429, http_scope("/v1/embeddings", {})
+    state_of(scope).connections = Mock(is_ending=True)
+    await middleware(scope, AsyncMock(), send)
     sent = [call.args[0].get("status") for call in send.await_args_list]
     assert sent == [200, None, 500 if isinstance(error, RuntimeError) else 503, None]
 
