@@ -56,7 +56,7 @@ def attached(monkeypatch: pytest.MonkeyPatch) -> Mock:
     return attached
 
 
-def requests(count: float) -> list[Metric]:
+def answers(count: float) -> list[Metric]:
     return [CounterMetricFamily("penstock_answers", "Text.", value=count)]
 
 
@@ -79,7 +79,7 @@ class Worker:
     async def _open(self, end: socket.socket) -> None:
         self.worker_config = await asyncio.to_thread(WorkerConfig.receive, end)
         self.link = SupervisorConnection(self.worker_config, self._ended.set)
-        self.link.open(end, lambda: requests(self._number), self._reload)
+        self.link.open(end, lambda: answers(self._number), self._reload)
 
     def _reload(self) -> None:
         self.num_reloads += 1
@@ -215,7 +215,7 @@ class Supervisor:
         self.on_end = Mock()
         worker_config = WorkerConfig(ServerSettings(), (MODEL,), 4, 11, b"salt", 0)
         self.link = SupervisorConnection(worker_config, self.on_end)
-        self.link.open(end, lambda: requests(5), Mock())
+        self.link.open(end, lambda: answers(5), Mock())
 
     async def next(self) -> Any:
         await until(lambda: self.received)
@@ -258,15 +258,15 @@ async def test_model_that_is_not_loaded_raises_its_error_unless_cancelled(superv
         await asyncio.gather(loading, return_exceptions=True)
         supervisor.channel.send(late)
         supervisor.channel.send(GetMetrics(7))
-        assert await supervisor.next() == MetricsReport(7, to_families(requests(5)))
+        assert await supervisor.next() == MetricsReport(7, to_families(answers(5)))
     assert not caplog.records
 
 
 async def test_metrics_of_other_processes_have_a_deadline(supervisor: Supervisor, monkeypatch, caplog) -> None:
     gathering = asyncio.create_task(supervisor.link.gather())
     assert await supervisor.next() == GetMetrics(0)
-    supervisor.channel.send(MetricsReport(0, to_families(requests(8))))
-    assert await gathering == requests(8)
+    supervisor.channel.send(MetricsReport(0, to_families(answers(8))))
+    assert await gathering == answers(8)
     monkeypatch.setattr(worker_module, "_METRICS_TIMEOUT_S", 0.01)
     with pytest.raises(errors.EngineUnavailableError, match="have not sent their metrics"):
         await supervisor.link.gather()
