@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from unittest.mock import Mock
 
 import pytest
 
@@ -129,6 +130,13 @@ async def test_close_fails_pending_and_later_jobs(jobs: TokenizerJobs) -> None:
     assert all(isinstance(result, EngineUnavailableError) for result in results)
     with pytest.raises(EngineUnavailableError):
         await jobs.run(work_of(1), 1)
+
+
+async def test_job_without_a_thread_fails(jobs: TokenizerJobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    for num_chars in (1, LONG_JOB + 1):
+        with pytest.raises(EngineUnavailableError, match="can't start new thread"):
+            await asyncio.wait_for(jobs.run(work_of(1), num_chars), 60)
 
 
 def test_portions_are_bounded_and_stop_when_cancelled() -> None:

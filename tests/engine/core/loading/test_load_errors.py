@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.engine.core.load_runner import load_runner
+from penstock.engine.core.loading.weights_loader import not_finite_error
+from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import CacheConfig, EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError, WeightError
 
@@ -154,3 +156,11 @@ def test_overflow_of_the_forward_is_reported(load: Load, save_folder: SaveFolder
     change_weights(folder, lambda tensors: [tensors[name].fill_(60_000.0) for name in (INTERMEDIATE, OUTPUT)])
     message = error_of(load, folder, WeightError, dtype="float16")
     assert "the forward overflows in float16; --dtype float32" in message
+
+
+def test_weights_that_cannot_be_searched_are_reported(save_folder: SaveFolder) -> None:
+    folder = save_folder()
+    info = resolve_model(EngineConfig(model=str(folder), dtype="float32"))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(WeightError, match=r"NaN or infinite .* cannot be searched for the cause: .* no weights"):
+        raise not_finite_error(info)
