@@ -22,7 +22,6 @@ from ...tables import cases, table
 
 _CLIP_CONFIG = {"model_type": "clip", "vision_config": {"image_size": 224, "patch_size": 32}}
 _SIGLIP_CONFIG = {"model_type": "siglip", "vision_config": {"image_size": 64, "patch_size": 16}}
-_SIGLIP2_CONFIG = {"model_type": "siglip2", "vision_config": {"patch_size": 8}}
 
 
 def _read(

@@ -79,9 +79,6 @@ def test_converted_checkpoint_gets_the_prompt_of_its_name(tmp_path: Path) -> Non
     assert info.score_template == QWEN3_RERANKER.template
 
 
-ORIGINAL = {"is_original_qwen3_reranker": True}
-
-
 @cases(__file__, "overrides", "expected", "has_template")
 def test_overrides_make_a_reranker_of_a_language_model(
     overrides: dict[str, Any], expected: dict[str, Any], has_template: bool, tmp_path: Path

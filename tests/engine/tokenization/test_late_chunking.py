@@ -42,10 +42,6 @@ def parts(*lists: list[int]) -> list[np.ndarray]:
     return [np.array(ids, np.int32) for ids in lists]
 
 
-NO_PROMPT = {"include_prompt": False}
-LEFT_CUT = {"may_truncate": True, "truncates_left": True, "max_num_tokens": 6, "include_prompt": False}
-
-
 @cases(__file__, "changes", "lists", "prompt", "ids", "spans", "counts")
 def test_joined_inputs_share_the_special_tokens(
     changes: dict[str, Any],

@@ -12,8 +12,6 @@ from penstock.kernels.cpu.build import NoCompilerError, build, main
 
 from ...tables import cases, table
 
-needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt-get install gcc")
-
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from .specs import Floats
 
 # Share of the sum of the absolute terms.
 TOLERANCE = 5e-7
-ROUGH = (Format.DOT, Format.INT8)
 WIDTHS = (1, 2, 3, 17, 48, 312, 384)
 
 
