@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -174,6 +175,7 @@ class CoreSupervisor:
             self._restarting = asyncio.create_task(self._restart())
 
     async def _restart(self) -> None:
+        began_s = time.monotonic()
         for attempt in itertools.count():
             await asyncio.sleep(restart_pause_s(attempt))  # outside `try`: no error may repeat without a pause
             try:
@@ -186,6 +188,7 @@ class CoreSupervisor:
                 logger.exception("the engine could not be restarted")
             else:
                 self.num_restarts += 1
+                logger.warning("the engine has been restarted after %.1f s.", time.monotonic() - began_s)
                 return
             if attempt + 1 == _MAX_RESTARTS:
                 logger.critical("the engine is down after %d attempts to restart it; attempts continue.", _MAX_RESTARTS)

@@ -102,6 +102,7 @@ async def test_engine_is_dead_after_three_failed_restarts_and_retries(
     assert (group.state, group.num_restarts) == (EngineState.READY, 1)
     dispatcher.admission.check()
     assert "the engine is down after 3 attempts" in caplog.text
+    assert "the engine has been restarted after" in caplog.text
     running_cores[6].end("it ended again")
     (await wait_for_core(7)).ready()
     while group.num_restarts < 2:
