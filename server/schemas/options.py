@@ -300,20 +300,18 @@ def truncated(params: PoolingParams, truncate: Truncate | None, name: str = "tru
     Args:
         params: Pooling parameters of the request.
         truncate: True truncates inputs at the tokenizer's side, "START" and "END" at that side. False rejects longer
-            inputs. None: the server's default.
+            inputs, unless there is a limit. None: the server's default.
         name: The field that has `truncate`.
 
     Raises:
-        InvalidRequestError: `truncation_side` or `truncate_prompt_tokens` contradicts `truncate`.
+        InvalidRequestError: `truncation_side` contradicts `truncate`.
     """
     sides = {"START": "left", "END": "right"}
     side = sides[truncate] if isinstance(truncate, str) else None
     if None not in (side, params.truncation_side) and side != params.truncation_side:
         raise contradiction(name, truncate, "truncation_side", params.truncation_side)
     limit = params.truncate_prompt_tokens
-    if truncate is False and limit is not None:
-        raise contradiction(name, truncate, "truncate_prompt_tokens", limit)
-    if truncate is None:
+    if truncate is None or (truncate is False and limit is not None):
         return params
     if truncate is False:
         return params.clone(reject_too_long=True)

@@ -1,7 +1,5 @@
 """Servers and disks for tests of failures."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

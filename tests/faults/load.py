@@ -1,7 +1,5 @@
 """Raw HTTP clients, and the measurement of a server beside them."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Several HTTP processes over one engine: killed, stopped, and used at once."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

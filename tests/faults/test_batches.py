@@ -1,7 +1,5 @@
 """Batches of servers that are killed or have a full disk."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

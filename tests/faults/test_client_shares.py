@@ -1,7 +1,5 @@
 """Two clients (API keys): a slow one may hold half of a memory budget."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import Counter

@@ -3,8 +3,6 @@
 `pytest tests/faults/test_dense_bodies.py -m slow -s` prints status, longest wait and memory for each body.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Killed engine processes: requests end, readiness is correct, and the processes are replaced."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

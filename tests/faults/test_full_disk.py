@@ -1,7 +1,5 @@
 """A full disk under the model cache, the log, the sockets and the outputs. The disks are real, of a few megabytes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

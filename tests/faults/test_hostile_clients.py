@@ -1,7 +1,5 @@
 """Clients that send odd bodies or nothing: the server answers others meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import resource

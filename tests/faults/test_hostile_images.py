@@ -3,8 +3,6 @@
 `pytest tests/faults/test_hostile_images.py -m slow -s` prints longest wait, processor time and memory for each kind.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 from collections.abc import Sequence

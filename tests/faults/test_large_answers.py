@@ -3,8 +3,6 @@
 `pytest tests/faults/test_large_answers.py -m slow -s` prints longest wait and memory for each.
 """
 
-from __future__ import annotations
-
 import socket
 from contextlib import ExitStack
 

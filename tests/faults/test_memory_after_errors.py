@@ -4,8 +4,6 @@
 before and after forty large bodies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A long prompt at a real memory limit: its chunks shrink before the kernel kills the process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -3,8 +3,6 @@
 `pytest -s tests/faults/test_under_load.py` prints the measurements.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import signal

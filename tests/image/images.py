@@ -1,7 +1,5 @@
 """Builds images without a Docker engine, on a base of Debian packages that replaces the Python image."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@
 and stops.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

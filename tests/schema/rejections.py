@@ -3,8 +3,6 @@
 It replaces positive_data_acceptance of schemathesis, which expects success.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

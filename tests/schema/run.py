@@ -4,8 +4,6 @@
 project's environment. Command-line arguments such as `--seed 7` go to `schemathesis run`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Tiny random models of every kind, with the embedded model's tokenizer."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
