@@ -52,18 +52,8 @@ def degrees(text: str) -> list[float]:
     return [float(np.cos(angle)), float(np.sin(angle))]
 
 
-HEAD = {"model": "served", "dimensions": 2}
-RERANKED = EvalSettings(rerank="r", rerank_top_k=102, dimensions=2)
-
-
-@pytest.fixture
-def requests() -> list[tuple[str, dict]]:
-    return []
-
-
-@pytest.fixture
-def url(serve: Serve, requests: list[tuple[str, dict]]) -> str:
-    """A server. The vector of a text is its direction in degrees, and the reranker prefers the largest number."""
+def test_reports_of_all_tasks(serve: Serve, tmp_path: Path) -> None:
+    """The vector of a text is its direction in degrees, and the reranker prefers the largest number."""
 
     def answer(received: Received) -> Answered:
         body = received.body
@@ -75,48 +65,37 @@ def url(serve: Serve, requests: list[tuple[str, dict]]) -> str:
             return Answered({"results": results[::-1]})
         return Answered({"model": "served", "data": [{"embedding": degrees(text)} for text in body["input"]]})
 
-    return serve(answer)
-
-
-@pytest.fixture
-def folders(tmp_path: Path) -> list[Path]:
-    """Data of each task."""
+    requests: list[tuple[str, dict]] = []
     documents = [json.dumps({"_id": f"d{i}", "text": str(i)}) for i in range(1, 104)]
     files = table(__file__, "test_reports_of_all_tasks") | {"retrieval/corpus.jsonl": "\n".join(documents)}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    return [tmp_path / name for name in ("retrieval", "pairs", "classes")]
-
-
-def test_documents_are_ranked_and_reranked(url: str, folders: list[Path], requests: list[tuple[str, dict]]) -> None:
-    (retrieval,) = evaluate(url, folders[:1], RERANKED)
+    url, folders = serve(answer), [tmp_path / name for name in ("retrieval", "pairs", "classes")]
+    settings = EvalSettings(rerank="r", rerank_top_k=102, dimensions=2)
+    (retrieval,) = evaluate(url, folders[:1], settings)
     names = ("ndcg_at_10", "map_at_10", "recall_at_10", "recall_at_100", "mrr_at_10")
+    head = {"model": "served", "dimensions": 2}
     counts = {"data": "retrieval", "task": "retrieval", "documents": 103, "queries": 1}
     scores = {"scores": dict.fromkeys(names, 0.0) | {"recall_at_100": 1.0}}
     scores["reranked_scores"] = dict(zip(names, (0.5, 0.33333, 1.0, 1.0, 0.33333), strict=True))
-    assert retrieval == {**HEAD, **counts, **scores, "reranker": "r"}
+    assert retrieval == {**head, **counts, **scores, "reranker": "r"}
     fields = {"encoding_format": "base64", "truncate_prompt_tokens": -1, "dimensions": 2}
     embed = ("/v1/embeddings", {"model": "m", "input_type": "query", **fields, "input": ["0"]})
     ranked = ("/v1/rerank", {"model": "r", "query": "0", "return_documents": False})
     texts = [[str(i) for i in range(start, end)] for start, end in ((1, 65), (65, 103))]
     assert requests[2:] == [embed, *((ranked[0], {**ranked[1], "documents": each}) for each in texts)]
     assert {body["input_type"] for _, body in requests[:2]} == {"document"}
-
-
-def test_reports_of_all_tasks(url: str, folders: list[Path], requests: list[tuple[str, dict]]) -> None:
+    requests.clear()
     retrieval, pairs, classes = evaluate(url, folders, EvalSettings())
     assert retrieval["scores"]["recall_at_100"] == 1
-    assert pairs == {**HEAD, "data": "pairs", "task": "similarity", "pairs": 3, "scores": {"spearman": 1.0}}
+    assert pairs == {**head, "data": "pairs", "task": "similarity", "pairs": 3, "scores": {"spearman": 1.0}}
     scores = {"scores": {"accuracy": 0.66667}}
-    assert classes == {**HEAD, "data": "classes", "task": "classification", "texts": 3, **scores}
+    assert classes == {**head, "data": "classes", "task": "classification", "texts": 3, **scores}
     kinds = ["document", "document", "query", "similarity", "similarity", "classification", "classification"]
     assert [body["input_type"] for _, body in requests] == kinds
-
-
-def test_reranker_needs_retrieval_tasks(url: str, folders: list[Path]) -> None:
     with pytest.raises(UsageError, match=r"--rerank: .*pairs has no retrieval task"):
-        next(evaluate(url, folders, RERANKED))
+        next(evaluate(url, folders, settings))
 
 
 def test_missing_data_and_missing_mteb_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
