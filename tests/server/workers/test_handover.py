@@ -109,26 +109,16 @@ async def test_ended_and_full_processes_get_no_connections(server: Server, resou
     await until(lambda: good.sender.num_open == 5)
     assert len(good.receive()) == 5
     assert not is_read(ended.sender._socket.fileno()), "its end is read once"
-
-
-async def test_waiting_connection_is_passed_to_the_next_process(server: Server, resources: ExitStack) -> None:
-    process = Process(resources)
-    server.acceptor.add(process.sender)
-    server.acceptor.remove(process.sender)
+    server.acceptor.remove(good.sender)
     server.connect(b"hello")
     await until(lambda: server.acceptor._waiting is not None)
-    server.acceptor.add(process.sender)
-    await until(lambda: process.sender.num_open == 1)
-    (connection,) = process.receive()
+    server.acceptor.add(good.sender)
+    await until(lambda: good.sender.num_open == 6)
+    (connection,) = good.receive()
     assert connection.recv(100) == b"hello"
     server.connect()
-    await until(lambda: process.sender.num_open == 2)
-
-
-async def test_waiting_connection_ends_with_the_acceptor(server: Server, resources: ExitStack) -> None:
-    process = Process(resources)
-    server.acceptor.add(process.sender)
-    server.acceptor.remove(process.sender)
+    await until(lambda: good.sender.num_open == 7)
+    server.acceptor.remove(good.sender)
     client = server.connect()
     await until(lambda: server.acceptor._waiting is not None)
     server.acceptor.close()
