@@ -114,94 +114,59 @@ async def test_server_that_stops_is_not_announced(signals: list[int], num_calls:
     assert announced.call_count == num_calls
 
 
-class Server:
-    """A supervisor with two fake HTTP processes and a model that loads until `loaded` is set."""
-
-    def __init__(self, loaded: asyncio.Event, workers: list[Worker]) -> None:
-        self.loaded, self.workers, self.announced = loaded, workers, Mock()
-        self.listeners = [socket.socket(), socket.socket()]
-        for each in self.listeners:
-            each.bind(("127.0.0.1", 0))
-        self.supervisor = WorkerSupervisor(ServerSettings(api_workers=2), [MODEL], None, self.announced)
-        self.running = asyncio.create_task(self.supervisor.run(*self.listeners))
-
-    def num_senders(self) -> list[tuple[bytes, int]]:
-        return [(each._port, len(each._senders)) for each in self.supervisor._workers[0]._acceptors]
-
-    async def stop(self) -> None:
-        self.loaded.set()
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(self.running, 120)
-
-
-@pytest.fixture
-async def server(make_engine, no_signals, monkeypatch) -> AsyncIterator[Server]:
-    loaded, workers, engine = asyncio.Event(), [Worker(1), Worker(2)], make_engine(name="m")
+@pytest.mark.usefixtures("no_signals")
+async def test_processes_share_engines_metrics_and_signals(make_engine, attached: Mock, monkeypatch) -> None:
+    workers, announced, loaded = [Worker(1), Worker(2)], Mock(), asyncio.Event()
+    monkeypatch.setattr(WorkerProcess, "_start", lambda self: workers[self.slot].start())
+    engine = make_engine(name="m")
     engine.ready, engine.status, engine.start = READY, EngineStatus(EngineState.DEAD, reason="new"), loaded.wait
     monkeypatch.setattr(supervisor_module, "EngineServer", Mock(return_value=engine))
-    monkeypatch.setattr(WorkerProcess, "_start", lambda self: workers[self.slot].start())
-    server = Server(loaded, workers)
-    await until(lambda: all(worker.link for worker in workers))
-    yield server
-    if not server.running.done():
-        await server.stop()
+    with socket.socket() as listener, socket.socket() as metrics_listener:
+        for each in (listener, metrics_listener):
+            each.bind(("127.0.0.1", 0))
+        supervisor = WorkerSupervisor(ServerSettings(api_workers=2), [MODEL], None, announced)
+        supervisor._start_task(asyncio.Event().wait())
+        (endless,) = supervisor._tasks
+        running = asyncio.create_task(supervisor.run(listener, metrics_listener))
+        await until(lambda: all(worker.link for worker in workers))
+        plans, links = [worker.worker_config for worker in workers], [worker.link for worker in workers]
+        assert sorted(worker_config.connection_number for worker_config in plans) == [1, 2]
+        assert [(worker_config.num_workers, len(worker_config.salt)) for worker_config in plans] == [
+            (2, SALT_BYTES)
+        ] * 2
+        assert (plans[0].salt, plans[0].started_s) == (plans[1].salt, plans[1].started_s)
 
+        loading = [asyncio.create_task(link.engine(0)) for link in links]
+        links[0].report_listening()
+        await until(lambda: supervisor._workers[0].has_served)
+        acceptors = supervisor._workers[0]._acceptors
+        assert [(each._port, len(each._senders)) for each in acceptors] == [(MAIN, 1), (METRICS, 1)]
+        loaded.set()
+        assert [await each for each in loading] == ["engine"] * 2
+        config, ready, _, client = attached.call_args.args
+        assert (config, ready, client.state) == (plans[0].config_with_share(MODEL), READY, EngineState.DEAD)
+        supervisor._send_all(EngineChanged(0, EngineStatus(EngineState.STARTING)))
+        await until(lambda: client.state is EngineState.STARTING)
 
-async def test_processes_have_own_connection_numbers_and_one_salt(server: Server) -> None:
-    first, second = (worker.worker_config for worker in server.workers)
-    assert {first.connection_number, second.connection_number} == {1, 2}
-    assert (first.num_workers, second.num_workers, len(first.salt)) == (2, 2, SALT_BYTES)
-    assert (first.salt, first.started_s) == (second.salt, second.started_s)
+        for link in links:
+            assert not announced.called
+            link.report_ready()
+            metrics = await link.gather()  # the message before it has been handled
+        announced.assert_called_once_with(supervisor._models.manager.entries)
+        links[0].report_ready()  # as the successor of an ended process does
+        await links[0].gather()
+        (counter,) = [metric for metric in metrics if metric.name == "penstock_answers"]
+        assert [sample.value for sample in counter.samples] == [3]
+        assert {"penstock_engine_ready", "penstock_model_loaded"} <= {metric.name for metric in metrics}
+        assert [len(each._senders) for each in acceptors] == [2, 2]
 
-
-async def test_processes_attach_to_one_engine_and_learn_its_state(server: Server, attached: Mock) -> None:
-    loading = [asyncio.create_task(worker.link.engine(0)) for worker in server.workers]
-    server.loaded.set()
-    assert [await each for each in loading] == ["engine"] * 2
-    config, ready, _, client = attached.call_args.args
-    share = server.workers[0].worker_config.config_with_share(MODEL)
-    assert (config, ready, client.state) == (share, READY, EngineState.DEAD)
-    server.supervisor._send_all(EngineChanged(0, EngineStatus(EngineState.STARTING)))
-    await until(lambda: client.state is EngineState.STARTING)
-
-
-async def test_server_is_announced_once_when_all_processes_are_ready(server: Server) -> None:
-    links = [worker.link for worker in server.workers]
-    links[0].report_listening()
-    await until(lambda: server.supervisor._workers[0].has_served)
-    assert server.num_senders() == [(MAIN, 1), (METRICS, 1)], "it responds that the model is loading"
-    server.loaded.set()
-    await until(lambda: server.supervisor._has_models)
-    for link in links:
-        assert not server.announced.called
-        link.report_ready()
-        await link.gather()  # the message before it has been handled
-    server.announced.assert_called_once_with(server.supervisor._models.manager.entries)
-    links[0].report_ready()  # as the successor of an ended process does
-    await links[0].gather()
-    assert server.num_senders() == [(MAIN, 2), (METRICS, 2)]
-    server.announced.assert_called_once()
-
-
-async def test_metrics_are_sums_over_the_processes(server: Server) -> None:
-    server.loaded.set()
-    await until(lambda: server.supervisor._has_models)
-    metrics = await server.workers[1].link.gather()
-    (counter,) = [metric for metric in metrics if metric.name == "penstock_answers"]
-    assert [sample.value for sample in counter.samples] == [3]
-    assert {"penstock_engine_ready", "penstock_model_loaded"} <= {metric.name for metric in metrics}
-
-
-async def test_sighup_reloads_and_sigterm_ends_all_processes(server: Server) -> None:
-    os.kill(os.getpid(), signal.SIGHUP)
-    await until(lambda: [worker.num_reloads for worker in server.workers] == [1, 1])
-    server.supervisor._start_task(asyncio.Event().wait())
-    (task,) = server.supervisor._tasks
-    await server.stop()
-    assert [each.fileno() for each in server.listeners] == [-1, -1]
-    assert task.cancelling()
-    assert [worker.signals for worker in server.workers] == [[signal.SIGTERM]] * 2
-    assert (server.supervisor.signals, server.supervisor.failures) == ([signal.SIGTERM], [])
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: [worker.num_reloads for worker in workers] == [1, 1])
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(running, 120)
+        assert (listener.fileno(), metrics_listener.fileno(), endless.cancelling()) == (-1, -1, 1)
+    assert [worker.signals for worker in workers] == [[signal.SIGTERM]] * 2
+    assert (supervisor.signals, supervisor.failures, announced.call_count) == ([signal.SIGTERM], [], 1)
 
 
 class Supervisor:
