@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
 from unittest.mock import AsyncMock, Mock, call
 
 import pytest
@@ -72,98 +71,54 @@ class Process:
         return self.returncode
 
 
-FAMILIES = [MetricFamily("a", "b", "counter", [])]
-
-
-@pytest.fixture
-async def processes(worker, pauses, monkeypatch) -> AsyncIterator[list[Process]]:
-    """The process of a running worker, and its successor."""
+async def test_end_of_a_process_ends_its_heartbeat_and_questions(worker, pauses, monkeypatch, caplog) -> None:
     processes = [Process(), Process()]
     starts = iter(processes)
     monkeypatch.setattr(worker, "_start", lambda: next(starts).start())
-    running = asyncio.create_task(worker.run())
-    await until(lambda: worker._channel is not None)
-    yield processes
-    worker.stop(15)
-    await asyncio.wait_for(running, 120)
-
-
-async def listen(worker: WorkerProcess, process: Process) -> None:
-    process.channel.send(WorkerListening())
-    await until(lambda: worker.has_served)
-
-
-async def end_first(worker: WorkerProcess, processes: list[Process]) -> None:
-    processes[0].end(0)
-    await until(lambda: worker._process is processes[1] and worker._channel is not None)
-
-
-async def test_listening_process_gets_connections_until_its_end(worker, processes) -> None:
     (acceptor,) = worker._acceptors
+    await worker.update_metrics(120)  # there is no process
+    running = asyncio.create_task(worker.run())
+    first, second = processes
+    await until(lambda: worker._channel is not None)
+    send = worker.sender()
     assert (worker.has_served, worker._on_message.call_count) == (False, 0)
-    await listen(worker, processes[0])
+    first.channel.send(WorkerListening())
+    await until(lambda: worker.has_served)
     worker._on_message.assert_called_once_with(worker, WorkerListening())
+    heartbeat = worker._watch
     worker.open()
-    acceptor.add.assert_called_once_with(worker._connection_sender)
-    await end_first(worker, processes)
-    acceptor.remove.assert_called_once_with(*acceptor.add.call_args.args)
     acceptor.add.assert_called_once()
 
-
-async def test_end_of_a_process_ends_its_heartbeat_and_sockets(worker, processes, caplog) -> None:
-    await listen(worker, processes[0])
-    heartbeat = worker._watch
-    await end_first(worker, processes)
+    update = asyncio.create_task(worker.update_metrics(120))
+    await until(lambda: GetMetrics(1) in first.messages)
+    families = [MetricFamily("a", "b", "counter", [])]
+    first.channel.send(MetricsReport(1, families))
+    await update
+    assert worker.metrics == families
+    await worker.update_metrics(0.001)  # the process does not respond in time
+    assert not worker._metrics_requests
+    update = asyncio.create_task(worker.update_metrics(120))
+    await until(lambda: GetMetrics(3) in first.messages)
+    first.end(0)
+    await until(lambda: worker._process is second)
     assert "an HTTP process ended with exit code 0; another one is started" in caplog.text
+    await update
     assert heartbeat.cancelling()
-    assert [sock.fileno() for sock in processes[0].ours] == [-1, -1]
-    worker._on_end.assert_called_once_with(worker)
-
-
-async def test_sender_sends_to_no_successor(worker, processes) -> None:
-    send = worker.sender()
-    await end_first(worker, processes)
+    assert [sock.fileno() for sock in first.ours] == [-1, -1]
+    acceptor.remove.assert_called_once()
     send(GetMetrics(7))
     worker.send(GetMetrics(8))
-    await until(lambda: GetMetrics(8) in processes[1].messages)
-    assert GetMetrics(7) not in processes[1].messages
-
-
-async def test_stop_sends_the_signal_to_the_running_process_only(worker, processes) -> None:
-    first, second = processes
-    await end_first(worker, processes)
+    await until(lambda: GetMetrics(8) in second.messages)
+    assert GetMetrics(7) not in second.messages
     worker.stop(15)
-    await until(lambda: worker._on_end.call_count == 2)
-    worker.stop(2)  # it has ended
-    assert (first.signals, second.signals) == ([], [15])
-
-
-async def test_metrics_are_updated_within_the_timeout(worker, processes) -> None:
-    update = asyncio.create_task(worker.update_metrics(120))
-    await until(lambda: GetMetrics(1) in processes[0].messages)
-    processes[0].channel.send(MetricsReport(1, FAMILIES))
-    await update
-    assert worker.metrics == FAMILIES
-    await worker.update_metrics(0.001)  # the process does not respond in time
-    assert (worker.metrics, worker._metrics_requests) == (FAMILIES, {})
-
-
-async def test_update_of_metrics_ends_with_the_process(worker, processes) -> None:
-    update = asyncio.create_task(worker.update_metrics(3600))
-    await until(lambda: GetMetrics(1) in processes[0].messages)
-    await end_first(worker, processes)
-    await asyncio.wait_for(update, 30)
+    await asyncio.wait_for(running, 120)
+    assert (first.signals, second.signals, worker._on_end.call_count) == ([], [15], 2)
+    await asyncio.wait_for(worker.update_metrics(120), 30)  # no process is left
+    acceptor.add.assert_called_once()
     assert not worker._metrics_requests
 
 
-async def test_metrics_are_not_updated_without_a_process(worker, processes) -> None:
-    worker.stop(15)
-    await until(lambda: worker._on_end.called)
-    await asyncio.wait_for(worker.update_metrics(3600), 30)
-    assert not worker._metrics_requests
-
-
-async def test_stop_during_the_start_ends_the_process(worker, monkeypatch) -> None:
+async def test_stop_during_the_start_or_a_pause_ends_the_process(worker, monkeypatch, caplog) -> None:
     process, may_start = Process(), asyncio.Event()
 
     async def start() -> tuple[Process, socket.socket, socket.socket]:
@@ -178,18 +133,17 @@ async def test_stop_during_the_start_ends_the_process(worker, monkeypatch) -> No
     await asyncio.wait_for(running, 30)
     assert process.signals == [15]
 
-
-async def test_stop_during_a_pause_starts_no_process(worker, monkeypatch, caplog) -> None:
     run_process = AsyncMock(return_value="signal 9")
     monkeypatch.setattr(worker, "_run_process", run_process)
     monkeypatch.setattr(worker_process, "restart_pause_s", lambda _: 3600.0)
+    worker._stopping.clear()
     running = asyncio.create_task(worker.run())
     await until(lambda: "another one is started in 3600 s" in caplog.text)
     await loop_iterations()
     assert not running.done()
     worker.stop(15)
     await asyncio.wait_for(running, 30)
-    assert run_process.await_count == 1
+    assert (process.signals, run_process.await_count) == ([15], 1), "an ended process gets no signal"
 
 
 async def test_process_may_hang_without_a_timeout(worker, monkeypatch) -> None:
@@ -201,35 +155,36 @@ async def test_process_may_hang_without_a_timeout(worker, monkeypatch) -> None:
     await until(lambda: worker._channel is not None)
     process.channel.send(WorkerListening())
     await until(lambda: len(process.messages) > 12)  # a process with a timeout is killed after ten
-    process.channel.send(MetricsReport(process.messages[0].request_id, FAMILIES))
-    await until(lambda: worker.metrics == FAMILIES)
+    families = [MetricFamily("a", "b", "counter", [])]
+    process.channel.send(MetricsReport(process.messages[0].request_id, families))
+    await until(lambda: worker.metrics == families)
     assert process.signals == []
     worker.stop(15)
     await asyncio.wait_for(running, 120)
 
 
-@pytest.fixture
-def heartbeat(monkeypatch: pytest.MonkeyPatch) -> Mock:
+async def test_process_that_closes_its_socket_or_hangs_is_killed(worker, pauses, monkeypatch, caplog) -> None:
     monkeypatch.setattr(worker_process, "Heartbeat", heartbeat := Mock())
     heartbeat.return_value.run = AsyncMock()
-    return heartbeat
-
-
-async def test_process_that_closes_its_socket_is_replaced(worker, heartbeat, processes, caplog) -> None:
+    processes = [Process(), Process()]
+    starts = iter(processes)
+    monkeypatch.setattr(worker, "_start", lambda: next(starts).start())
+    running = asyncio.create_task(worker.run())
+    await until(lambda: worker._channel is not None)
     processes[0].channel.close()
     await until(lambda: worker._process is processes[1] and worker._channel is not None)
     assert processes[0].signals == [9]
     assert "could not serve: it ended with signal 9" in caplog.text
     assert worker.has_failed
-    await listen(worker, processes[1])
+    processes[1].channel.send(WorkerListening())
+    await until(lambda: worker.has_served)
     assert not worker.has_failed
-
-
-async def test_process_that_hangs_is_killed(worker, heartbeat: Mock, processes, caplog) -> None:
-    assert heartbeat.call_args == call(60.0, worker._ask_metrics, worker._give_up)
     worker._give_up()
-    assert processes[0].signals == [9]
+    assert processes[1].signals == [9]
     assert "an HTTP process has not answered for 60 s; it is killed" in caplog.text
+    assert heartbeat.call_args == call(60.0, worker._ask_metrics, worker._give_up)
+    worker.stop(15)
+    await asyncio.wait_for(running, 120)
 
 
 async def test_process_that_does_not_listen_in_time_is_replaced(worker, pauses, monkeypatch, caplog) -> None:
