@@ -1,7 +1,5 @@
 """A container without root, writable files and network, and requests to it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -44,7 +42,7 @@ class Container:
         self.image = image
         self.id = run(*podman("run", "--detach", *OPTIONS, *CONFINEMENT, image, *command))
 
-    def __enter__(self) -> Container:
+    def __enter__(self) -> "Container":
         return self
 
     def __exit__(self, *_: object) -> None:

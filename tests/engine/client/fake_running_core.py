@@ -1,7 +1,5 @@
 """A fake process or thread of an engine; the test decides when it is ready, answers and ends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
@@ -20,7 +18,7 @@ from .word_model import info
 class FakeRunningCore:
     """Has the interface of ProcessCore and ThreadCore."""
 
-    made: ClassVar[list[FakeRunningCore]]
+    made: ClassVar["list[FakeRunningCore]"]
 
     def __init__(
         self,

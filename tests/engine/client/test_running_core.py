@@ -1,7 +1,5 @@
 """A core in a process or in a thread: its messages, its end, and the detection of a hang."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -247,7 +245,7 @@ class Owner:
         self.threads.add(threading.current_thread())
 
     @classmethod
-    async def started(cls, model: str = "any") -> tuple[Owner, Any, threading.Thread]:
+    async def started(cls, model: str = "any") -> "tuple[Owner, Any, threading.Thread]":
         owner = cls(model)
         await owner.core.start()
         assert owner.core._thread is not None

@@ -1,7 +1,5 @@
 """Runners without a model, which return the sum of the tokens, and a driver of an EngineCore. Without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -173,7 +171,7 @@ class FakeRunner(Runner):
 class QueuedForward:
     """A forward in the queue of a device. Its outputs are computed, but not yet returned."""
 
-    def __init__(self, runner: QueueRunner, result: BatchOutputs) -> None:
+    def __init__(self, runner: "QueueRunner", result: BatchOutputs) -> None:
         self.runner, self.result = runner, result
         self.is_done = False
         self.error: Exception | None = None

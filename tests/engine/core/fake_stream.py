@@ -1,7 +1,5 @@
 """A DeviceStream with a thread that does the queued work later, in order."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -16,7 +14,7 @@ from penstock.engine.core.device.stream import DeviceEvent, DeviceStream
 class FakeEvent(DeviceEvent):
     """A DeviceEvent of a FakeStream."""
 
-    def __init__(self, stream: FakeStream) -> None:
+    def __init__(self, stream: "FakeStream") -> None:
         self.stream = stream
         self.reached = Event()
         self.reached_s = 0.0

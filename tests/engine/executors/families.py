@@ -87,6 +87,14 @@ def relative_error(actual, expected):
     return ((actual - expected) / expected.norm(dim=1, keepdim=True)).abs().max()
 
 
+def assert_rows_equal(model, reference, pack, sequences, max_batch_error):
+    """Fails if rows differ from transformers, or by more than `max_batch_error` from those of each sequence alone."""
+    hidden = model.forward(pack(sequences)).hidden_states
+    assert_close(hidden, rows_of(reference, sequences))
+    alone = torch.cat([model.forward(pack([sequence])).hidden_states for sequence in sequences])
+    assert relative_error(hidden, alone) <= max_batch_error
+
+
 def unit_error(rows, exact):
     """Mean distance of the rows as unit vectors."""
     rows, exact = (torch.nn.functional.normalize(part.float(), dim=1) for part in (rows, exact))

@@ -15,7 +15,7 @@ from penstock.engine.protocol.messages import TokenizedInput
 from penstock.engine.protocol.model_info import ModelKind
 
 from ...tables import table
-from .families import BASES, EXECUTORS, assert_close, first_row_logits, logits_of, relative_error, rows_of
+from .families import BASES, EXECUTORS, assert_close, assert_rows_equal, first_row_logits, logits_of, rows_of
 
 # Values of mixedbread-ai/mxbai-rerank-base-v1, in small.
 HUB = BASES["deberta on the hub"]
@@ -29,10 +29,7 @@ def test_reranker_with_long_texts_equals_transformers(executor, load, save_model
     info = resolve(folder)
     assert (info.packed, info.kind, info.max_model_len) == (True, ModelKind.CROSS_ENCODER, 512)
     model = load(info)
-    hidden = model.forward(pack(sequences)).hidden_states
-    assert_close(hidden, rows_of(reference, sequences))
-    alone = torch.cat([model.forward(pack([sequence])).hidden_states for sequence in sequences])
-    assert relative_error(hidden, alone) <= (0 if executor == "cpu" else 1e-6)
+    assert_rows_equal(model, reference, pack, sequences, 0 if executor == "cpu" else 1e-6)
     assert_close(first_row_logits(model, sequences, pack), logits_of(reference, sequences))
 
 

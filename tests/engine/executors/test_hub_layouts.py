@@ -12,7 +12,7 @@ from penstock.engine.protocol.errors import ModelLoadError
 
 from ...tables import table
 from .array_model import ArrayModel, load_model
-from .families import ENCODER_SIZES, EXECUTORS, assert_close, first_row_logits, logits_of, relative_error, rows_of
+from .families import ENCODER_SIZES, EXECUTORS, assert_close, assert_rows_equal, first_row_logits, logits_of, rows_of
 
 HUB = json.loads((Path(__file__).parent / "hub_configs.json").read_text())
 SIZE = ENCODER_SIZES["hidden_size"] // ENCODER_SIZES["num_attention_heads"]
@@ -63,10 +63,7 @@ def test_hub_config_equals_transformers(
     info = resolve(folder, trust_remote_code=is_original)  # the code of the hub does not run
     assert (info.packed, info.hidden_size, info.max_model_len) == (True, 48, 160)
     model = load(info, trust_remote_code=is_original)
-    hidden = model.forward(pack(sequences)).hidden_states
-    assert_close(hidden, rows_of(reference, sequences))
-    alone = torch.cat([model.forward(pack([sequence])).hidden_states for sequence in sequences])
-    assert relative_error(hidden, alone) <= (0 if executor == "cpu" else 1e-6)
+    assert_rows_equal(model, reference, pack, sequences, 0 if executor == "cpu" else 1e-6)
 
 
 @EXECUTORS

@@ -11,7 +11,7 @@ from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.tasks import PoolingType
 
 from ...tables import table
-from .families import ENCODER_SIZES, EXECUTORS, assert_close, first_row_logits, logits_of, relative_error, rows_of
+from .families import ENCODER_SIZES, EXECUTORS, assert_close, assert_rows_equal, first_row_logits, logits_of, rows_of
 
 TASKS = ["retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"]
 SIZES = ENCODER_SIZES | {"type_vocab_size": 1, "pad_token_id": 1, "layer_norm_eps": 1e-5}
@@ -80,10 +80,7 @@ def test_hub_layout_equals_transformers_without_adapters(executor, trusts, load,
     assert (info.packed, info.max_model_len) == (True, 158)
     assert [adapter.name for adapter in info.task_adapters] == TASKS
     model = load(info, trust_remote_code=trusts)
-    hidden = model.forward(pack(sequences)).hidden_states
-    assert_close(hidden, rows_of(reference, sequences))
-    alone = torch.cat([model.forward(pack([sequence])).hidden_states for sequence in sequences])
-    assert relative_error(hidden, alone) <= (0 if executor == "cpu" else 1e-6)
+    assert_rows_equal(model, reference, pack, sequences, 0 if executor == "cpu" else 1e-6)
 
 
 @EXECUTORS

@@ -33,6 +33,7 @@ _CLIP = ImageSpec(
     num_class_rows=1,
 )
 _HALF: dict[str, Any] = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+_AREA = ImageSpec(patch_size=14, resize=ImageResize.AREA, size=(0, 0), merge_size=2, max_patches=204, **_HALF)
 
 
 def _normalized(patches: ImagePatches, spec: ImageSpec) -> NDArray[np.float64]:
@@ -105,9 +106,7 @@ def test_patches_of_siglip2_equal_processor() -> None:
 
 def test_blocks_of_qwen_equal_processor() -> None:
     limits: dict[str, Any] = {"min_pixels": 3_136, "max_pixels": 40_000}
-    spec = ImageSpec(
-        patch_size=14, resize=ImageResize.AREA, size=(0, 0), merge_size=2, max_patches=204, **limits, **_HALF
-    )
+    spec = replace(_AREA, **limits)
     processor = Qwen2VLImageProcessorPil(
         size={"shortest_edge": 3_136, "longest_edge": 40_000}, image_mean=[0.5] * 3, image_std=[0.5] * 3
     )
@@ -125,16 +124,7 @@ def test_blocks_of_qwen_equal_processor() -> None:
 def test_image_that_a_language_model_cannot_read_is_rejected(
     size: tuple[int, int], limit: int, smallest: int, message: str
 ) -> None:
-    spec = ImageSpec(
-        patch_size=14,
-        resize=ImageResize.AREA,
-        size=(0, 0),
-        merge_size=2,
-        max_patches=limit,
-        min_pixels=smallest,
-        max_pixels=40_000,
-        **_HALF,
-    )
+    spec = replace(_AREA, max_patches=limit, min_pixels=smallest, max_pixels=40_000)
     with pytest.raises(ImageError, match=message):
         preprocess(picture("RGB", *size), spec)
 
@@ -224,17 +214,7 @@ def test_cells_of_tiles_cover_the_image(size: tuple[int, int]) -> None:
 
 
 def test_cells_of_an_area_are_blocks_of_patches() -> None:
-    spec = ImageSpec(
-        patch_size=4,
-        resize=ImageResize.AREA,
-        size=(0, 0),
-        mean=(0.5,) * 3,
-        std=(0.5,) * 3,
-        max_patches=400,
-        merge_size=2,
-        min_pixels=64,
-        max_pixels=6_400,
-    )
+    spec = replace(_AREA, patch_size=4, max_patches=400, min_pixels=64, max_pixels=6_400)
     patches = preprocess(Image.new("RGB", (48, 32)), spec)
     cells = spec.cells(patches, spec.num_tokens(patches))
     assert cells.shape == (4, 6)

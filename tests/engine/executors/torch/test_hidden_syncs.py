@@ -4,8 +4,6 @@ Without a GPU, device/pretend_cuda.py simulates one in Triton's interpreter (tes
 raises an error at each wait.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -117,7 +115,7 @@ class Served:
     pooler: ModelPooler[torch.Tensor]
 
     @classmethod
-    def load(cls, info: ModelInfo, device: str = "cpu", token_heads: TokenHeads | None = None) -> Served:
+    def load(cls, info: ModelInfo, device: str = "cpu", token_heads: TokenHeads | None = None) -> "Served":
         info = replace(info, device=device)
         model = load_model(info)
         return cls(info, model, tensor_pooler(info, model, (), token_heads))

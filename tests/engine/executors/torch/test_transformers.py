@@ -13,7 +13,7 @@ from penstock.engine.executors.torch.transformers.model import TransformersModel
 from penstock.engine.executors.torch.transformers.network import Network, Sharing
 from penstock.engine.protocol.errors import UnsupportedModelError, UnsupportedTaskError, WeightError
 
-from ..families import BASES, assert_close, logits_of, models, relative_error, rows_of
+from ..families import BASES, assert_close, assert_rows_equal, logits_of, models, relative_error
 
 SIZES, ALBERT, HELIUM, CONVBERT = (BASES[name] for name in ("unpacked", "albert", "helium", "convbert"))
 GPT2, T5, DEBERTA = (BASES[name] for name in ("gpt2", "t5", "unpacked deberta"))
@@ -29,10 +29,7 @@ def test_hidden_states_equal_transformers(class_name, config, is_packed, save_mo
     lines = [r.getMessage() for r in caplog.records if r.name == "penstock.engine"]
     assert len(lines) == 1
     assert ("runs packed" if is_packed else "runs padded") in lines[0]
-    together = model.forward(pack(sequences)).hidden_states
-    assert_close(together, rows_of(reference, sequences))
-    alone = torch.cat([model.forward(pack([s])).hidden_states for s in sequences])
-    assert relative_error(alone, together) <= 1e-6
+    assert_rows_equal(model, reference, pack, sequences, 1e-6)
     with pytest.raises(UnsupportedTaskError):
         model.forward(pack(sequences), need_attention=True)
 
