@@ -216,7 +216,7 @@ class Application(DocumentedApp):
         cors_origins: Origins of web pages that may send requests.
         batches: Service of the batch routes, `app.state.batches`; None without --data-dir.
         metrics_app: The application of --metrics-port; None without that port.
-        lifespan: Runs what the application needs from its start to its end.
+        lifespan: Starts and stops the models, observers and batches with the application.
 
     Attributes:
         outer_middleware: Gets every request. The innermost middleware is `dispatcher`, which calls `call_fastapi`.

@@ -81,7 +81,7 @@ class Route(APIRoute):
         options: Arguments of APIRoute.
 
     Attributes:
-        body_parser: Parser of a JSON route, whose function JsonDispatcher calls. None: FastAPI calls the function.
+        body_parser: Parses the body of a JSON route. JsonDispatcher uses it. None: FastAPI calls the function.
     """
 
     def __init__(

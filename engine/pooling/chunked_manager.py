@@ -193,8 +193,8 @@ class ChunkedPoolingManager(Generic[R]):
             return PoolingStates.initialize(self._hidden_dim, self._types, self._ops)
         return sequence.states.copy()
 
-    # Only library callers use the methods below, most of whose names are from the specification: see
-    # docs/internals/names.md. Calls of several threads run one at a time.
+    # Only library callers use the methods below. docs/internals/names.md explains their names. A lock makes them
+    # thread-safe.
 
     def start_sequence(self, seq_id: Hashable, seq_len: int) -> None:
         """Begins a sequence of `seq_len` tokens. Its chunks must come in order.

@@ -60,7 +60,7 @@ class PoolingCursor:
         self.num_pooled += num_tokens
         self.chunk_len = 0
 
-    # Only library callers use the methods below, whose names are from the specification: see docs/internals/names.md.
+    # Only library callers use the methods below. docs/internals/names.md explains their names.
 
     @property
     def global_end(self) -> int:
@@ -279,7 +279,7 @@ class PoolingMetadata:
             queries=None if self.queries is None else [self.queries[i] for i in indices],
         )
 
-    # Only library callers use the methods below, whose names are from the specification: see docs/internals/names.md.
+    # Only library callers use the methods below. docs/internals/names.md explains their names.
 
     def get_incomplete_indices(self) -> list[int]:
         """Returns the sequences that continue after this batch."""

@@ -94,7 +94,7 @@ class PoolerOutput(Generic[R]):
         copies = to_host([*values, *map(_is_finite, values)])
         return OutputCopy(self, copies[: len(values)], copies[len(values) :])
 
-    # Only library callers use the methods below, whose names are from the specification: see docs/internals/names.md.
+    # Only library callers use the methods below. docs/internals/names.md explains their names.
 
     def to_numpy(self) -> list[Arrays]:
         """Returns the arrays of each sequence by name; see BatchOutputs.split."""

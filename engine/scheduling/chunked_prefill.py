@@ -300,8 +300,8 @@ class ChunkedPrefillManager:
                 f"chunk {chunk.chunk_id} of sequence {sequence.sequence_id!r} is still {chunk.state}."
             )
 
-    # Only library callers use the methods below, whose names are from the specification: see docs/internals/names.md.
-    # Its `request_id` is the id of a sequence.
+    # Only library callers use the methods below. docs/internals/names.md explains their names.
+    # Their `request_id` is the id of a sequence.
 
     @property
     def requests(self) -> Mapping[Hashable, StandaloneSequence]:

@@ -375,9 +375,9 @@ class Scheduler:
     def _preempt_for(self, sequence: InputSequence, batch: Batch) -> bool:
         """Preempts running long sequences for a waiting one. Returns whether a sequence was preempted.
 
-        If one of them has a chunk in an unfinished batch (`earlier_chunks`, after `allow_next_chunks`), sets
-        `needs_idle_device` and preempts none. Pooled rows stay pooled. Keys
-        and values stay in the prefix cache until the blocks are needed.
+        Sets `needs_idle_device` and preempts none if one of them has `earlier_chunks`: chunks in an unfinished batch,
+        after `allow_next_chunks`. Pooled rows stay pooled. Keys and values stay in the prefix cache until the blocks
+        are needed.
         """
         victims = self._victims(sequence)
         self.needs_idle_device = any(victim.earlier_chunks for victim, _ in victims)

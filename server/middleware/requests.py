@@ -149,7 +149,7 @@ def _uncancel(scope: Scope) -> bool:
     """Lets the current task send its response if the server ends: uvicorn has cancelled it, at the end of the drain.
 
     DisconnectMonitor also cancels requests, but handles these cancellations itself. Another ASGI server may cancel a
-    request whose client has disconnected. Returns whether the server ends.
+    request after its client disconnects. Returns whether the server ends.
     """
     connections = state_of(scope).connections
     if connections is None or not connections.is_ending:

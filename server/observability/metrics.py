@@ -182,7 +182,7 @@ class Metrics(Collector):
         self._registry.register(collector)
 
     def count_usage(self, model: str, task: str, *, num_inputs: int, num_tokens: int, num_truncated: int) -> None:
-        """Counts the inputs of an engine result, their tokens, and how many of them were truncated."""
+        """Counts the inputs, tokens and truncated inputs of an engine result."""
         self._inputs[model, task] += num_inputs
         self._tokens[model, task] += num_tokens
         self._truncated[model, task] += num_truncated
