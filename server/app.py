@@ -19,8 +19,8 @@ from .admission import AdmissionController
 from .batches.internal_client import InternalClient
 from .batches.service import BatchMetrics, BatchService
 from .calls.context import ServerContext
-from .http.http_server import file_limit
 from .http.image_fetcher import AllowedHost, ImageFetcher
+from .http.process_setup import file_limit
 from .middleware.auth import ApiKeyStore, AuthMiddleware
 from .middleware.error_handlers import ERROR_HANDLERS, UnexpectedErrorMiddleware
 from .middleware.rejection_queue import RejectionQueue

@@ -27,8 +27,10 @@ from penstock.engine.protocol.setting import short_count
 
 from ..admission import ServerRejectionReason
 from ..app import create_app
+from ..http.certificate import load_certificate
 from ..http.connection_limits import TransferLimits
-from ..http.http_server import RELOAD_MESSAGE, HttpServer, freeze_gc, load_certificate, raise_file_limit, uvicorn_config
+from ..http.http_server import RELOAD_MESSAGE, HttpServer, uvicorn_config
+from ..http.process_setup import freeze_gc, raise_file_limit
 from ..middleware.auth import ApiKeyStore
 from ..models.model_entry import ModelEntry
 from ..models.served_model import ServedModel, exit_code_of

@@ -1,4 +1,4 @@
-"""uvicorn's server with connection limits and renewed certificates, and the preparation of its process.
+"""uvicorn's server with connection limits and renewed certificates.
 
 It wakes up less often than uvicorn while it is idle, and closes idle connections at its shutdown.
 """
@@ -8,12 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import logging
-import resource
-import ssl
 from collections.abc import Callable
 from math import ceil, inf
-from pathlib import Path
 from socket import socket
 from typing import Any, Final
 
@@ -21,10 +17,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ..settings import ServerSettings
+from .certificate import certificate_of
 from .connection import Connection, ConnectionState
 from .connection_limits import NO_LIMITS, ConnectionLimits, TransferLimits
-
-logger = logging.getLogger(__name__)
 
 # Longer than the idle time of clients' pools (Go: 90 s): clients do not retry a POST on a closed connection.
 KEEP_ALIVE_S: Final = 120
@@ -37,11 +32,6 @@ _COLLECT_EVERY_S: Final = 30.0
 """Minimum seconds between two full garbage collections of an idle server."""
 _TLS_CLOSE_S: Final = 1.0
 """Seconds for an idle client to close TLS when the server stops. uvloop's default is 30."""
-_COLLECT_AFTER: Final = 10_000
-"""Number of new objects after which the garbage collector runs."""
-_NO_FILE_LIMIT: Final = 1 << 20
-_SPARE_FILES: Final = 16
-"""Files that connections leave to the restart of an engine process, which opens seven; see `spare_descriptors`."""
 
 
 def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
@@ -219,102 +209,3 @@ class HttpServer(uvicorn.Server):
     @property
     def _connections(self) -> set[Any]:
         return self.server_state.connections
-
-
-def load_certificate(certificate: Path, key: Path | None) -> ssl.SSLContext:
-    """Returns a TLS context with a certificate.
-
-    Args:
-        certificate: PEM file with the certificate and its chain.
-        key: PEM file with the private key, without a password; None: the key is in `certificate`.
-
-    Raises:
-        OSError: A file cannot be read, or the certificate and the key cannot be used. Includes ssl.SSLError.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key, password="")  # without a password OpenSSL would ask on the terminal
-    return context
-
-
-class Certificate:
-    """Gives each new connection the current certificate. Open connections keep theirs.
-
-    Args:
-        certificate: PEM file with the certificate and its chain.
-        key: PEM file with the private key, without a password; None: the key is in `certificate`.
-    """
-
-    def __init__(self, certificate: Path, key: Path | None) -> None:
-        self._certificate = certificate
-        self._key = key
-        self._current: ssl.SSLContext | None = None  # None: the context of the connection has the certificate
-        self._read_version = self._seen_version = self._version()
-
-    def attach(self, context: ssl.SSLContext) -> None:
-        """Makes the connections of a context use the current certificate."""
-        context.sni_callback = self._select
-
-    def reload_if_changed(self) -> None:
-        """Reads the files again if they have changed. Call it about once per second.
-
-        The files are read when two calls in a row see the same change, because a tool may still write the second one.
-        """
-        version, last_version = self._version(), self._seen_version
-        self._seen_version = version
-        if version != self._read_version and version == last_version:
-            self.reload()
-
-    def reload(self) -> None:
-        """Reads the files again. If they cannot be used, an error is logged and the previous certificate stays."""
-        self._read_version = self._seen_version = self._version()
-        try:
-            self._current = load_certificate(self._certificate, self._key)
-        except OSError as error:
-            logger.error("--ssl-certfile, --ssl-keyfile: %s; the previous certificate stays in use", error)
-        else:
-            logger.info("--ssl-certfile: read again; new connections use the certificate in %s", self._certificate)
-
-    def _select(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
-        if self._current is not None:
-            connection.context = self._current
-
-    def _version(self) -> tuple[tuple[int, int, int], ...]:
-        """Returns the times, sizes and inodes of the files; () if a file is missing."""
-        files = [self._certificate] if self._key is None else [self._certificate, self._key]
-        try:
-            return tuple((s.st_mtime_ns, s.st_size, s.st_ino) for s in (file.stat() for file in files))
-        except OSError:  # missing, while a tool replaces it
-            return ()
-
-
-def certificate_of(config: uvicorn.Config) -> Certificate | None:
-    """Returns the certificate in the configuration of uvicorn; None without TLS."""
-    if config.ssl_certfile is None:
-        return None
-    return Certificate(Path(config.ssl_certfile), None if config.ssl_keyfile is None else Path(config.ssl_keyfile))
-
-
-def freeze_gc() -> None:
-    """Excludes the objects of start-up from garbage collection, and collects less often.
-
-    Requests wait while the collector walks these objects. At Python's default threshold that takes about 6 % of the
-    time of requests, and frees almost nothing: requests are freed without it, even failed ones (see `drop_tracebacks`).
-    An idle server runs a full collection, see `HttpServer`.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_COLLECT_AFTER, 20, 20)
-
-
-def raise_file_limit() -> None:
-    """Raises the soft limit of open files to _SPARE_FILES below the hard limit: 1024 are too few for connections."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft = hard if hard == resource.RLIM_INFINITY else max(hard - _SPARE_FILES, hard // 2)
-    with contextlib.suppress(ValueError, OSError):  # macOS does not grant its hard limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def file_limit() -> int:
-    """Returns the current limit of open files of this process."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _NO_FILE_LIMIT if soft == resource.RLIM_INFINITY else soft

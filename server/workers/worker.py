@@ -33,7 +33,8 @@ from penstock.engine.protocol.messages import ModelReady, first_request_id
 from ..admission import ServerRejectionReason
 from ..app import SharedState, create_app
 from ..http.connection_limits import TransferLimits
-from ..http.http_server import freeze_gc, uvicorn_config
+from ..http.http_server import uvicorn_config
+from ..http.process_setup import freeze_gc
 from ..models import model_manager
 from ..observability.metrics import ConnectionMetrics, Metrics
 from ..settings import UsageError

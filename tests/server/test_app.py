@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.server.app import SharedState, create_app
-from penstock.server.http.http_server import file_limit
+from penstock.server.http.process_setup import file_limit
 from penstock.server.middleware.auth import ApiKeyStore
 from penstock.server.models.served_model import ServedModel
 from penstock.server.observability.metrics import Metrics

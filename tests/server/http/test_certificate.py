@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.server.http.http_server import Certificate, load_certificate
+from penstock.server.http.certificate import Certificate, load_certificate
 
 Pair = tuple[Path, Path]
 

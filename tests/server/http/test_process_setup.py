@@ -5,7 +5,7 @@ import resource
 
 import pytest
 
-from penstock.server.http.http_server import file_limit, freeze_gc, raise_file_limit
+from penstock.server.http.process_setup import file_limit, freeze_gc, raise_file_limit
 
 
 def test_objects_of_the_start_are_not_collected() -> None:
