@@ -191,6 +191,7 @@ class WorkerSupervisor:
             for acceptor in acceptors:
                 acceptor.close()
             await self._end_workers(serving)
+        logger.info("the server has stopped")
 
     async def _keep_running(self, worker: WorkerProcess) -> None:
         try:
@@ -214,6 +215,7 @@ class WorkerSupervisor:
 
     def _handle_signal(self, number: int) -> None:
         """Handles a signal: the first one lets running requests finish; a second SIGINT does not."""
+        logger.info("%s: the server is shutting down", signal.Signals(number).name)
         self.signals.append(number)
         if self._is_stopping.is_set() and number == signal.SIGINT:
             for worker in self._workers:

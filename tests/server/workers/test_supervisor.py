@@ -1,4 +1,5 @@
 import asyncio
+import logging
 import signal
 import socket
 from typing import Any
@@ -75,7 +76,8 @@ async def test_server_ends_if_no_process_can_serve(deaths: list[int]) -> None:
     assert set(deaths) == {0, 1}
 
 
-async def test_server_continues_while_one_process_serves(deaths: list[int]) -> None:
+async def test_server_continues_while_one_process_serves(deaths: list[int], caplog) -> None:
+    caplog.set_level(logging.INFO)
     deaths += [1, 1]  # slot 1 serves at once
     supervisor = make_supervisor()
     running = asyncio.create_task(supervisor.run(listener()))
@@ -84,6 +86,7 @@ async def test_server_continues_while_one_process_serves(deaths: list[int]) -> N
     supervisor._handle_signal(15)
     await asyncio.wait_for(running, 120)
     assert (supervisor.failures, supervisor.signals) == ([], [15])
+    assert caplog.messages[-2:] == ["SIGTERM: the server is shutting down", "the server has stopped"]
 
 
 async def test_server_ends_if_a_process_cannot_be_supervised(monkeypatch, caplog) -> None:
