@@ -235,7 +235,7 @@ class Connection(HttpToolsProtocol):
         self._num_body = 0
         if self._is_ending:
             return
-        if (error_message := _host_error(self.headers, self.parser.get_http_version())) is not None:
+        if (error_message := _head_error(self.headers, self.parser.get_http_version())) is not None:
             self._error_message = error_message
             raise ValueError(error_message)  # httptools wraps it in HttpParserCallbackError
         if not self._is_upgrade:
@@ -416,14 +416,16 @@ def _headers_without_upgrade(headers: list[tuple[bytes, bytes]]) -> Iterator[tup
             yield name, value
 
 
-def _host_error(headers: list[tuple[bytes, bytes]], version: str) -> str | None:
-    """Returns the error in the Host header (RFC 9112, section 3.2), or None if it is valid."""
+def _head_error(headers: list[tuple[bytes, bytes]], version: str) -> str | None:
+    """Returns the error in the Host or Transfer-Encoding header (RFC 9112, sections 3.2 and 6.1), or None."""
     host: bytes | None = None
     for name, value in headers:
         if name == b"host":
             if host is not None:
                 return "The request has more than one Host header."
             host = value
+        elif name == b"transfer-encoding" and value.strip(b" \t").lower() != b"chunked":
+            return "Transfer-Encoding must be chunked; this server decodes no other transfer coding."
     if host is None:
         return "The request has no Host header." if version == "1.1" else None
     # The parser keeps trailing spaces, which are not part of the value (RFC 9112, section 5).
