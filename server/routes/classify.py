@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, Literal
 import numpy as np
 from fastapi import Request, Response
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.engine import AsyncEngine, ClassResult, PoolingParams, PoolingTask, RequestOptions, TokenResult
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
@@ -19,6 +19,7 @@ from ..calls.engine_inputs import engine_inputs
 from ..calls.limits import check_input_limits, check_num_inputs
 from ..calls.model_call import CLASSIFIERS, EMBEDDERS, ModelCall
 from ..dialects import COHERE, INFINITY, SGLANG, VLLM, keys_ignored_by
+from ..http.json_body import NO_UNKNOWN_KEYS
 from ..response_size import size_of_classes, size_of_texts
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
@@ -44,6 +45,8 @@ MAX_SCORES: Final = 1_000_000  # Number of classes times number of inputs. The e
 
 class Example(BaseModel):
     """A labelled example of Cohere's classify."""
+
+    model_config = ConfigDict(json_schema_extra=NO_UNKNOWN_KEYS)
 
     text: str
     label: str

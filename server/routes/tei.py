@@ -81,13 +81,14 @@ Scores = NDArray[np.float32]
 
 
 def embed_dialect(body: Any) -> str:
-    """Returns the tag of a body of /embed. Cohere's body has `texts`, or `inputs` with objects of contents."""
+    """Returns the tag of a body of /embed. Cohere's has `texts`, `images`, or `inputs` with objects of contents."""
     if not isinstance(body, dict):
         return TEI_TAG
     inputs = body.get("inputs")
     first = inputs[0] if isinstance(inputs, list) and inputs else None
     has_contents = isinstance(first, dict) and "content" in first
-    return COHERE_TAG if has_contents or body.get("texts") is not None else TEI_TAG
+    is_cohere = has_contents or body.get("texts") is not None or body.get("images") is not None
+    return COHERE_TAG if is_cohere else TEI_TAG
 
 
 EmbedBody = Annotated[
@@ -106,7 +107,7 @@ router = Router(TEI, tag="tei")
 async def embed(body: EmbedBody, request: Request) -> Response:
     """Embeds texts or token ids: one vector per input, in order. A single text gives a list with one vector.
 
-    A body with `texts` instead of `inputs` is Cohere's, as on /v1/embed.
+    A body with `texts` or `images` instead of `inputs` is Cohere's, as on /v1/embed.
     """
     if isinstance(body, CohereEmbedRequest):
         return await cohere.embed_v1(body, request)

@@ -9,6 +9,8 @@ from typing import Any, Final
 from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, JsonValue
 from pydantic_core import CoreSchema, core_schema
 
+from ..http.json_body import NO_UNKNOWN_KEYS
+
 JsonSchema = dict[str, JsonValue]
 
 MAX_INTEGER: Final = 2**53 - 1
@@ -20,7 +22,7 @@ _TEXT_OBJECT: Final[JsonSchema] = {
     "type": "object",
     "required": ["text"],
     "properties": {"text": _STRING},
-    "additionalProperties": {"type": "null"},
+    **NO_UNKNOWN_KEYS,
 }
 _NON_EMPTY_TEXT_OBJECT: Final[JsonSchema] = {**_TEXT_OBJECT, "properties": {"text": NON_EMPTY_STRING}}
 _TEXT_PART: Final[JsonSchema] = {
@@ -56,7 +58,12 @@ _IMAGE: Final[JsonSchema] = {
     "minLength": 1,
     "description": "A data URI, base64, or an https URL if --allowed-media-domains has its host.",
 }
-_IMAGE_OBJECT: Final[JsonSchema] = {"type": "object", "required": ["image"], "properties": {"image": _IMAGE}}
+_IMAGE_OBJECT: Final[JsonSchema] = {
+    "type": "object",
+    "required": ["image"],
+    "properties": {"image": _IMAGE, "text": _STRING},
+    **NO_UNKNOWN_KEYS,
+}
 IMAGES: Final[JsonSchema] = {"type": "array", "items": _IMAGE}
 PIXEL: Final = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEAAAAALAAAAAABAAEAAAICRAEAOw=="
 """An image of one pixel, for examples."""
@@ -78,10 +85,19 @@ CONTENT_OBJECT: Final[JsonSchema] = {
     "type": "object",
     "required": ["content"],
     "properties": {"content": one_of(_STRING, PARTS)},
+    **NO_UNKNOWN_KEYS,
 }
 INPUTS: Final = one_of(
     _STRING,
-    list_of(_STRING, _TEXT_OBJECT, _IMAGE_OBJECT, _IMAGE_URL_PART, CONTENT_OBJECT, PARTS, TOKEN_IDS),
+    list_of(
+        _STRING,
+        _TEXT_OBJECT,
+        _IMAGE_OBJECT,
+        {**_IMAGE_URL_PART, **NO_UNKNOWN_KEYS},
+        CONTENT_OBJECT,
+        PARTS,
+        TOKEN_IDS,
+    ),
     TOKEN_IDS,
 )
 SCORE_SIDE: Final = one_of(

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -17,6 +17,7 @@ from penstock.engine import PoolingParams
 
 from ..dialects import TEI, keys_ignored_by
 from ..errors import TEI_TAG
+from ..http.json_body import NO_UNKNOWN_KEYS
 from .inputs import (
     IdBatches,
     NonEmptyInputs,
@@ -66,7 +67,7 @@ class TeiModelBody(TeiBody):
             {name: value for name, value in part.items() if value is not None} for part in (body, parameters)
         )
         for name in fields.keys() & others.keys():
-            if fields[name] != others[name]:
+            if fields[name] != others[name] or isinstance(fields[name], bool) != isinstance(others[name], bool):
                 raise contradiction(name, fields[name], f"parameters.{name}", others[name])
         return {**others, **fields}
 
@@ -79,7 +80,7 @@ class TeiModelBody(TeiBody):
         fields["parameters"]["anyOf"][0] = {
             "type": "object",
             "properties": copy.deepcopy(options),
-            "additionalProperties": schema["additionalProperties"],
+            **NO_UNKNOWN_KEYS,
         }
         return schema
 
@@ -133,6 +134,8 @@ class TeiEmbedRequest(TeiTokenEmbedRequest):
 
 class TeiSentences(BaseModel):
     """A sentence and the sentences to compare with it."""
+
+    model_config = ConfigDict(json_schema_extra=NO_UNKNOWN_KEYS)
 
     source_sentence: NonEmptyText
     sentences: NonEmptyTexts = Field(min_length=1)

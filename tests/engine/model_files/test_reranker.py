@@ -21,7 +21,6 @@ QWEN3 = SIZES | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 QWEN2 = SIZES | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 GEMMA = SIZES | {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}
 LOGIT_SCORE = table(__file__, "logit_score")
-PARTS = {"parts": ["a: {query}", "b: {document}"]}
 
 
 def write(folder: Path, config: dict[str, Any], files: dict[str, Any] | None = None) -> Path:
