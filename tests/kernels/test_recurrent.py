@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.kernels.causal_conv1d import causal_conv1d
 from penstock.kernels.selective_scan import selective_scan
-from penstock.kernels.ssd import ssd
+from penstock.kernels.ssd import make_blocks, ssd
 
 from ..interpreter import IS_INTERPRETED
 from .assertions import assert_close
@@ -239,6 +239,12 @@ def test_scan_chunks_of_triton_equal_reference(
         alone, _ = SCAN(replace(case, seq_lens=(16,)), cut, False, backend=target.backend)
         together, _ = SCAN(case, inputs, False, backend=target.backend)
         assert torch.equal(alone, together[20:36])
+
+
+def test_blocks_of_ssd_have_powers_of_two_of_rows_and_chunks() -> None:
+    blocks = make_blocks([3] * 7 + [17, 150], chunk_size=64, num_heads=1)
+    sizes = [(block.size, len(block.chunks)) for block in blocks]
+    assert sizes == [(64, 2), (32, 1), (16, 4), (16, 2), (16, 1), (32, 1)]
 
 
 @every_pair(target=TRITON_TARGETS, dtype=[torch.float32, torch.float16] if IS_INTERPRETED else FLOAT_DTYPES)

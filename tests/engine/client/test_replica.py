@@ -199,6 +199,8 @@ async def test_late_results_of_cancelled_requests_are_ignored(two: Dispatcher, c
 
 async def test_large_request_is_divided_and_joined_in_order(two: Dispatcher, cores: list[FakeCore]) -> None:
     lengths = [300, 200, 150, 400, 256, 344]
+    for core in cores:
+        core.replica.receive(StepResults([], 8, 0.1, scheduler_stats=SchedulerStats(1, 2048, 0, 0, 0)), [])
     times = StageTimes()
     token = STAGE_TIMES.set(times)
     task = await begin(two, *lengths)

@@ -4,7 +4,9 @@ A fake stream takes the place of CUDA.
 """
 
 from dataclasses import replace
+from itertools import count
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 
 from penstock.engine.core import model_runner
 from penstock.engine.core.model_runner import ModelRunner
-from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError
+from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError, ForwardTime
 from penstock.engine.core.waker import Waker
 from penstock.engine.executors.torch.packed_batch import ModelOutput, PackedBatch, PackedModel
 from penstock.engine.protocol.batch_outputs import BatchOutputs
@@ -104,8 +106,11 @@ def test_without_memory_for_a_sequence_none_runs_in_chunks(caplog: pytest.LogCap
 # Forwards in flight
 
 
-def test_two_forwards_may_be_in_flight(runner: ModelRunner, stream: FakeStream) -> None:
+def test_two_forwards_may_be_in_flight(
+    runner: ModelRunner, stream: FakeStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream.gate.clear()
+    monkeypatch.setattr(f"{FakeStream.__module__}.time", Mock(perf_counter=count().__next__))
     assert (runner.is_ordered, runner.max_forwards) == (True, 1)
     forwards = []
     for tokens in ((7, 8), (9,)):
@@ -117,7 +122,7 @@ def test_two_forwards_may_be_in_flight(runner: ModelRunner, stream: FakeStream) 
     stream.gate.set()
     assert [vectors(forward.outputs()).tolist() for forward in forwards] == [[[8.0, 1.0]], [[9.0, 0.0]]]
     assert runner.has_capacity
-    assert [time.short_tokens for time in runner.take_times()] == [2, 1]
+    assert runner.take_times() == [ForwardTime(0, 2, 1.0), ForwardTime(0, 1, 1.0)]
 
 
 def test_ended_forward_wakes_the_loop(runner: ModelRunner) -> None:

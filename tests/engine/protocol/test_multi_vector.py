@@ -132,7 +132,7 @@ async def test_token_vectors_equal_sentence_transformers(engine: AsyncEngine, pe
     assert_rows(peer.encode_document(DOCUMENTS, convert_to_numpy=True), documents.rows)
     assert_rows(peer.encode_query(QUERIES, convert_to_numpy=True), queries.rows)
     assert [len(ids) for ids in documents.token_ids] == [len(rows) for rows in documents.rows]
-    with pytest.raises(errors.UnsupportedTaskError):
+    with pytest.raises(errors.UnsupportedTaskError, match="Send the request to /v1/multi-vector"):
         await engine.embed(["dam"], PARAMS)
 
 

@@ -67,6 +67,7 @@ def test_task_that_the_model_lacks_is_rejected(info: ModelInfo, task: PoolingTas
     with pytest.raises(UnsupportedTaskError, match=f"does not support the task '{task.value}'; it supports") as caught:
         PoolingParams().verify(task, info)
     assert all(supported.value in caught.value.message for supported in info.tasks)
+    assert "/v1/multi-vector" not in caught.value.message  # only for `embed` on a multi-vector model
 
 
 def test_missing_params_default_to_the_model() -> None:

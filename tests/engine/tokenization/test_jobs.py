@@ -214,7 +214,8 @@ async def test_retry_after_follows_the_measured_speed() -> None:
 
 async def test_cancelled_job_frees_its_characters(jobs: TokenizerJobs) -> None:
     may_end = threading.Event()
-    tasks = [asyncio.create_task(jobs.run(lambda _: may_end.wait(280), n)) for n in (6000, 2000)]
+    work = Mock(side_effect=lambda _: may_end.wait(280))
+    tasks = [asyncio.create_task(jobs.run(work, n)) for n in (6000, 2000)]
     await asyncio.sleep(0)
     assert jobs.chars.used == 8000
     assert await jobs.run(work_of(1), 1, num_texts=1) == 1  # at once: it does not count
@@ -224,6 +225,7 @@ async def test_cancelled_job_frees_its_characters(jobs: TokenizerJobs) -> None:
     assert jobs.chars.used == 6000
     may_end.set()
     await tasks[0]
+    assert work.call_count == 1  # the cancelled job waited behind the other one
     with pytest.raises(ZeroDivisionError) as error:
         await jobs.run(lambda _: 1 // 0, 6000)
     assert error.value.__notes__[0].startswith("In a tokenizer thread:\n")
