@@ -10,8 +10,7 @@ from torch import Tensor
 from penstock.engine.core.loading import weights_loader
 from penstock.engine.core.loading.cpu_kernels import load_array_encoder
 from penstock.engine.executors.cpu.array_encoder import ArrayEncoder, PackedArrays, read_spec
-from penstock.engine.executors.cpu.array_head import ArrayHead
-from penstock.engine.executors.torch.packed_batch import Head, ModelOutput, PackedBatch, PackedModel
+from penstock.engine.executors.torch.packed_batch import ModelOutput, PackedBatch, PackedModel
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.kernels.cpu import CpuLibrary
 
@@ -31,8 +30,6 @@ class ArrayModel(PackedModel):
         self.hidden_size = encoder.hidden_size
         self.cache_spec = encoder.cache_spec
         self.cache_dtype = torch.bfloat16 if encoder.kv_itemsize == 2 else torch.float32
-        self.sequence_head = _between_tensors(encoder.sequence_head)
-        self.token_head = _between_tensors(encoder.token_head)
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         output = self._encoder.forward(self._as_arrays(batch), need_attention=need_attention)
@@ -41,6 +38,12 @@ class ArrayModel(PackedModel):
             hidden_states=torch.from_numpy(output.hidden_states),
             attention_weights=None if weights is None else torch.from_numpy(weights),
         )
+
+    def classify(self, pooled_ND: Tensor) -> Tensor:
+        return torch.from_numpy(self._encoder.classify(pooled_ND.numpy()))
+
+    def classify_tokens(self, hidden_TD: Tensor) -> Tensor:
+        return torch.from_numpy(self._encoder.classify_tokens(hidden_TD.numpy()))
 
     def _as_arrays(self, batch: PackedBatch) -> PackedArrays:
         types: Tensor | None = batch.token_type_ids
@@ -64,10 +67,6 @@ def _adapters(batch: PackedBatch) -> NDArray[np.int32] | None:
     for group in batch.adapters:
         numbers_T[slice(None) if group.rows is None else group.rows.numpy()] = group.number
     return numbers_T[batch.cu_seqlens.numpy()[:-1]]
-
-
-def _between_tensors(head: ArrayHead | None) -> Head | None:
-    return None if head is None else lambda x_ND: torch.from_numpy(head(x_ND.numpy()))
 
 
 def _num_masked(batch: PackedBatch) -> NDArray[np.int32] | None:

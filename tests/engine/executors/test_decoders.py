@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from penstock.engine.protocol.errors import UnsupportedModelError, WeightError
+from penstock.engine.protocol.errors import UnsupportedModelError, UnsupportedTaskError, WeightError
 from penstock.engine.protocol.model_info import ClassifierMethod, ModelKind
 from penstock.engine.scheduling import CacheSpec, KvLayerSpec
 
@@ -85,8 +85,10 @@ def test_sequence_head_equals_transformers(executor, family, config, load, save_
 def test_token_head_equals_transformers(executor, family, config, load, save_model, resolve, pack, sequences):
     folder, reference = save_model(f"{family}ForTokenClassification", **config)
     model = load(resolve(folder))
-    assert model.sequence_head is None
-    logits = model.classify_tokens(model.forward(pack(sequences)).hidden_states)
+    rows = model.forward(pack(sequences)).hidden_states
+    with pytest.raises(UnsupportedTaskError):
+        model.classify(rows)
+    logits = model.classify_tokens(rows)
     assert_close(logits, torch.cat([reference(torch.tensor(s)[None]).logits[0] for s in sequences]))
 
 
@@ -183,8 +185,9 @@ def test_reranker_head_on_cpu_equals_torch(
 ):
     _, info, _ = save_reranker(save_model, resolve, method, scales, tie_word_embeddings=is_tied)
     on_cpu, on_torch = load(info), load_on_torch(info)
-    assert on_cpu.token_head is None
     rows = on_torch.forward(pack(sequences)).hidden_states[[0, 5, 70]]
+    with pytest.raises(UnsupportedTaskError):
+        on_cpu.classify_tokens(rows)
     assert_close(on_cpu.classify(rows), on_torch.classify(rows))
 
 
