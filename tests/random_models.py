@@ -65,26 +65,7 @@ def save_two_tower_model(folder: Path, kind: str, tokenizer: Path) -> tuple[Any,
     return model, processor
 
 
-QWEN3_VL_TEMPLATE = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.content is string %}
-        {{- message.content }}
-    {%- else %}
-        {%- for content in message.content %}
-            {%- if content.type == 'image' or 'image' in content or 'image_url' in content %}
-                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-            {%- elif 'text' in content %}
-                {{- content.text }}
-            {%- endif %}
-        {%- endfor %}
-    {%- endif %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+QWEN3_VL_TEMPLATE = Path(__file__).with_name("qwen3_vl_template.jinja").read_text()
 VISION_LANGUAGE_CASES = ("qwen3vl", "embeddinggemma2", "colqwen2", "colpali", "colmodernvbert")
 """Families that are compared with transformers, without underscores."""
 QWEN_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")

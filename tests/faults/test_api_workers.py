@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
@@ -43,20 +42,6 @@ def workers_of(server: Server) -> list[int]:
     return processes_of(server, "penstock.server.workers.worker")
 
 
-def worker_of(server: Server, connection: socket.socket) -> int | None:
-    """The worker at the other end of a connection; None if a stopping worker has closed it."""
-    port = connection.getsockname()[1]
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    inodes = {tuple(int(address.split(":")[1], 16) for address in row[1:3]): f"socket:[{row[9]}]" for row in rows}
-    inode = inodes.get((server.port, port))
-    for pid in workers_of(server):
-        for file in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if str(file.readlink()) == inode:
-                    return pid
-    return None
-
-
 def send(connection: HTTPConnection, texts: list[str]) -> None:
     connection.request("POST", "/v1/embeddings", json.dumps({"input": texts}))
 
@@ -72,7 +57,17 @@ def reached_worker(server: Server, connection: HTTPConnection) -> int | None:
     """Send a request and return the worker that answers; None if it has closed the connection after its response."""
     connection.request("GET", "/version")
     assert receive(connection) == 200
-    return None if connection.sock is None else worker_of(server, connection.sock)
+    if connection.sock is None:
+        return None
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    inodes = {tuple(int(address.split(":")[1], 16) for address in row[1:3]): f"socket:[{row[9]}]" for row in rows}
+    inode = inodes.get((server.port, connection.sock.getsockname()[1]))
+    for pid in workers_of(server):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if str(file.readlink()) == inode:
+                    return pid
+    return None
 
 
 @pytest.fixture(scope="module")

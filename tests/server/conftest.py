@@ -8,6 +8,11 @@ import pytest
 from .fake_server import Serve, serving as serving_fakes
 
 
+@pytest.fixture(autouse=True)
+def _no_key_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """Start a small HTTP server: `serve(answer, certificate)` returns its URL."""

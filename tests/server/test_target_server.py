@@ -19,11 +19,6 @@ DIALECTS = ("openai", "tei", "ollama")
 NOW_S = 1_700_000_000.0
 
 
-@pytest.fixture(autouse=True)
-def _no_key_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-
-
 def listing(path: str, content: object) -> Callable[[Received], Answered]:
     return lambda received: Answered(content) if received.path == path else Answered({"detail": "none"}, 404)
 

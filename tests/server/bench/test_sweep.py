@@ -36,11 +36,6 @@ from ..fake_server import Answered, Received, Serve, openai_server
 SHORT = ("--seconds", "0.1", "--warm-up", "0", "--rounds", "1", "--connections", "1")
 
 
-@pytest.fixture(autouse=True)
-def _no_key_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-
-
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs the command in this process, with 64 texts in each round."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:

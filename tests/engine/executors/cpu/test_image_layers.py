@@ -11,11 +11,6 @@ torch = pytest.importorskip("torch")
 NUMBERS = np.random.default_rng(0)
 
 
-@pytest.fixture
-def library(three_lane_library: CpuLibrary) -> CpuLibrary:
-    return three_lane_library
-
-
 def normal(*shape: int) -> np.ndarray:
     return NUMBERS.normal(size=shape).astype(np.float32)
 
@@ -45,9 +40,9 @@ def test_positions_of_one_column_are_resized(rows: int) -> None:
 @pytest.mark.parametrize("form", [Format.F32, Format.DOT])
 @pytest.mark.parametrize("has_class_row", [False, True])
 def test_patches_equal_a_convolution_of_the_preprocessed_image(
-    library: CpuLibrary, has_class_row: bool, form: Format
+    three_lane_library: CpuLibrary, has_class_row: bool, form: Format
 ) -> None:
-    if form not in library.formats:
+    if form not in three_lane_library.formats:
         pytest.skip("this processor has no products in bfloat16")
     side, rows, columns, width = 4, 2, 3, 8
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.1)
@@ -58,7 +53,7 @@ def test_patches_equal_a_convolution_of_the_preprocessed_image(
     patches = pixels.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(rows * columns, -1)
     weight, bias, positions, class_row = normal(width, 3, side, side), normal(width), normal(6, width), normal(width)
     embedding = PatchEmbedding(
-        library,
+        three_lane_library,
         spec,
         form=form,
         weight=np.ascontiguousarray(weight.transpose(0, 2, 3, 1).reshape(width, -1)),
@@ -78,7 +73,7 @@ def test_patches_equal_a_convolution_of_the_preprocessed_image(
     assert np.linalg.norm(difference) < 0.005 * np.linalg.norm(found)
 
 
-def test_attention_pool_equals_torch_and_does_not_depend_on_the_batch(library: CpuLibrary) -> None:
+def test_attention_pool_equals_torch_and_does_not_depend_on_the_batch(three_lane_library: CpuLibrary) -> None:
     width, inner, num_heads, lengths = 24, 40, 3, (1, 7, 20)
     attention, norm = torch.nn.MultiheadAttention(width, num_heads, batch_first=True), torch.nn.LayerNorm(width, 1e-6)
     first, second = torch.nn.Linear(width, inner), torch.nn.Linear(inner, width)
@@ -93,7 +88,7 @@ def test_attention_pool_equals_torch_and_does_not_depend_on_the_batch(library: C
         )
 
     pool = AttentionPool(
-        library,
+        three_lane_library,
         query=query,
         in_projection=(attention.in_proj_weight.detach().numpy(), attention.in_proj_bias.detach().numpy()),
         out_projection=weights(attention.out_proj),
