@@ -10,12 +10,14 @@ from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, Jso
 from pydantic_core import CoreSchema, core_schema
 
 from ..http.json_body import NO_UNKNOWN_KEYS
+from .images import INPUT_KEYS
 
 JsonSchema = dict[str, JsonValue]
 
 MAX_INTEGER: Final = 2**53 - 1
 """The largest integer that every JSON parser reads exactly."""
 
+_NULL: Final[JsonSchema] = {"type": "null"}
 _STRING: Final[JsonSchema] = {"type": "string"}
 NON_EMPTY_STRING: Final[JsonSchema] = {"type": "string", "minLength": 1}
 _TEXT_OBJECT: Final[JsonSchema] = {
@@ -58,12 +60,16 @@ _IMAGE: Final[JsonSchema] = {
     "minLength": 1,
     "description": "A data URI, base64, or an https URL if --allowed-media-domains has its host.",
 }
-_IMAGE_OBJECT: Final[JsonSchema] = {
-    "type": "object",
-    "required": ["image"],
-    "properties": {"image": _IMAGE, "text": _STRING},
-    **NO_UNKNOWN_KEYS,
-}
+
+
+def _image_object(key: str, others: Sequence[str] = ()) -> JsonSchema:
+    """Returns the schema of an object with an image in `key`, and optionally with a text and images in `others`."""
+    optional = {"text": one_of(_STRING, _NULL), **dict.fromkeys(others, one_of(_IMAGE, _NULL))}
+    return {"type": "object", "required": [key], "properties": {**optional, key: _IMAGE}, **NO_UNKNOWN_KEYS}
+
+
+_IMAGE_OBJECT: Final = _image_object("image")
+_INPUT_IMAGE_OBJECTS: Final = [_image_object(key, INPUT_KEYS) for key in INPUT_KEYS]
 IMAGES: Final[JsonSchema] = {"type": "array", "items": _IMAGE}
 PIXEL: Final = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEAAAAALAAAAAABAAEAAAICRAEAOw=="
 """An image of one pixel, for examples."""
@@ -92,7 +98,7 @@ INPUTS: Final = one_of(
     list_of(
         _STRING,
         _TEXT_OBJECT,
-        _IMAGE_OBJECT,
+        *_INPUT_IMAGE_OBJECTS,
         {**_IMAGE_URL_PART, **NO_UNKNOWN_KEYS},
         CONTENT_OBJECT,
         PARTS,
@@ -106,7 +112,9 @@ SCORE_SIDE: Final = one_of(
 QUERY: Final = one_of(_STRING, _TEXT_OBJECT, _IMAGE_OBJECT, CONTENT_OBJECT)
 CONTENTS: Final = list_of(CONTENT_OBJECT)
 DOCUMENTS: Final = one_of(
-    list_of(_STRING, {"type": "object", "properties": {"text": _STRING, "image": one_of(_IMAGE, {"type": "null"})}}),
+    list_of(
+        _STRING, {"type": "object", "properties": {"text": one_of(_STRING, _NULL), "image": one_of(_IMAGE, _NULL)}}
+    ),
     {"type": "object", "required": ["content"], "properties": {"content": PARTS}},
 )
 _SEQUENCE: Final[JsonSchema] = {
@@ -124,9 +132,7 @@ _CHAT: Final = list_of(
         "required": ["role"],
         "properties": {
             "role": _STRING,
-            "content": one_of(
-                _STRING, list_of(_STRING, _TEXT_PART, _IMAGE_URL_PART, _IMAGE_BASE64_PART), {"type": "null"}
-            ),
+            "content": one_of(_STRING, list_of(_STRING, _TEXT_PART, _IMAGE_URL_PART, _IMAGE_BASE64_PART), _NULL),
         },
     }
 )

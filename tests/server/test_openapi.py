@@ -259,8 +259,8 @@ async def test_allow_names_every_method_of_a_path(client: httpx.AsyncClient) -> 
 
 @pytest.mark.parametrize(("name", "is_allowed"), [("allowed", True), ("forbidden", False)])
 async def test_document_allows_accepted_bodies_only(serving, make_engine, name: str, is_allowed: bool) -> None:
-    classifier = make_engine("sequence_classifier", ("good", "bad"))
-    async with serving(make_engine(), names=("served",)) as client, serving(classifier, names=("served",)) as other:
+    engine, classifier = make_engine(image=make_engine().info), make_engine("sequence_classifier", ("good", "bad"))
+    async with serving(engine, names=("served",), unknown_fields="reject") as client, serving(classifier) as other:
         for path, body in table(__file__, f"bodies_{name}"):
             schema = operations()["post", path]["requestBody"]["content"]["application/json"]["schema"]
             validator = Draft202012Validator({**schema, "components": document_of()["components"]})
