@@ -111,6 +111,8 @@ def embed_file(file: str, settings: EmbedSettings, model: str, name: str | None 
         columns = json_columns_for(source, output)
         if output.is_dir():
             raise UsageError(f"--output: {output} is a folder; name a file")
+        if output.exists() and output.samefile(file):
+            raise UsageError(f"--output: {output} is the input; name another file")
         if output.exists() and not settings.overwrite:
             raise UsageError(f"--output: {output} exists; use --overwrite to replace it")
         asyncio.run(_run(source, output, write, columns, settings, settings.engine_config(model, name)))

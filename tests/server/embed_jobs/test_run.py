@@ -311,6 +311,15 @@ def test_changed_file_cancels_the_rows_in_flight(run, small_shards, lines: Path,
     assert closed == [False], "the engine is closed after its last request"
 
 
+def test_input_is_never_replaced(run, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    (tmp_path / "link.jsonl").symlink_to(rows)
+    with pytest.raises(UsageError, match=r"link\.jsonl is the input; name another file"):
+        run(rows, tmp_path / "link.jsonl", overwrite=True)
+    assert rows.read_text() == '{"text": "a"}\n'
+
+
 def test_existing_output_is_replaced_only_with_overwrite(run, lines: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.npy"
     output.write_text("precious")
