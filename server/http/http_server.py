@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 from collections.abc import Callable
 from math import ceil, inf
 from socket import socket
@@ -20,6 +21,9 @@ from ..settings import ServerSettings
 from .certificate import certificate_of
 from .connection import Connection, ConnectionState
 from .connection_limits import NO_LIMITS, ConnectionLimits, TransferLimits
+from .process_setup import file_limit, has_free_file
+
+logger = logging.getLogger(__name__)
 
 # Longer than the idle time of clients' pools (Go: 90 s): clients do not retry a POST on a closed connection.
 KEEP_ALIVE_S: Final = 120
@@ -30,6 +34,8 @@ _TICK_S: Final = 1.0
 """Seconds. The Date header has a resolution of one second."""
 _COLLECT_EVERY_S: Final = 30.0
 """Minimum seconds between two full garbage collections of an idle server."""
+_WARN_EVERY_S: Final = 60.0
+"""Minimum seconds between two warnings that the process has reached its limit of open files."""
 _TLS_CLOSE_S: Final = 1.0
 """Seconds for an idle client to close TLS when the server stops. uvloop's default is 30."""
 
@@ -110,6 +116,7 @@ class HttpServer(uvicorn.Server):
         config.timeout_notify = max(min(_CHECK_EVERY_S, int(limits.grace_s / 4)), 1)
         self._num_collected = 0  # number of requests before the last collection
         self._collected_s = -inf
+        self._warned_s = -inf
 
     @property
     def should_exit(self) -> bool:
@@ -159,6 +166,7 @@ class HttpServer(uvicorn.Server):
             self._wake_up.clear()  # before the flags are read, so that a later wake-up is not lost
             self._reload_if_needed()
             self._collect_if_idle(self._loop.time())
+            self._warn_at_file_limit(self._loop.time())
 
     def _reload_if_needed(self) -> None:
         """Reads the certificate again if its files have changed, and also the API keys after `request_reload`."""
@@ -183,6 +191,12 @@ class HttpServer(uvicorn.Server):
             gc.collect()
             self._num_collected = num_answered
             self._collected_s = now_s
+
+    def _warn_at_file_limit(self, now_s: float) -> None:
+        """Logs that new connections are closed: the event loop closes those for which the process has no file left."""
+        if now_s - self._warned_s >= _WARN_EVERY_S and not has_free_file():
+            self._warned_s = now_s
+            logger.warning("new connections are closed: this process has %d open files, its limit", file_limit())
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Lets running requests finish, except after a second Ctrl-C, and closes idle connections."""

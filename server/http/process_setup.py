@@ -1,9 +1,11 @@
-"""Prepares a process that serves HTTP: garbage collection and the limit of open files."""
+"""Garbage collection and the limit of open files of a process that serves HTTP."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import os
 import resource
 from typing import Final
 
@@ -38,3 +40,12 @@ def file_limit() -> int:
     """Returns the current limit of open files of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _NO_FILE_LIMIT if soft == resource.RLIM_INFINITY else soft
+
+
+def has_free_file() -> bool:
+    """Returns whether this process may open one more file."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno not in (errno.EMFILE, errno.ENFILE)
+    return True

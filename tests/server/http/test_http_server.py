@@ -143,6 +143,15 @@ def test_idle_server_collects_garbage_after_requests(monkeypatch: pytest.MonkeyP
     assert num_collections(2, 32.0) == 2
 
 
+def test_server_at_its_limit_of_open_files_logs_it_once_a_minute(monkeypatch, caplog) -> None:
+    server = HttpServer(uvicorn.Config(app))
+    monkeypatch.setattr(http_server, "file_limit", lambda: 64)
+    for has_file, now_s in ((True, 0.0), (False, 1.0), (False, 60.0), (False, 61.0)):
+        monkeypatch.setattr(http_server, "has_free_file", lambda: has_file)  # noqa: B023
+        server._warn_at_file_limit(now_s)
+    assert caplog.messages == ["new connections are closed: this process has 64 open files, its limit"] * 2
+
+
 def test_both_ports_trust_no_header_of_a_proxy_and_keep_connections_open() -> None:
     files = (Path("cert.pem"), Path("key.pem"))
     settings = ServerSettings(drain_timeout_s=1.2, ssl_certfile=files[0], ssl_keyfile=files[1])

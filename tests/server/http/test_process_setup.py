@@ -5,7 +5,7 @@ import resource
 
 import pytest
 
-from penstock.server.http.process_setup import file_limit, freeze_gc, raise_file_limit
+from penstock.server.http.process_setup import file_limit, freeze_gc, has_free_file, raise_file_limit
 
 
 def test_objects_of_the_start_are_not_collected() -> None:
@@ -23,7 +23,9 @@ def test_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
-        assert file_limit() == min(soft, 1000)
+        assert (file_limit(), has_free_file()) == (min(soft, 1000), True)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        assert not has_free_file()
         raise_file_limit()
         assert file_limit() == hard - 16
     finally:
