@@ -133,7 +133,7 @@ class ChatFields(RequestBody):
 class InputFields(ChatFields):
     """The fields `input` and `messages`. A body has one of the two."""
 
-    nested_keys: ClassVar[Mapping[str, Collection[str]]] = {"input": (*OBJECT_KEYS, *INPUT_KEYS)}
+    nested_keys: ClassVar[Mapping[str, Collection[str]]] = {"input": dict.fromkeys((*OBJECT_KEYS, *INPUT_KEYS))}
 
     input: Inputs | None = Field(
         None,
