@@ -134,3 +134,12 @@ async def test_model_without_a_classifier_does_not_classify(m3: AsyncEngine) -> 
 async def test_splade_checkpoint_without_its_head_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(errors.ModelLoadError, match="has no head of a masked language model"):
         await start(write_splade(tmp_path, "BertModel"))
+
+
+@pytest.mark.parametrize(("is_cosine", "expected"), [(False, 6.0), (True, 6.0 / (5**0.5 * 13**0.5))])
+async def test_similarity_of_sparse_vectors_is_dot_or_cosine(is_cosine: bool, expected: float) -> None:
+    first = SparseVector.of(np.array([[1, 1], [7, 2]], np.float32))
+    second = SparseVector.of(np.array([[2, 2], [7, 3]], np.float32))
+    assert abs(first.similarity(second, is_cosine=is_cosine) - expected) < 1e-6
+    none = SparseVector.of(np.empty((0, 2), np.float32))
+    assert first.similarity(none, is_cosine=is_cosine) == 0.0

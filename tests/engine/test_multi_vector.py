@@ -16,12 +16,12 @@ from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.multi_vector import MultiVector, QueryExpansion, SparseVector
+from penstock.engine.protocol.multi_vector import MultiVector, QueryExpansion
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
 
-from ...tables import cases, table
-from ..model_folders import DOCUMENTS, QUERIES, change_json, start, write_backbone, write_json, write_modules
+from ..tables import cases, table
+from .model_folders import DOCUMENTS, QUERIES, change_json, start, write_backbone, write_json, write_modules
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -215,12 +215,3 @@ async def test_list_of_kept_tokens_is_rejected(tmp_path: Path) -> None:
     change_json(mask, {"keep_only_token_ids": [5]})
     with pytest.raises(errors.UnsupportedModelError, match="has keep_only_token_ids, which penstock does not support"):
         resolve_model(EngineConfig(model=str(folder)))
-
-
-@pytest.mark.parametrize(("is_cosine", "expected"), [(False, 6.0), (True, 6.0 / (5**0.5 * 13**0.5))])
-async def test_similarity_of_sparse_vectors_is_dot_or_cosine(is_cosine: bool, expected: float) -> None:
-    first = SparseVector.of(np.array([[1, 1], [7, 2]], np.float32))
-    second = SparseVector.of(np.array([[2, 2], [7, 3]], np.float32))
-    assert abs(first.similarity(second, is_cosine=is_cosine) - expected) < 1e-6
-    none = SparseVector.of(np.empty((0, 2), np.float32))
-    assert first.similarity(none, is_cosine=is_cosine) == 0.0
