@@ -206,7 +206,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         if output_rows is not OutputRows.ALL and not self._reads_pooled_rows_only(chunks, batch):
             output_rows = OutputRows.ALL
         is_pooled = output_rows is not OutputRows.ALL or self._encoder.attention_pool is not None
-        rows = batch.pooled() if is_pooled else batch
+        rows = batch.with_first_tokens() if is_pooled else batch
         metadata = self._pooler.batch_metadata(
             chunks, rows, self._pooling_states, has_allocations=batch.kv_blocks is not None
         )

@@ -22,7 +22,8 @@ class ImageInput:
 
     Attributes:
         data: The encoded file, such as PNG or JPEG.
-        location: Place in the body of the request for messages, such as `input[3].image`. "": its position is named.
+        location: Place in the body of the request for messages, such as `input[3].image`. Empty: messages name
+            the position of the input.
     """
 
     data: bytes
@@ -148,7 +149,7 @@ class ImageSpec:
         return 3 * self.max_patches * self.patch_size**2
 
     def gray(self) -> ImagePatches:
-        """Returns a gray image for a trial: of the largest square size; AREA and FILL: four blocks; TILES: one."""
+        """Returns a gray image for warm-up: the largest square; with AREA and FILL four blocks, with TILES one tile."""
         height, width = self.crop or self.size
         grid = (height // self.patch_size, width // self.patch_size)
         if self.resize is ImageResize.PATCHES:

@@ -145,13 +145,13 @@ class ModelCall:
             names_tokens: The response also has the text of every token.
         """
 
-        def check(num_rows: int, width: int) -> None:
+        def reserve(num_rows: int, width: int) -> None:
             if names_tokens:
                 check_num_named_tokens(num_rows, param)
             size = size_of_token_rows(num_rows, width, num_encodings=num_encodings, names_tokens=names_tokens)
             self.reserve(size, param=param)
 
-        return replace(options, on_rows=check)
+        return replace(options, on_rows=reserve)
 
     def options(
         self, prompt_name: str | None = None, instruction: str | None = None, *, priority: int | None = None

@@ -29,7 +29,7 @@ from ..settings import (
 class OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser that raises UsageError with one line instead of printing its usage.
 
-    A flag has its whole name: as the start of --model-memory, `--model NAME` would be a wrong size.
+    Abbreviated flags are rejected: argparse would read `--model NAME` as --model-memory.
     """
 
     def __init__(self, **options: Any) -> None:

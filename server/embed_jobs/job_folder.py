@@ -92,8 +92,7 @@ class JobFolder:
                 if others := [name for name in names if name != _LOCK and not name.startswith(_UNFINISHED)]:
                     raise UsageError(
                         f"{self.folder} has {others[0]}, which is not a file of a job of this version: use "
-                        "another folder "
-                        "or output, or move it away"
+                        "another folder or output, or move it away"
                     )
                 self._write_manifest(identity, is_finished=False)
                 return

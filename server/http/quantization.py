@@ -77,12 +77,12 @@ def quantize(rows: NDArray[np.float32], kind: Quantization, *, param: str = "emb
     check_width(rows.shape[1], kind, param=param)
     if kind in ("binary", "ubinary"):
         packed: NDArray[np.uint8] = np.packbits(rows > 0, axis=1)
-        return packed if kind == "ubinary" else (packed ^ 0x80).view(np.int8)
+        return packed if kind == "ubinary" else (packed ^ _SIGN_BIT).view(np.int8)
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     scale = 127 / min(1.0, _RANGE / math.sqrt(rows.shape[1]))
     steps = np.rint(rows / np.maximum(lengths, np.finfo(np.float32).tiny) * scale)
     signed: NDArray[np.int8] = np.clip(steps, -127, 127).astype(np.int8)
-    return signed if kind == "int8" else signed.view(np.uint8) ^ 0x80
+    return signed if kind == "int8" else signed.view(np.uint8) ^ _SIGN_BIT
 
 
 def check_width(width: int, kind: Quantization, *, param: str = "embedding_type") -> None:

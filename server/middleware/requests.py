@@ -60,6 +60,8 @@ PEEK_BYTES: Final = 16_384
 class RequestMiddleware:
     """Finds the route of a request, sets its id, measures its times, and delays rejections.
 
+    It also sends large bodies in parts, and responds to requests that the end of the drain cancels.
+
     Aliases are served without a redirect, because clients do not follow a redirect of a POST. The id is the client's
     x-request-id or a new one. It is stored in the RequestState, where the body may replace it, and returned in the
     response. Server-Timing has the times of the stages. A response with status 429 waits in the RejectionQueue; by then

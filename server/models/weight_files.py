@@ -16,9 +16,10 @@ _SIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class WeightSummary(NamedTuple):
-    """Facts about a model's weights that need no reading of the weights.
+    """The size and the number of parameters of a model, from the sizes and headers of its files.
 
     Attributes:
+        num_bytes: Size of the weight files; 0 without such files.
         num_parameters: Number of parameters in the headers of safetensors files; 0 without such files.
         modified_s: Unix time of the newest file, or of the folder if it has no weight files.
         format: gguf, safetensors or pytorch; empty without weight files.

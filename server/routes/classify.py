@@ -266,8 +266,8 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     call.reserve(size_of_classes(body.num_inputs(), labels, are_named=are_named))
     if body.inputs is not None:
         call.reserve(size_of_texts(body.inputs), param="inputs")
-    texts, options = await engine_inputs(call, body, options)
-    result = await _classes(call.engine, body, texts, options)
+    inputs, options = await engine_inputs(call, body, options)
+    result = await _classes(call.engine, body, inputs, options)
     num_tokens = call.record_usage(PoolingTask.CLASSIFY, result)
     fields = call.response_fields("classify", num_tokens)
     if body.inputs is not None:
@@ -305,21 +305,21 @@ def _check_model(model: ModelInfo, body: ClassifyRequest) -> None:
 
 
 async def _classes(
-    engine: AsyncEngine, body: ClassifyRequest, texts: Sequence[EngineInput], options: RequestOptions
+    engine: AsyncEngine, body: ClassifyRequest, inputs: Sequence[EngineInput], options: RequestOptions
 ) -> ClassResult:
     params = body.pooling_params()
     if body.examples:
         examples = [(example.text, example.label) for example in body.examples]
-        return await engine.few_shot(texts, examples, params, options)
+        return await engine.few_shot(inputs, examples, params, options)
     if body.labels:
-        return await engine.zero_shot(texts, body.labels, params, options)
+        return await engine.zero_shot(inputs, body.labels, params, options)
     if engine.info.kind is ModelKind.EMBEDDING:
         raise InvalidRequestError(
             "The served model is an embedding model without classes. Send labels (texts, zero-shot) or examples "
             "(labelled texts, few-shot).",
             param="labels",
         )
-    return await engine.classify(texts, params, options)
+    return await engine.classify(inputs, params, options)
 
 
 async def _classify_tokens(call: ModelCall, body: ClassifyRequest) -> Response:
@@ -328,8 +328,8 @@ async def _classify_tokens(call: ModelCall, body: ClassifyRequest) -> Response:
             f"{call.name} classifies tokens: send texts as input, without labels and examples.", param="input"
         )
     options = call.reserve_rows(call.options(priority=body.priority), names_tokens=True)
-    texts, options = await engine_inputs(call, body, options)
-    result = await call.engine.token_classify(texts, body.pooling_params(), options)
+    inputs, options = await engine_inputs(call, body, options)
+    result = await call.engine.token_classify(inputs, body.pooling_params(), options)
     num_tokens = call.record_usage(PoolingTask.TOKEN_CLASSIFY, result)
     ids = sorted({token_id for row_ids in result.token_ids for token_id in row_ids})
     words = await call.engine.detokenize([[token_id] for token_id in ids], skip_special_tokens=False)

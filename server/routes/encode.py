@@ -171,8 +171,8 @@ async def encode(body: EncodeRequest, request: Request) -> Response:
         call.reserve(size_of_numbers(body.num_inputs() * vector_width(call.info, params)))
     if PoolingTask.SPARSE_EMBED in tasks:
         call.reserve(size_of_sparse(body.num_inputs()))
-    texts, options = await engine_inputs(call, body, call.reserve_rows(options))
-    result = await call.engine.embed_combined(texts, tasks, params, options)
+    inputs, options = await engine_inputs(call, body, call.reserve_rows(options))
+    result = await call.engine.embed_combined(inputs, tasks, params, options)
     if result.sparse is not None:
         call.reserve(size_beyond_expected(result.sparse))
     num_tokens = call.record_usage("+".join(tasks), result)

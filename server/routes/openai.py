@@ -225,9 +225,9 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     encodings, options = _encodings_and_options(call, body, params)
     width = vector_width(call.info, params)
     call.reserve(size_of_numbers(body.num_inputs() * width, num_encodings=len(encodings)))
-    texts, options = await engine_inputs(call, body, options)
+    inputs, options = await engine_inputs(call, body, options)
     embed = call.engine.embed_late if body.late_chunking else call.engine.embed
-    result = await embed(texts, params, options)
+    result = await embed(inputs, params, options)
     num_tokens = call.record_usage(PoolingTask.EMBED, result)
     return vectors_response(request, call.response_fields("embd", num_tokens), result.embeddings, encodings)
 
@@ -255,8 +255,8 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
     call = await ModelCall.start(request, body.served_name(), EMBEDDERS)
     encodings, options = _encodings_and_options(call, body, params)
     options = call.reserve_rows(options, num_encodings=len(encodings))
-    texts, options = await engine_inputs(call, body, options)
-    result = await call.engine.token_embed(texts, params, options)
+    inputs, options = await engine_inputs(call, body, options)
+    result = await call.engine.token_embed(inputs, params, options)
     num_tokens = call.record_usage(PoolingTask.TOKEN_EMBED, result)
     return vectors_response(
         request, call.response_fields("embd", num_tokens), result.rows, encodings, name="embeddings"

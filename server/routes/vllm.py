@@ -235,8 +235,8 @@ async def pooling(body: PoolingRequest, request: Request) -> Response:
     else:
         width = vector_width(call.info, params) if task is PoolingTask.EMBED else len(call.info.labels)
         call.reserve(size_of_numbers(body.num_inputs() * width))
-    texts, options = await engine_inputs(call, body, options)
-    result = await _calls(call.engine)[task](texts, params, options)
+    inputs, options = await engine_inputs(call, body, options)
+    result = await _calls(call.engine)[task](inputs, params, options)
     num_tokens = call.record_usage(task, result)
     return vectors_response(
         request, call.response_fields("pooling", num_tokens), _rows(result), {"data": encoding}, name="pooling"

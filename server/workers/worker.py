@@ -68,6 +68,7 @@ class SupervisorConnection:
     """The connection of an HTTP process to its supervisor. Used by one event loop.
 
     Args:
+        worker_config: Settings and models of the process.
         on_end: Called when the supervising process has ended, or a message of an engine is invalid.
     """
 

@@ -15,7 +15,7 @@ from tokenizers.models import BPE, Unigram, WordPiece
 
 from ...model_files.gguf import read_gguf
 from ...protocol.errors import UnsupportedModelError
-from .tokenizer_classes import CLASSES, NotBuiltHereError
+from .tokenizer_classes import CLASSES, NeedsTransformersError
 from .tokenizer_files import LoadedTokenizer
 
 Metadata = Mapping[str, Any]
@@ -89,7 +89,7 @@ def _finished(name: str, backend: Tokenizer, metadata: Metadata, options: Metada
     backend.add_tokens(added)
     known.build(backend, {**known.options, **named, **options})
     if wrong := [token.content for token in added if tokens[backend.token_to_id(token.content)] != token.content]:
-        raise NotBuiltHereError(f"the token {wrong[0]!r} has another id")
+        raise NeedsTransformersError(f"the token {wrong[0]!r} has another id")
     settings = {key: value for key, value in {**named, **options}.items() if isinstance(value, str | bool)}
     template = metadata.get("tokenizer.chat_template")
     return LoadedTokenizer(

@@ -27,7 +27,7 @@ PLAIN: Final = "TokenizersBackend"
 """The class that uses tokenizer.json unchanged."""
 
 
-class NotBuiltHereError(ValueError):
+class NeedsTransformersError(ValueError):
     """transformers must read the tokenizer. The message states the reason."""
 
 
@@ -60,10 +60,10 @@ def class_name(model_type: str, declared: str | None, *, is_byte_level: bool) ->
         is_byte_level: tokenizer.json has a ByteLevel step.
 
     Raises:
-        NotBuiltHereError: The model type is not known here.
+        NeedsTransformersError: The model type is not known here.
     """
     if model_type not in _REGISTERED:
-        raise NotBuiltHereError(f"its model type is {model_type!r}")
+        raise NeedsTransformersError(f"its model type is {model_type!r}")
     registered = _REGISTERED[model_type]
     # transformers ignores the declared class of these models, and of models with the plain class.
     if model_type in ("qwen2", "siglip2_text_model") or registered == PLAIN:
@@ -97,7 +97,7 @@ def _mpnet(tokenizer: Tokenizer, values: Values) -> None:
 def _word_piece(tokenizer: Tokenizer, values: Values) -> None:
     model = tokenizer.model
     if not isinstance(model, WordPiece) or model.continuing_subword_prefix != "##":
-        raise NotBuiltHereError("its vocabulary is not WordPiece with ##")
+        raise NeedsTransformersError("its vocabulary is not WordPiece with ##")
     model.unk_token = values["unk_token"]
     model.max_input_chars_per_word = 100
     tokenizer.normalizer = normalizers.BertNormalizer(
@@ -205,7 +205,7 @@ def _bpe(
     """Resets all options of the BPE model. Only the vocabulary and the merges of the file are used."""
     model = tokenizer.model
     if not isinstance(model, BPE) or model.continuing_subword_prefix:
-        raise NotBuiltHereError("its vocabulary is not plain BPE")
+        raise NeedsTransformersError("its vocabulary is not plain BPE")
     model.continuing_subword_prefix = model.end_of_word_suffix = affix
     model.fuse_unk = fuse_unk
     model.byte_fallback = byte_fallback
@@ -216,7 +216,7 @@ def _bpe(
 
 def _xlm_roberta(tokenizer: Tokenizer, values: Values) -> None:
     if not isinstance(tokenizer.model, Unigram) or values["unk_id"] != 3 or values["byte_fallback"]:
-        raise NotBuiltHereError("its vocabulary is not Unigram with <unk> as number 3")
+        raise NeedsTransformersError("its vocabulary is not Unigram with <unk> as number 3")
     charsmap = values["charsmap"]
     tokenizer.normalizer = None if charsmap is None else normalizers.Precompiled(charsmap)
     scheme = "always" if values["add_prefix_space"] else "never"
@@ -234,9 +234,9 @@ def _xlm_roberta(tokenizer: Tokenizer, values: Values) -> None:
 def _deberta(tokenizer: Tokenizer, values: Values) -> None:
     unk_id = tokenizer.token_to_id(values["unk_token"])
     if not isinstance(tokenizer.model, Unigram) or values["unk_id"] != unk_id or values["byte_fallback"]:
-        raise NotBuiltHereError("its vocabulary is not Unigram with its unknown token")
+        raise NeedsTransformersError("its vocabulary is not Unigram with its unknown token")
     if json.loads(tokenizer.to_str())["model"]["vocab"][unk_id][1] != 0.0:
-        raise NotBuiltHereError("the score of its unknown token is not 0")  # transformers would use token 1
+        raise NeedsTransformersError("the score of its unknown token is not 0")  # transformers would use token 1
     steps = [normalizers.Replace(Regex(r"\s{2,}|[\n\r\t]"), " "), normalizers.NFC(), normalizers.Strip(left=False)]
     tokenizer.normalizer = normalizers.Sequence([*([normalizers.Lowercase()] * values["do_lower_case"]), *steps])
     scheme = "always" if values["add_prefix_space"] else "first"
@@ -365,4 +365,4 @@ _REGISTERED: Final[dict[str, str | None]] = {
     "clip_text_model": "CLIPTokenizer",
     "siglip2_text_model": "Siglip2Tokenizer",
 }
-"""Maps a model_type to its tokenizer class in transformers."""
+"""Maps a model_type to its tokenizer class in transformers. None: the declared class, or else PLAIN."""

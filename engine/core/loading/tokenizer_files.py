@@ -1,6 +1,6 @@
 """Reads a tokenizer from its files as transformers does, but without importing transformers (1 s, 31 MB).
 
-Raises NotBuiltHereError for files that these rules do not cover; transformers then reads them.
+Raises NeedsTransformersError for files that these rules do not cover; transformers then reads them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenizers.models import Unigram
 from ...model_files.model_folder import LFS_HINT, is_lfs_pointer, one_line, read_object
 from ...protocol.errors import ModelLoadError, UnsupportedModelError
 from ...protocol.model_info import ModelInfo
-from .tokenizer_classes import CLASSES, PLAIN, NotBuiltHereError, bare_texts, class_name
+from .tokenizer_classes import CLASSES, PLAIN, NeedsTransformersError, bare_texts, class_name
 
 Render = Callable[..., str]
 
@@ -131,19 +131,19 @@ def read_tokenizer(info: ModelInfo, folder: Path) -> LoadedTokenizer:
     """Reads the tokenizer of a model from the tokenizer.json of a folder and the files beside it.
 
     Raises:
-        NotBuiltHereError: transformers must read the tokenizer. The message states the reason.
+        NeedsTransformersError: transformers must read the tokenizer. The message states the reason.
         ModelLoadError: tokenizer.json is a Git LFS pointer.
     """
     if info.pair_chat is not None:
-        raise NotBuiltHereError("its chat template makes the prompt of pairs")
+        raise NeedsTransformersError("its chat template makes the prompt of pairs")
     if info.model_type in ("mistral", "ministral3") and find_spec("mistral_common") is not None:
-        raise NotBuiltHereError("mistral_common is installed, and transformers would use it")
+        raise NeedsTransformersError("mistral_common is installed, and transformers would use it")
     data, backend, file = _read_file(folder)
     settings = _settings(folder)
     declared = settings.get("tokenizer_class") or info.config.get("tokenizer_class")
     name = class_name(info.model_type, declared, is_byte_level=b'"ByteLevel"' in data)
     if (known := CLASSES.get(name)) is None:
-        raise NotBuiltHereError(f"its class is {name}")
+        raise NeedsTransformersError(f"its class is {name}")
     truncation = backend.truncation or {}
     padding = backend.padding or {}
     tokens: dict[str, str | None] = {"pad_token": padding["pad_token"]} if padding else {}
@@ -155,7 +155,7 @@ def read_tokenizer(info: ModelInfo, folder: Path) -> LoadedTokenizer:
     options = {key: _option(key, settings.get(key, default), default) for key, default in known.options.items()}
     if known.build is not None:
         if any(tokens[key] is None for key, default in known.tokens.items() if default is not None):
-            raise NotBuiltHereError("a special token is null")
+            raise NeedsTransformersError("a special token is null")
         known.build(
             backend,
             {
@@ -189,11 +189,11 @@ def _read_file(folder: Path) -> tuple[bytes, Tokenizer, _File]:
         backend = Tokenizer.from_buffer(data)
         return data, backend, msgspec.json.decode(data, type=_File)
     except FileNotFoundError:
-        raise NotBuiltHereError("there is no tokenizer.json") from None
+        raise NeedsTransformersError("there is no tokenizer.json") from None
     except Exception as error:  # the tokenizers library raises Exception for an unreadable file
         if is_lfs_pointer(folder / "tokenizer.json"):  # transformers could not read it either
             raise ModelLoadError(f"{folder / 'tokenizer.json'} {LFS_HINT}.") from None
-        raise NotBuiltHereError("its tokenizer.json cannot be read") from error
+        raise NeedsTransformersError("its tokenizer.json cannot be read") from error
 
 
 def read_static_tokenizer(info: ModelInfo) -> LoadedTokenizer:
@@ -227,12 +227,12 @@ def _settings(folder: Path) -> dict[str, Any]:
         if not older.keys() <= {*_NAMED, *_EXTRA} or any(
             key in settings and settings[key] != older[key] for key in _EXTRA if key in older
         ):
-            raise NotBuiltHereError("its special_tokens_map.json has other settings than special tokens")
+            raise NeedsTransformersError("its special_tokens_map.json has other settings than special tokens")
         settings |= {key: {"__type": _FLAGGED, **v} if isinstance(v, dict) else v for key, v in older.items()}
     if settings.get("backend", "tokenizers") != "tokenizers":  # transformers 5 writes the library that it used
-        raise NotBuiltHereError(f"its tokenizer_config.json has the backend {settings['backend']!r}")
+        raise NeedsTransformersError(f"its tokenizer_config.json has the backend {settings['backend']!r}")
     if unknown := settings.keys() - _READ - _WITHOUT_EFFECT:
-        raise NotBuiltHereError(f"its tokenizer_config.json has {min(unknown)}")
+        raise NeedsTransformersError(f"its tokenizer_config.json has {min(unknown)}")
     return settings
 
 
@@ -242,7 +242,7 @@ def _text(token: Any) -> str | None:
         return token
     if isinstance(token, dict) and token.get("__type") == _FLAGGED and isinstance(token.get("content"), str):
         return str(token["content"])
-    raise NotBuiltHereError("a special token is no text")
+    raise NeedsTransformersError("a special token is no text")
 
 
 def _extra(settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -250,25 +250,25 @@ def _extra(settings: Mapping[str, Any]) -> tuple[str, ...]:
     given = [settings[key] for key in _EXTRA if settings.get(key)]
     tokens = given[0] if given else []
     if len(given) > 1 or not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise NotBuiltHereError("its further special tokens are no list of texts")
+        raise NeedsTransformersError("its further special tokens are no list of texts")
     return tuple(tokens)
 
 
 def _option(key: str, value: Any, default: bool | None) -> bool | None:
     if isinstance(value, bool) or (value is None and default is None):
         return value
-    raise NotBuiltHereError(f"{key} is {value!r}")
+    raise NeedsTransformersError(f"{key} is {value!r}")
 
 
 def _side(settings: Mapping[str, Any], key: str, default: str) -> str:
     side = settings.get(key, default)
     if side not in ("left", "right"):
-        raise NotBuiltHereError(f"{key} is {side!r}")
+        raise NeedsTransformersError(f"{key} is {side!r}")
     return str(side)
 
 
 def _check_added(file: _File, backend: Tokenizer, folder: Path, settings: Mapping[str, Any], *, is_built: bool) -> None:
-    """Raises NotBuiltHereError if transformers would use other added tokens than tokenizer.json has.
+    """Raises NeedsTransformersError if transformers would use other added tokens than tokenizer.json has.
 
     transformers also adds tokens of tokenizer_config.json, or of the older added_tokens.json. A class with `build`
     takes them from tokenizer_config.json alone, ordered by id.
@@ -276,25 +276,25 @@ def _check_added(file: _File, backend: Tokenizer, folder: Path, settings: Mappin
     ids = [token.id for token in file.added_tokens]
     in_place = all(backend.token_to_id(token.content) == token.id for token in file.added_tokens)
     if not in_place or ids != sorted(set(ids)):
-        raise NotBuiltHereError("its added tokens are not in the order of their ids")
+        raise NeedsTransformersError("its added tokens are not in the order of their ids")
     if "added_tokens_decoder" not in settings:
         if not set(read_object(folder / "added_tokens.json").values()) <= set(ids):
-            raise NotBuiltHereError("its added_tokens.json has tokens that its tokenizer.json lacks")
+            raise NeedsTransformersError("its added_tokens.json has tokens that its tokenizer.json lacks")
         return
     try:
         table = [{"id": int(token_id), **token} for token_id, token in settings["added_tokens_decoder"].items()]
         tokens = set(msgspec.convert(table, list[_AddedToken]))
     except (TypeError, ValueError, AttributeError, msgspec.ValidationError):
-        raise NotBuiltHereError("its added_tokens_decoder is not read here") from None
+        raise NeedsTransformersError("its added_tokens_decoder is not read here") from None
     if not tokens <= set(file.added_tokens) or (is_built and len(tokens) < len(ids)):
-        raise NotBuiltHereError("its tokenizer_config.json has other added tokens than its tokenizer.json")
+        raise NeedsTransformersError("its tokenizer_config.json has other added tokens than its tokenizer.json")
 
 
 def _check_special(tokens: Iterable[str | None], file: _File) -> None:
-    """Raises NotBuiltHereError if transformers would mark a token as special that is not special in the file."""
+    """Raises NeedsTransformersError if transformers would mark a token as special that is not special in the file."""
     special = {token.content for token in file.added_tokens if token.special}
     if missing := {token for token in tokens if token is not None} - special:
-        raise NotBuiltHereError(f"its tokenizer.json does not have the special token {min(missing)}")
+        raise NeedsTransformersError(f"its tokenizer.json does not have the special token {min(missing)}")
 
 
 def _charsmap(normalizer: Mapping[str, Any] | None) -> bytes | None:
@@ -316,9 +316,9 @@ def _chat_template(folder: Path, given: Any) -> str | dict[str, str] | None:
         if isinstance(given, list):
             given = {entry["name"]: entry["template"] for entry in given}
     except (OSError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise NotBuiltHereError("its chat templates are not read here") from error
+        raise NeedsTransformersError("its chat templates are not read here") from error
     if files:
         return files["default"] if files.keys() == {"default"} else files
     if given is not None and not isinstance(given, str | dict):
-        raise NotBuiltHereError("its chat template is no text")
+        raise NeedsTransformersError("its chat template is no text")
     return given

@@ -23,7 +23,7 @@ from .chat_score_template import chat_score_template
 from .gguf_tokenizer import build_gguf_tokenizer
 from .input_prompts import input_prompts
 from .load_errors import needs_torch
-from .tokenizer_classes import NotBuiltHereError
+from .tokenizer_classes import NeedsTransformersError
 from .tokenizer_files import LoadedTokenizer, read_static_tokenizer, read_tokenizer, unknown_id
 
 logger = logging.getLogger("penstock.engine")
@@ -83,7 +83,7 @@ def _read(info: ModelInfo, *, trust_remote_code: bool) -> LoadedTokenizer:
         if is_gguf(info.path) and not (folder / "tokenizer.json").exists():
             return build_gguf_tokenizer(Path(info.path))
         return read_tokenizer(info, folder)
-    except NotBuiltHereError as why:
+    except NeedsTransformersError as why:
         logger.info("reading the tokenizer of %s with transformers, which takes a second: %s.", info.name, why)
         with needs_torch(f"the tokenizer of {info.name}", str(why)):
             return _load_with_transformers(info, folder, trust_remote_code)

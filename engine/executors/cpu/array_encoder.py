@@ -122,7 +122,7 @@ class PackedArrays:
         """T, the number of packed tokens."""
         return len(self.token_ids)
 
-    def pooled(self) -> PackedArrays:
+    def with_first_tokens(self) -> PackedArrays:
         """Returns the batch after a step that pools each sequence to one row."""
         num_seqs = len(self.seq_lens)
         firsts = self.cu_seqlens[:-1]

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from penstock.engine.core.loading import tokenizer_classes
-from penstock.engine.core.loading.tokenizer_classes import CLASSES, NotBuiltHereError, class_name
+from penstock.engine.core.loading.tokenizer_classes import CLASSES, NeedsTransformersError, class_name
 from penstock.engine.core.loading.tokenizer_files import LoadedTokenizer, read_tokenizer
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
@@ -136,7 +136,7 @@ def read(folder: Path) -> LoadedTokenizer | None:
     try:
         info = resolve_model(EngineConfig(model=str(folder)))
         return read_tokenizer(info, Path(info.path))
-    except NotBuiltHereError:
+    except NeedsTransformersError:
         return None
 
 
@@ -358,7 +358,7 @@ def test_unsupported_tokenizer_is_left_to_transformers(tmp_path: Path) -> None:
         ({"path": str(tmp_path / "none")}, "no tokenizer.json"),
     ):
         changed = replace(info, **changes)
-        with pytest.raises(NotBuiltHereError, match=reason):
+        with pytest.raises(NeedsTransformersError, match=reason):
             read_tokenizer(changed, Path(changed.path))
 
 
@@ -378,7 +378,7 @@ def test_files_of_other_forms_are_left_to_transformers(
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     write(tmp_path, model_type, BASE | settings)
     info = resolve_model(EngineConfig(model=str(tmp_path)))
-    with pytest.raises(NotBuiltHereError, match=reason):
+    with pytest.raises(NeedsTransformersError, match=reason):
         read_tokenizer(info, tmp_path)
 
 
@@ -390,7 +390,7 @@ def test_unusual_files_beside_the_tokenizer_are_left_to_transformers(
     write(tmp_path, "bert", BASE | {"additional_special_tokens": []})
     (tmp_path / name).write_text(json.dumps(content))
     info = resolve_model(EngineConfig(model=str(tmp_path)))
-    with pytest.raises(NotBuiltHereError, match=reason):
+    with pytest.raises(NeedsTransformersError, match=reason):
         read_tokenizer(info, tmp_path)
 
 
