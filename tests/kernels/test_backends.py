@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.kernels import backends, grouped_linear, maxsim, ssd
 
-from ..engine.device.pretend_cuda import DEVICE, pretend_cuda
+from ..pretend_cuda import DEVICE, pretend_cuda
 
 CAPABILITIES = ((7, 5), (8, 0), (9, 0), (12, 0))
 

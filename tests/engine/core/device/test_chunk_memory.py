@@ -23,7 +23,7 @@ from penstock.engine.scheduling import (
     allocations_of,
 )
 
-from ...device.pretend_cuda import DEVICE, OnCuda, pretend_cuda
+from ....pretend_cuda import DEVICE, OnCuda, pretend_cuda
 
 CPU = torch.device("cpu")
 NUM_TOKENS, NUM_POOLED = 10, 4

@@ -1,6 +1,6 @@
 """Packing, forward, pooling and the copy of results never wait for the device, and the results equal a CPU's.
 
-Without a GPU, device/pretend_cuda.py simulates one in Triton's interpreter (test_interpreted.py). With a GPU, torch
+Without a GPU, tests/pretend_cuda.py simulates one in Triton's interpreter (test_interpreted.py). With a GPU, torch
 raises an error at each wait.
 """
 
@@ -25,7 +25,7 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
 from ....interpreter import IS_INTERPRETED
-from ...device.pretend_cuda import PretendCuda, pretend_cuda
+from ....pretend_cuda import PretendCuda, pretend_cuda
 from ..families import DECODER_SIZES, ENCODER_SIZES, chosen
 
 VOCAB_SIZE, HIDDEN_SIZE = ENCODER_SIZES["vocab_size"], ENCODER_SIZES["hidden_size"]

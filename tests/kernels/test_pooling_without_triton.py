@@ -7,8 +7,8 @@ from torch import Tensor
 from penstock.kernels import backends
 from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, pool
 
-from ...kernels.references import pool_reference
-from .pretend_cuda import DEVICE, pretend_cuda
+from ..pretend_cuda import DEVICE, pretend_cuda
+from .references import pool_reference
 
 LENGTHS = (0, 3, 1, 0, 9, 4, 0)
 SKIPS = (0, 1, 2, 5, 0, 4, 1)

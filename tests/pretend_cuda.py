@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ...interpreter import IS_INTERPRETED
+from .interpreter import IS_INTERPRETED
 
 DEVICE: Final = torch.device("cuda", 0)
 _CPU: Final = torch.device("cpu")
